@@ -7,6 +7,7 @@ async with JudgeServer(lambda call: JudgeReply.json({"levels": {"polite": 10}}, 
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -18,16 +19,32 @@ from agentrl.errors import AgentRLError
 
 MODEL = "scripted-judge"
 """The name of the one model."""
+_JUDGED = re.compile(r"\AThe key is (?P<key>\w+)\.\n<data-(?P=key)>\n(?P<data>.*)\n</data-(?P=key)>$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeCall:
-    """One request: the how-manieth, from 0, the contents of its messages, and the whole body."""
+    """One request to the judge."""
 
     number: int
+    """Its place among the requests of this server, from 0."""
     system: str
+    """The content of the system message."""
     user: str
+    """The content of the user message. It holds a random key, so it differs from call to call."""
     body: Mapping[str, Any]
+    """The whole request."""
+
+    @property
+    def data(self) -> Any:
+        """The judged values, parsed from the JSON between the marks; equal whenever the same text is judged.
+
+        Raises:
+            ValueError: the user message is not that of a `JudgePrompt`.
+        """
+        if (judged := _JUDGED.search(self.user)) is None:
+            raise ValueError("the user message has no data between the marks <data-KEY> and </data-KEY>")
+        return json.loads(judged["data"])
 
 
 @dataclass(frozen=True, slots=True)

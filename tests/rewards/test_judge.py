@@ -57,12 +57,6 @@ def levels(correct: int, copy: int = 10, seconds: float = 0.0) -> JudgeReply:
     return JudgeReply.json({"levels": {"correct": correct, "copy": copy}}, seconds)
 
 
-def data_of(call: JudgeCall) -> Any:
-    """What an honest judge reads: the JSON between the marks."""
-    key = call.user.splitlines()[0].removeprefix("The key is ").removesuffix(".")
-    return json.loads(call.user.split(f"<data-{key}>\n")[1].split(f"\n</data-{key}>")[0])
-
-
 async def all_of(asked: Sequence[Awaitable[Any]]) -> list[Any]:
     async def one(awaitable: Awaitable[Any]) -> Any:
         return await awaitable
@@ -88,7 +82,7 @@ def test_a_rubric_is_the_weighted_mean_of_its_levels_and_each_is_a_part(tmp_path
             assert schema["strict"]
             assert schema["schema"]["additionalProperties"] is False
             assert call.body["model"] == MODEL
-            assert data_of(call)["messages"][1] == {"role": "assistant", "content": "42"}
+            assert call.data["messages"][1] == {"role": "assistant", "content": "42"}
 
     asyncio.run(main())
 
@@ -280,7 +274,7 @@ def test_a_number_that_is_no_level_is_no_verdict(tmp_path: Path) -> None:
     asked: set[int] = set()
 
     def script(call: JudgeCall) -> JudgeReply:
-        number = int(data_of(call)["messages"][1]["content"])
+        number = int(call.data["messages"][1]["content"])
         again, _ = number in asked, asked.add(number)
         return levels(8) if again else replies[number]
 
@@ -422,7 +416,7 @@ def test_a_judge_that_always_says_first_gives_equal_scores(tmp_path: Path) -> No
 
 def longer(call: JudgeCall) -> JudgeReply:
     """A fair judge."""
-    first, second = (len(data_of(call)[name][1]["content"]) for name in ("first", "second"))
+    first, second = (len(call.data[name][1]["content"]) for name in ("first", "second"))
     return JudgeReply.json({"better": "first" if first > second else "second" if second > first else "tie"})
 
 
@@ -446,7 +440,7 @@ def test_a_fair_judge_ranks_the_group_and_equal_texts_tie_unasked(opponents: int
 
 def test_a_failed_pair_fails_the_group_and_only_it_is_asked_again(tmp_path: Path) -> None:
     def script(call: JudgeCall) -> JudgeReply:
-        failing = data_of(call)["first"][1]["content"] == "4" and len(server.calls) <= 12
+        failing = call.data["first"][1]["content"] == "4" and len(server.calls) <= 12
         return JudgeReply("no idea") if failing else longer(call)
 
     server = JudgeServer(script)
@@ -529,7 +523,7 @@ def test_an_endpoint_that_cannot_work_is_found_on_entering(tmp_path: Path) -> No
                 await judge.score(trajectory("42", {"answer": "42"}))
             async with judge:
                 await judge.score(trajectory("42", {"answer": "42"}))
-                assert data_of(server.calls[0])["right_answer"] == "42"
+                assert server.calls[0].data["right_answer"] == "42"
                 with pytest.raises(ConfigError, match="reference"):
                     await judge.score(trajectory("42"))
         with pytest.raises(ConfigError, match="asked 3 times"):
@@ -572,7 +566,7 @@ def test_only_the_question_and_the_last_answer_are_shown_where_that_is_wanted(tm
             for show, seen in (("transcript", ["s", "q", "thinks", "t", "a"]), ("answer", ["q", "a"])):
                 async with rubric(server, tmp_path, show=show) as judge:
                     await judge.score(long)
-                assert [message["content"] for message in data_of(server.calls[-1])["messages"]] == seen
+                assert [message["content"] for message in server.calls[-1].data["messages"]] == seen
 
     asyncio.run(main())
 
