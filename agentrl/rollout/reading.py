@@ -7,7 +7,7 @@ is that of Hermes and Qwen, whatever the model's own form is.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from agentrl.rollout.declared import Tools, declared
@@ -77,6 +77,15 @@ class Reading:
         if is_quoted(self.content, len(self.content)) if written else holds_calls(self.content):
             written = [NO_CALLS, *written]
         return "\n".join(filter(None, (content, *written))) if written else content
+
+
+def refused_by_parser(found: Reading, error: Exception) -> Reading:
+    """An answer at which a parser of others raises, so that nobody knows what was meant as a call."""
+    if found.cut or not found.content.strip():
+        return found
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    why = f"the parser of calls refuses it ({said:.{_NEAR}})"
+    return replace(found, malformed=(Unread(found.content, why),), literal=True)
 
 
 def marks_in(template: str) -> Marks | None:

@@ -32,7 +32,7 @@ from agentrl.rollout.control_tokens import GUARD, ControlTokens, bare
 from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
 from agentrl.rollout.model_tokenizer import load_tokenizer
 from agentrl.rollout.placing import Places, placed
-from agentrl.rollout.reading import MARKS, Marks, Reading, marks_in, without_reasoning
+from agentrl.rollout.reading import MARKS, Marks, Reading, marks_in, refused_by_parser, without_reasoning
 from agentrl.rollout.tool_formats import (
     PROBE_CALL,
     Syntax,
@@ -389,9 +389,10 @@ class TemplateRenderer:
         """An answer, taken apart; its last token may be the stop token. Never raises, whatever the tokens are."""
         try:
             return self._read(prompt_ids, answer_ids, tools)
-        except Exception:  # the parsers of others have not seen everything that a model can write
+        except Exception as error:  # the parsers of others have not seen everything that a model can write
             logger.debug("an answer could not be taken apart", exc_info=True)
-            return Reading(self.answer_text(answer_ids))
+            thought = without_reasoning(self.answer_text(answer_ids), self._marks, self.decode(prompt_ids[-_TAIL:]))
+            return refused_by_parser(thought, error) if tools else thought
 
     def answer_message(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
         """An answer as a message. Its content is what environments get: without reasoning, unless that is shown."""

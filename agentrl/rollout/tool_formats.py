@@ -19,7 +19,7 @@ from agentrl.rollout.chat_template import ChatTemplate
 from agentrl.rollout.declared import Tools
 from agentrl.rollout.family import calls_in
 from agentrl.rollout.nested_calls import NestedSyntax, nested
-from agentrl.rollout.reading import ReadCalls, Reading, Unread, Write, as_declared, call_of
+from agentrl.rollout.reading import ReadCalls, Reading, Unread, Write, as_declared, call_of, refused_by_parser
 from agentrl.rollout.tagged_calls import TaggedSyntax, learned, standard
 from agentrl.rollout.tools import is_quoted, parse_tool_calls
 from agentrl.rollout.vllm_parsers import find_vllm_reader, parser_names, vllm_reader
@@ -205,8 +205,8 @@ def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
     def read(text: str, tools: Tools) -> Reading:
         try:
             found = parse(text)
-        except Exception:  # the schema's expressions fit a whole answer or none
-            return Reading(text, malformed=(Unread(text, "it does not fit the model's response schema"),))
+        except Exception as error:  # the schema's expressions fit a whole answer or none
+            return refused_by_parser(Reading(text), error)
         calls: list[ToolCall] = []
         malformed: list[Unread] = []
         for number, one in enumerate(_sequence(found.get("tool_calls"))):

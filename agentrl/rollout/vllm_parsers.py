@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.rollout.declared import Tools
-from agentrl.rollout.reading import ReadCalls, Reading, Unread, as_declared, call_of
+from agentrl.rollout.reading import ReadCalls, Reading, Unread, as_declared, call_of, refused_by_parser
 from agentrl.trajectory import ToolCall
 
 
@@ -34,8 +34,10 @@ def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
 
     def read(text: str, tools: Tools) -> Reading:
         request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
-        with _silence():
+        with _silence() as swallowed:
             found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
+        if swallowed and not found.tools_called:
+            return refused_by_parser(Reading(text), swallowed[0])
         if not found.tools_called:
             return Reading(text)
         calls, malformed = [], []
@@ -63,17 +65,24 @@ def find_vllm_reader(tokenizer: Any, written: str, call: ToolCall, tools: Tools)
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """The parsers log what they cannot read, with tracebacks."""
-    logger = logging.getLogger("vllm")
-    before, logger.disabled = logger.disabled, True
-    children = [one for name, one in logging.root.manager.loggerDict.items() if name.startswith("vllm.tool_parsers")]
-    levels = [(one, one.level) for one in children if isinstance(one, logging.Logger)]
-    for one, _ in levels:
-        one.setLevel(logging.CRITICAL)
+def _silence() -> Iterator[list[BaseException]]:
+    """The parsers log the errors that they swallow, with tracebacks. In the block these are gathered instead."""
+    swallowed: list[BaseException] = []
+
+    def gather(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            swallowed.append(record.exc_info[1])
+        return False
+
+    loggers = [
+        one
+        for name, one in logging.root.manager.loggerDict.items()
+        if name.startswith("vllm.tool_parsers") and isinstance(one, logging.Logger)
+    ]
+    for one in loggers:
+        one.addFilter(gather)
     try:
-        yield
+        yield swallowed
     finally:
-        logger.disabled = before
-        for one, level in levels:
-            one.setLevel(level)
+        for one in loggers:
+            one.removeFilter(gather)

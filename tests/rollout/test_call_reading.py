@@ -12,7 +12,9 @@ from agentrl.rollout import renderer as renderer_module
 from agentrl.rollout.declared import declared, value_of
 from agentrl.rollout.family import find_family
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
+from agentrl.rollout.tool_formats import of_schema
 from agentrl.rollout.tools import ParsedReply, parse_tool_calls
+from agentrl.rollout.vllm_parsers import vllm_reader
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
@@ -144,6 +146,45 @@ def test_the_parsers_of_vllm_read_texts_as_they_were_written_or_tell_that_they_c
         reply, _ = got(one, written(one, ToolCall("write", {"text": text, "count": 3})))
         whole = named(reply) == [("write", {"text": text, "count": 3})]
         assert whole or (name in PYTHON and not reply.calls and reply.errors), (text, reply)
+
+
+def test_an_answer_at_which_a_parser_raises_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = renderer("qwen3")
+    assert one._family is not None
+
+    def fail(*_: Any) -> Any:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(type(one._family), "read", fail)
+    prompt, text = one.encode("Go."), f"<think>\nHm.\n</think>\n\n{ToolCall('write', {'text': 'a'}).render()}"
+    reading = one.read(prompt, one.encode(text), [WRITE])
+    assert (reading.reasoning, reading.calls) == ("Hm.", ())
+    assert [unread.why for unread in reading.malformed] == [
+        "the parser of calls refuses it (IndexError: list index out of range)"
+    ]
+    reply = parse_tool_calls(one.answer_message(prompt, one.encode(text), [WRITE]).content)
+    assert not reply.calls
+    assert "list index out of range" in reply.errors[0]
+    assert not one.read(prompt, one.encode(text), ()).malformed  # no tools, no calls
+    thought = one.read(prompt, one.encode("<think>\nHm, <tool_call>"), [WRITE])
+    assert thought.cut
+    assert not thought.malformed
+
+
+def test_an_answer_that_does_not_fit_a_response_schema_is_told_with_the_words_of_its_reader() -> None:
+    def parse(text: str) -> Any:
+        raise ValueError("no match at 3")
+
+    (unread,) = of_schema(parse)("<call>write", [WRITE]).malformed
+    assert unread.told == "the parser of calls refuses it (ValueError: no match at 3): '<call>write'"
+
+
+@pytest.mark.vllm
+def test_an_error_that_a_parser_of_vllm_swallows_is_told() -> None:
+    text = '<tool_call>\n{"name": "write", "arguments": {\n</tool_call>'
+    (unread,) = vllm_reader(tokenizer_of("qwen3"), "hermes")(text, [WRITE]).malformed
+    assert "JSONDecodeError" in unread.why
+    assert vllm_reader(tokenizer_of("qwen3"), "hermes")("It is 3.", [WRITE]).malformed == ()
 
 
 def spoiled(text: str) -> list[str]:
