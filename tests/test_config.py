@@ -214,6 +214,31 @@ def test_a_value_that_should_be_text_says_how_to_quote_it(path: Path, value: str
     assert load_config(path, [f"model.revision='{value}'"]).config.model.revision == value
 
 
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm.normalizer=tokenz", "Input should be 'tokens' or 'trajectories' or a valid number, got 'tokenz'"),
+        ("algorithm.normalizer=-7.5", "Input should be greater than or equal to 0.000001, got -7.5"),
+        ("algorithm.normalizer=[1]", "Input should be 'tokens' or 'trajectories' or a valid number, got [1]"),
+        ("trainer.lora.targets=q_proj", "Input should be 'all-linear' or a list, got 'q_proj'"),
+        ("trainer.lora.targets=[q_proj, {a: 1}]", ".1: Input should be a valid string, got {'a': 1}"),
+        ("rollout.context=ful", ".name: there is no 'ful': write one of full, last_k, scratchpad, summary"),
+        ("rollout.context={turns: 3}", ".name: missing: write one of full, last_k, scratchpad, summary"),
+        ("rollout.context={name: last_k, turn: 3}", ".turn: no such setting. Did you mean 'turns'? Known here"),
+        ("env.agents={b: {name: frozn}}", ".b.name: there is no 'frozn': write one of policy, frozen, scripted"),
+        ("simulation.episode_seconds={kind: gama}", ".kind: there is no 'gama': write one of constant, uniform"),
+        ("tasks={data: x.jsonl, held_out: [1]}", ".held_out: Input should be a valid number or a valid string"),
+        ("rollout.budget=3", "Input should be a mapping, got 3"),
+        ("reference={nme: 2}", "the algorithm 'grpo', as configured, uses none"),
+    ],
+)
+def test_a_wrong_value_where_several_types_may_stand_is_told_once(path: Path, override: str, line: str) -> None:
+    said = problem(path, override).replace(" (command line)", "")
+    assert said.startswith(override.partition("=")[0])
+    assert line in said
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_setting_by_its_old_name_is_refused_with_the_new_one(path, old, new):
     old, new = old.replace(".N.", ".0."), new.replace(".N.", ".0.")

@@ -43,7 +43,7 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
     try:
         return Component(name, factory, model.model_validate(raw))
     except ValidationError as error:
-        lines = (line for line, _ in explained(model, error, tuple(section.split(".")), origins))
+        lines = (line for line, _ in explained(model, error, raw, tuple(section.split(".")), origins))
         raise ConfigError("\n".join(lines)) from error
 
 

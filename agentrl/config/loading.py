@@ -73,13 +73,15 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
             sections |= {helper: helper_of(helper, sections, values, origins) for helper in HELPERS}
         except ConfigError as error:
             problems.append(str(error))
+    if problems:
+        sections = {name: raw for name, raw in sections.items() if name not in HELPERS}  # not made, and maybe right
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
         failed = {problem.split(":")[0].split(".")[0] for problem in problems}
         problems += [
             line
-            for line, at in explained(RunConfig, error, (), origins)
+            for line, at in explained(RunConfig, error, sections, (), origins)
             if at not in failed or at not in (*COMPONENTS, "reward", "trackers", "env", "evaluation")
         ]
     if problems:
@@ -118,7 +120,9 @@ def _options_problems(section: tuple[str, ...], env: OneEnv, origins: Mapping[st
     try:
         shape.model_validate(env.options)
     except ValidationError as error:
-        yield from (line for line, _ in explained(shape, error, (*section, "options"), origins, partial=True))
+        yield from (
+            line for line, _ in explained(shape, error, env.options, (*section, "options"), origins, partial=True)
+        )
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

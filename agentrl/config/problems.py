@@ -1,14 +1,13 @@
 """What is wrong with a config, in lines that say where it was written and what to write."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ValidationError,
-)
+from pydantic import BaseModel, ValidationError
 
 from agentrl import plugins
+from agentrl.config.located import located
 
 RENAMED = {
     "demonstrations": "recipe.demonstrations",
@@ -30,23 +29,36 @@ GONE = {
 """Settings of trainers that there were once, and what to do instead."""
 
 
+_MAPPING = re.compile("a valid dictionary( or object to extract fields from| or instance of .*)?")
+_LIST = re.compile("a valid (tuple|list|set)")
+"""Types of Python and what they are in a config."""
+
+
 def explained(
     model: type[BaseModel],
     error: ValidationError,
+    value: Any,
     prefix: tuple[str, ...],
     origins: Mapping[str, str],
     *,
     partial: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """(one line per problem that also tells the remedy, the problem's top-level section).
+    """(one line per problem of `value` that also tells the remedy, the problem's top-level section).
 
     `partial`: others add settings later, so that nothing is missing yet, and what all of them need of each other is
     not known.
     """
-    for problem in error.errors():
-        if partial and (problem["type"] == "missing" or not problem["loc"]):
+    problems = located(model, error.errors(), value)
+    mistyped = {
+        (*one.keys[:-1], plugins.most_similar(one.keys[-1], one.known))
+        for one in problems
+        if one.details["type"] == "extra_forbidden"
+    }
+    for found in problems:
+        problem, keys, known = found.details, found.keys, found.known
+        is_missing = problem["type"] == "missing"
+        if (partial and (is_missing or not problem["loc"])) or (is_missing and keys in mistyped):
             continue
-        keys, known = _locate(model, [str(part) for part in problem["loc"]])
         path = ".".join((*prefix, *keys))
         where = written_at(origins, path)
         if problem["type"] == "extra_forbidden":
@@ -68,9 +80,15 @@ def explained(
             line = (
                 f"{path}: {problem['input']!r} is no text{where}: put quotes around it ({path}=\"'...'\" for a shell)"
             )
+        elif problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+            tag, context = ", ".join(found.tags), problem["ctx"]
+            wrong = f"there is no {context['tag']!r}" if "tag" in context else "missing"
+            line = f"{path}.{context['discriminator'].strip(chr(39))}: {wrong}{where}: write one of {tag}"
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
-            line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)
+            said = problem["msg"].removeprefix("Value error, ")
+            said = _LIST.sub("a list", _MAPPING.sub("a mapping", said))
+            line = f"{path}: {said}{given}{where}".removeprefix(": ")
         yield line, next(iter((*prefix, *keys)), "")
 
 
@@ -79,33 +97,6 @@ def _renamed(path: str) -> str | None:
     number = next((key for key in path.split(".") if key.isdigit()), "N")
     new = RENAMED.get(".".join("N" if key.isdigit() else key for key in path.split(".")))
     return None if new is None else new.replace(".N.", f".{number}.")
-
-
-def _locate(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The path of a problem as it is written, without the tags of unions, and the field names of its section."""
-    sections, keys = [model], []
-    known: list[str] = []
-    for key in loc:
-        fields = [section.model_fields[key] for section in sections if key in section.model_fields]
-        tagged = [section for section in sections if key in _tags(section)]
-        known = list(dict.fromkeys(name for section in sections for name in section.model_fields))
-        if fields or not tagged:
-            keys.append(key)
-        # A key that is neither a field nor a tag is a key of a mapping, whose value is the section.
-        sections = [inner for f in fields for inner in _models(f.annotation)] if fields else tagged or sections
-    return keys, known
-
-
-def _tags(section: type[BaseModel]) -> set[Any]:
-    """The literals that tell a section from the others of its union."""
-    return {field.default for field in section.model_fields.values() if get_origin(field.annotation) is Literal}
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The sections in a type: the type itself, or those among its arguments."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
 def written_at(origins: Mapping[str, str], path: str) -> str:
