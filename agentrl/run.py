@@ -240,7 +240,13 @@ class Run:
     def __enter__(self) -> Self:
         with self._open as opened:
             opened.enter_context(self.ledger)
-            self._tracking = Tracking(self.config.trackers, self.folder, self._settings, self._say_warning)
+            self._tracking = Tracking(
+                self.config.trackers,
+                self.folder,
+                self._settings,
+                self._say_warning,
+                tags=self.config.observe.tags,
+            )
             opened.callback(self._end_tracking)
             opened.enter_context(self.display)
             opened.enter_context(self._profiler)

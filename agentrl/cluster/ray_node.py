@@ -5,14 +5,13 @@ after a minute, without a word of agentrl's. So both are watched, and end the ru
 """
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import AgentRLError, NodeDiedError
-from agentrl.flow import Flow
+from agentrl.flow import Flow, PeriodicThread
 
 RESUME = "resume with `agentrl train --resume RUN`"
 """What a user can do about it."""
@@ -69,7 +68,7 @@ class RayNode:
         self._answers = 0
         self._seen = 0
         self._looks = 0
-        self._ended = threading.Event()
+        self._thread = PeriodicThread(self._ask, name="ray-node")
 
     @staticmethod
     def joined() -> "RayNode":
@@ -87,11 +86,11 @@ class RayNode:
         return RayNode(nodes, ray.get_runtime_context().get_node_id())
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._ask, name="ray-node", daemon=True).start()
+        self._thread.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
+        self._thread.end()
 
     def death(self) -> str | None:
         """How it died; None if it lives. It is asked every `_LOOK_SECONDS`.
@@ -109,16 +108,15 @@ class RayNode:
             return f"Ray's head (its process gcs_server) has not answered for {_HEAD_SECONDS:g} s"
         return None
 
-    def _ask(self) -> None:
-        while not self._ended.is_set():
-            nodes = self._nodes()
-            if nodes is not None:
-                own = [node for node in nodes if node["NodeID"] == self._own]
-                self._answers += 1
-                self._alive = any(node["Alive"] for node in own)
-                if not self._address and own and _listens(own[0]["RayletSocketName"]):
-                    self._address = own[0]["RayletSocketName"]
-            self._ended.wait(_ASK_SECONDS)
+    def _ask(self) -> float:
+        nodes = self._nodes()
+        if nodes is not None:
+            own = [node for node in nodes if node["NodeID"] == self._own]
+            self._answers += 1
+            self._alive = any(node["Alive"] for node in own)
+            if not self._address and own and _listens(own[0]["RayletSocketName"]):
+                self._address = own[0]["RayletSocketName"]
+        return _ASK_SECONDS
 
 
 def _listens(address: str) -> bool:

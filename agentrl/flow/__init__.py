@@ -7,6 +7,7 @@ from agentrl.flow.deadline import PendingWait, deadline, paused, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.notice_board import Notice, notice, notices
+from agentrl.flow.periodic import PeriodicThread
 from agentrl.flow.retries import Retries
 from agentrl.flow.spans import Span, SpanLog, recorded, span
 from agentrl.flow.steady_loop import (
@@ -28,6 +29,7 @@ __all__ = [
     "Flow",
     "Notice",
     "PendingWait",
+    "PeriodicThread",
     "Retries",
     "Span",
     "SpanLog",

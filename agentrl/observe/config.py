@@ -12,7 +12,7 @@ class ObserveConfig(Settings):
     """What this run is for, in words, for the page of `agentrl view`. What is known later may be written into the file
     `notes.md` of the run's folder."""
     tags: tuple[str, ...] = ()
-    """Words to find the run by, such as `[baseline, seed-3]`."""
+    """Words to find the run by, such as `[baseline, seed-3]`: in `agentrl view`, and as tags in trackers."""
     token_groups: int = Field(1, ge=0)
     """Groups of each step, drawn at random, of whose tokens the trainer's logprobs, ratios and advantages are kept
     (`samples/` in the run's folder)."""

@@ -6,7 +6,6 @@ RUN/live.json    there while the run's process lives. A process that was killed 
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.cluster.roster import Crew, roster
 from agentrl.durable import remove_left, unfinished
-from agentrl.flow import PendingWait, notices, waits
+from agentrl.flow import PendingWait, PeriodicThread, notices, waits
 from agentrl.rollout.underway import Underway
 
 logger = logging.getLogger(__name__)
@@ -58,16 +57,14 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         self._every = every
         self._loop: asyncio.AbstractEventLoop | None = None
         self._underway: Callable[[], Underway] | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="live status", daemon=True)
+        self._thread = PeriodicThread(self._write, name="live status")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._thread.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._thread.__exit__(*exc)
         remove_left(self._path)
 
     def begin_phase(self) -> None:
@@ -78,14 +75,13 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         """Show what a scheduler does from now on. `underway` is called by the thread that writes."""
         self._underway = underway
 
-    def _work(self) -> None:
+    def _write(self) -> float | None:
         try:
-            while True:
-                write_live_state(self._path, self._state())
-                if self._ended.wait(self._every):
-                    return
+            write_live_state(self._path, self._state())
         except OSError as error:
             logger.warning("%s cannot be written, so pages do not show what this run waits for: %s", self._path, error)
+            return None
+        return self._every
 
     def _state(self) -> LiveState:
         loop, underway = self._loop, self._underway

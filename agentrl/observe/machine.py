@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from typing import Any, Self
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from agentrl.flow import PeriodicThread
 from agentrl.observe.usage import gpu_readers
 
 logger = logging.getLogger(__name__)
@@ -52,26 +52,28 @@ class MachineLog(AbstractContextManager["MachineLog"]):
 
     def __init__(self, run: Path, *, every: float | None = None) -> None:
         self._run, self._every = run, every
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="machine log", daemon=True)
+        self._began = time.monotonic()
+        self._sampler: _Sampler | None = None
+        self._thread = PeriodicThread(self._log, name="machine log")
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._thread.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._thread.__exit__(*exc)
 
-    def _work(self) -> None:
-        began = time.monotonic()
+    def _log(self) -> float | None:
         try:
-            sampler = _Sampler(self._run)
-            while not self._ended.wait(self._every or period(time.monotonic() - began)):
+            if self._sampler is None:
+                self._sampler = _Sampler(self._run)  # the first sample is of what has passed since
+            else:
                 with (self._run / FILE).open("a") as file:
-                    file.write(json.dumps(asdict(sampler.sample())) + "\n")
+                    file.write(json.dumps(asdict(self._sampler.sample())) + "\n")
         except (OSError, psutil.Error) as error:
             logger.warning("%s ends here, as the machine cannot be sampled: %s", self._run / FILE, error)
+            return None
+        return self._every or period(time.monotonic() - self._began)
 
 
 def period(age: float) -> float:

@@ -10,7 +10,6 @@ import heapq
 import logging
 import re
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from typing import Self
 
 from agentrl.durable import remove_left, unfinished, write_whole
 from agentrl.errors import ConfigError
-from agentrl.flow import Span, SpanLog, recorded, span
+from agentrl.flow import PeriodicThread, Span, SpanLog, recorded, span
 from agentrl.observe.span_export import SpanExport
 from agentrl.observe.trace_file import Slice, TraceFile
 from agentrl.observe.usage import Usage
@@ -54,8 +53,7 @@ class Profiler(AbstractContextManager["Profiler"]):
     def __init__(self, run: Path, *, always: bool) -> None:
         self._folder = run / FOLDER
         self._always = always
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="profiler", daemon=True)
+        self._thread = PeriodicThread(self._tick, name="profiler", first=_TICK_SECONDS)
         self._begun: deque[tuple[str, float]] = deque()
         self._phase: tuple[str, float] | None = None
         self._recording: _Recording | None = None
@@ -63,12 +61,11 @@ class Profiler(AbstractContextManager["Profiler"]):
     def __enter__(self) -> Self:
         if self._always:
             self._recording = _Recording(self._folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}{SUFFIX}")
-        self._thread.start()
+        self._thread.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        self._thread.join()
+        self._thread.__exit__(*exc)
         self._begun.append(("", datetime.now(UTC).timestamp()))
         self._tick()
         self._stop()
@@ -77,11 +74,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         """A phase of the run's loop begins, at a Unix time; the last one has ended."""
         self._begun.append((f"{phase} {step}", at))
 
-    def _work(self) -> None:
-        while not self._ended.wait(_TICK_SECONDS):
-            self._tick()
-
-    def _tick(self) -> None:
+    def _tick(self) -> float:
         """Write what is new; end a trace whose time has come, and begin one that is asked for."""
         phases = [self._begun.popleft() for _ in range(len(self._begun))]
         ended = [(name, begin, end) for (name, begin), (_, end) in pairwise(filter(None, [self._phase, *phases]))]
@@ -97,6 +90,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         if self._folder.is_dir():
             for request in sorted(self._folder.glob(f"[!.]*{REQUEST}")):  # others are not written to the end
                 self._answer(request)
+        return _TICK_SECONDS
 
     def _answer(self, request: Path) -> None:
         """Begin the trace that a file asks for, or say why that is not possible."""

@@ -7,10 +7,10 @@ goes on there.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlparse
 from uuid import uuid4
 
@@ -21,8 +21,37 @@ _COLUMNS = [field.name for field in fields(EpisodeSample)]
 _DEFAULT_PROJECT = "agentrl"
 
 
+class TrackerSettings(Settings):
+    """What trackers with a server let one set: all of them this much.
+
+    A run is tagged with `observe.tags`, too, in each tracker whose settings are of this class.
+    """
+
+    project: str | None = None
+    """The project; by default that of the tracker's own files and variables, such as `WANDB_PROJECT` and
+    `COMET_PROJECT_NAME`."""
+    group: str | None = None
+    """The group of runs."""
+    tags: tuple[str, ...] = ()
+    """Tags, beside those of the run (`observe.tags`)."""
+
+    def tagged(self, tags: Iterable[str]) -> Self:
+        """The settings with these tags before their own, each once."""
+        return self.model_copy(update={"tags": tuple(dict.fromkeys((*tags, *self.tags)))})
+
+
+class AccountSettings(TrackerSettings):
+    """The same, for trackers whose projects belong to somebody."""
+
+    entity: str | None = None
+    """The user, team or workspace that owns the project; by default that of the tracker's own files and variables, such
+    as `WANDB_ENTITY` and `COMET_WORKSPACE`, or your own."""
+
+
 class TensorBoard:
-    """Event files in `RUN/tensorboard/`, read by `tensorboard --logdir runs`."""
+    """Event files in `RUN/tensorboard/`, read by `tensorboard --logdir runs`. It knows no tags: those of a run
+    (`observe.tags`) stand in the text `config`.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -53,17 +82,13 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases. Whatever is not set here is what wandb takes from its own files and variables (`WANDB_...`)."""
 
-    class Config(Settings):
+    class Config(AccountSettings):
         """Settings of the tracker `wandb`."""
 
-        project: str | None = None
-        """The project; by default `WANDB_PROJECT`."""
-        entity: str | None = None
-        """The user or team that owns the project; by default `WANDB_ENTITY`, or your own."""
         group: str | None = None
         """The group of runs; by default `WANDB_RUN_GROUP`."""
         tags: tuple[str, ...] = ()
-        """Tags; by default those of `WANDB_TAGS`."""
+        """Tags, beside those of the run (`observe.tags`) and of `WANDB_TAGS`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
         try:
@@ -76,6 +101,8 @@ class Wandb:
         name = os.environ.get("WANDB_NAME") or folder.resolve().name
         found = self._kept.read()
         self._rows = int(found[1]) if len(found) > 1 else 0
+        # What is given to `init` takes the place of the variable.
+        tagged = chosen.tagged(filter(None, os.environ.get("WANDB_TAGS", "").split(",")))
         run_id = os.environ.get("WANDB_RUN_ID") or (found[0] if found else uuid4().hex[:8])
         try:
             self._run = wandb.init(
@@ -86,7 +113,7 @@ class Wandb:
                 project=chosen.project,
                 entity=chosen.entity,
                 group=chosen.group,
-                tags=list(chosen.tags) or None,
+                tags=list(tagged.tags) or None,
                 resume="allow",
                 allow_val_change=True,
             )
@@ -130,7 +157,7 @@ class Wandb:
 class MLflow:
     """MLflow. The server, or the files, are those of `MLFLOW_TRACKING_URI`; a run is named after its folder."""
 
-    class Config(Settings):
+    class Config(TrackerSettings):
         """Settings of the tracker `mlflow`."""
 
         project: str | None = None
@@ -138,7 +165,7 @@ class MLflow:
         group: str | None = None
         """The run's tag `group`."""
         tags: tuple[str, ...] = ()
-        """Tags: `name=value`, or `name` alone."""
+        """Tags, beside those of the run (`observe.tags`): `name=value`, or `name` alone."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
         try:
@@ -201,17 +228,20 @@ class MLflow:
 
 
 class Trackio:
-    """Trackio: local by default (`trackio show`), or in a Space of Hugging Face (`TRACKIO_SPACE_ID`)."""
+    """Trackio: local by default (`trackio show`), or in a Space of Hugging Face (`TRACKIO_SPACE_ID`).
 
-    class Config(Settings):
+    It knows no tags of runs: they stand in the run's config there, as `tags`.
+    """
+
+    class Config(TrackerSettings):
         """Settings of the tracker `trackio`."""
 
-        project: str = _DEFAULT_PROJECT
+        project: str | None = _DEFAULT_PROJECT
         """The project."""
         space: str | None = None
         """The Space to log to; by default `TRACKIO_SPACE_ID`, or none."""
-        group: str | None = None
-        """The group of runs."""
+        tags: tuple[str, ...] = ()
+        """Tags, beside those of the run (`observe.tags`). Trackio knows none: they stand in the run's config there."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
         try:
@@ -224,11 +254,11 @@ class Trackio:
         # Trackio finds a run to resume by its name, which another folder's run may have too.
         name = (kept.read() or [f"{folder.resolve().name}-{uuid4().hex[:6]}"])[0]
         self._run = trackio.init(
-            chosen.project,
+            chosen.project or _DEFAULT_PROJECT,
             name=name,
             group=chosen.group,
             space_id=chosen.space,
-            config=dict(config),
+            config={**config, "tags": list(chosen.tags)} if chosen.tags else dict(config),
             resume="allow",
             embed=False,
         )
@@ -257,17 +287,11 @@ class Trackio:
 class Comet:
     """Comet. Whatever is not set here is what Comet takes from its own files and variables (`COMET_...`)."""
 
-    class Config(Settings):
+    class Config(AccountSettings):
         """Settings of the tracker `comet`."""
 
-        project: str | None = None
-        """The project; by default `COMET_PROJECT_NAME`."""
-        entity: str | None = None
-        """The workspace that owns the project; by default `COMET_WORKSPACE`, or your own."""
         group: str | None = None
         """The value `group` of the experiment."""
-        tags: tuple[str, ...] = ()
-        """Tags."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
         try:

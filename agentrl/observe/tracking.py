@@ -7,12 +7,14 @@ raises becomes one warning, and so does that one is too slow for what it gets. `
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError
+from agentrl.observe.trackers import TrackerSettings
 from agentrl.plugins import Component
 from agentrl.protocols import EpisodeSample, HowEnded, SupportsEnding, SupportsSamples, Tracker
 from agentrl.trajectory import Message, Score, Trajectory, Unscored, succeeded
@@ -32,7 +34,8 @@ _Work = Callable[[Tracker], None]
 
 
 class Tracking:
-    """The trackers of a run. Its methods return at once, but for the start and the end, which have deadlines.
+    """The trackers of a run, each with the run's `tags`. Its methods return at once, but for the start and the end,
+    which have deadlines.
 
     `warn` gets a sentence for each tracker that fails, and for each that is too slow; it is called by the caller's own
     thread.
@@ -52,11 +55,13 @@ class Tracking:
         start_seconds: float = START_SECONDS,
         end_seconds: float = END_SECONDS,
         last_seconds: float = LAST_SECONDS,
+        tags: Sequence[str] = (),
         again_seconds: float = AGAIN_SECONDS,
     ) -> None:
         self._warn, self._end_seconds, self._last_seconds = warn, end_seconds, last_seconds
         self._senders = [
-            _Sender(one.name, partial(one.call, folder, config), queued, again_seconds) for one in trackers
+            _Sender(one.name, partial(_tagged(one, tags).call, folder, config), queued, again_seconds)
+            for one in trackers
         ]
         for sender in self._senders:
             sender.await_start(start_seconds)
@@ -105,6 +110,12 @@ class Tracking:
         for sender in self._senders:
             while sender.complaints:
                 self._warn(sender.complaints.popleft())
+
+
+def _tagged(tracker: Component, tags: Sequence[str]) -> Component:
+    """The tracker with the tags of the run, if its settings have any."""
+    settings = tracker.settings
+    return replace(tracker, settings=settings.tagged(tags)) if isinstance(settings, TrackerSettings) else tracker
 
 
 class _Sender:

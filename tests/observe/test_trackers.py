@@ -4,6 +4,7 @@ The packages of trackers are not installed here. What stands in for them keeps t
 something depends: W&B drops rows of past steps, and MLflow refuses some names.
 """
 
+import io
 import re
 import sys
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from agentrl.config import validate_config
 from agentrl.errors import ConfigError
 from agentrl.observe.trackers import Comet, MLflow, TensorBoard, Trackio, Wandb
 from agentrl.protocols import EpisodeSample
+from agentrl.run import Run
 
 SAMPLE = EpisodeSample("t/0/0", "t", "terminated", 1.0, True, "user: P . O\n\nassistant: left")
 
@@ -216,6 +220,34 @@ def test_trackio_finds_a_resumed_run_by_a_name_that_no_other_folder_has(tmp_path
         ("run failed", "why", "error"),
         "finished",
     ]
+
+
+def test_every_tracker_gets_the_tags_of_a_run_beside_its_own(tmp_path, monkeypatch):
+    cloud, store, asked = Cloud(), Store("https://tracking.example"), {}
+
+    def started(name: str, tags: Any) -> Any:
+        asked[name] = tags
+        return SimpleNamespace(finish=lambda: None, log_parameters=lambda _: None, end=lambda: None)
+
+    package(monkeypatch, "wandb", init=cloud.init)
+    monkeypatch.setitem(sys.modules, "mlflow", store)
+    package(monkeypatch, "trackio", init=lambda project, **more: started("trackio", more["config"]["tags"]))
+    start = lambda **more: started("comet", more["experiment_config"]["tags"])  # noqa: E731
+    package(monkeypatch, "comet_ml", start=start, ExperimentConfig=lambda **more: more)
+    monkeypatch.setenv("WANDB_TAGS", "from-shell")
+    values = {
+        "env": {"name": "frozen_lake"},
+        "run_dir": str(tmp_path / "lake"),
+        "observe": {"tags": ["baseline", "seed=3"]},
+        "trackers": [{"name": "wandb", "tags": ["lora", "baseline"]}, "mlflow", "trackio", "comet"],
+    }
+    with Run(validate_config(values), Console(file=io.StringIO())):
+        pass
+    (tags,) = [one["tags"] for one in cloud.asked]
+    assert sorted(tags) == ["baseline", "from-shell", "lora", "seed=3"]
+    (kept,) = store.runs.values()
+    assert {"baseline": "", "seed": "3"}.items() <= kept.data.tags.items()
+    assert asked == {"trackio": ["baseline", "seed=3"], "comet": ["baseline", "seed=3"]}
 
 
 SAMPLE_ROW = ("t/0/0", "t", "terminated", 1.0, True, "user: P . O\n\nassistant: left")
