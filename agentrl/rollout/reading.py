@@ -79,7 +79,7 @@ class Reading:
         return "\n".join(filter(None, (content, *written))) if written else content
 
 
-def refused_by_parser(found: Reading, error: Exception) -> Reading:
+def refused_by_parser(found: Reading, error: BaseException) -> Reading:
     """An answer at which a parser of others raises, so that nobody knows what was meant as a call."""
     if found.cut or not found.content.strip():
         return found
