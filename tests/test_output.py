@@ -1,9 +1,6 @@
 """What a run prints may have nowhere to go: it goes on."""
 
-import asyncio
 import logging
-import os
-import signal
 import subprocess
 import sys
 from io import StringIO
@@ -11,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.training import _STOP, _Stopping
-from agentrl.flow import run_steadily
 from agentrl.output import LossyStream
 
 PRINTING = """
@@ -73,49 +68,3 @@ def test_what_fits_is_written_when_a_full_disk_has_room_again(caplog: pytest.Log
     disk.full = False
     stream.writelines(["kept\n"])
     assert disk.getvalue() == "kept\n"
-
-
-@pytest.mark.parametrize(("first", "second", "saved"), [
-    (signal.SIGTERM, signal.SIGTERM, True),
-    (signal.SIGHUP, signal.SIGTERM, True),
-    (signal.SIGUSR1, signal.SIGHUP, True),
-    (signal.SIGINT, signal.SIGTERM, True),
-    (signal.SIGTERM, signal.SIGINT, False),  # a person who does not want to wait
-])  # fmt: skip
-def test_signals_of_schedulers_and_terminals_stop_a_run_and_the_next_one_keeps_its_checkpoint(
-    first: signal.Signals, second: signal.Signals, saved: bool
-) -> None:
-    done: list[str] = []
-
-    async def trains() -> None:
-        asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), first)
-        try:
-            await asyncio.sleep(3600)
-        finally:  # it saves a checkpoint meanwhile
-            os.kill(os.getpid(), second)
-            await asyncio.sleep(0.01)
-            done.append("saved")
-
-    # A job of a shell or of nohup has inherited some of them as ignored, which `_Stopping` respects.
-    usual = dict.fromkeys(_STOP, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    stopping = _Stopping()
-    try:
-        with pytest.raises(KeyboardInterrupt), stopping:
-            run_steadily(stopping.watch(trains()))
-        os.kill(os.getpid(), signal.SIGTERM)  # while the process ends
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert done == ["saved"] * saved
-    assert stopping.by == first
-
-
-def test_what_nohup_has_told_to_ignore_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with _Stopping():
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -12,8 +12,8 @@ from rich.markup import escape
 from agentrl.cli.arguments import Overrides, Step
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import model_to_evaluate, output, run_config
+from agentrl.cli.stopping import run_or_stop
 from agentrl.config import load_config
-from agentrl.flow import run_steadily
 from agentrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
         async with assemble_rollouts(loaded.config, model) as rollouts:
             return await evaluate_all(rollouts, tasks, suite or ())
 
-    for name, evaluation in run_steadily(play()).items():
+    for name, evaluation in run_or_stop(play()).items():
         _print_evaluation(name, evaluation, show)
         if report is not None:
             path = report_of(name, steps, evaluation, loaded.config).write(report)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from agentrl.cli.console import console
 from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.config import load_config
 from agentrl.flow import run_steadily
+from agentrl.flow.stop_signals import handled
 from agentrl.protocols import Isolation
 
 
@@ -39,7 +39,9 @@ def serve(  # noqa: PLR0917  typer calls it by name
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message accepted.")] = 1 << 20,
     request_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may take for a request.")] = 30.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="The longest reset or step.")] = 60.0,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="How long episodes may continue after SIGTERM.")] = 60.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="How long episodes may continue after a stop signal.")
+    ] = 60.0,
     options: Annotated[
         str, typer.Option(help="Options of every episode, as YAML; clients cannot choose others for these.")
     ] = "{}",
@@ -121,8 +123,11 @@ def gateway(  # noqa: PLR0917  typer calls it by name
 
     async def serve_until_stopped() -> None:
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
-        await serve_policy(loaded.config, model, record, token=token, on_start=said, stopped=stopped)
+
+        def stop(number: int, frame: object) -> None:
+            loop.call_soon_threadsafe(stopped.set)  # which wakes the loop
+
+        with handled(stop):
+            await serve_policy(loaded.config, model, record, token=token, on_start=said, stopped=stopped)
 
     run_steadily(serve_until_stopped())

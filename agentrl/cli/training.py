@@ -1,16 +1,14 @@
 """`agentrl train` and `agentrl demo`."""
 
-import asyncio
 import json
 import math
 import os
 import re
 import signal
-from collections.abc import Awaitable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +16,7 @@ from agentrl.checkpoint import Checkpoints
 from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
+from agentrl.cli.stopping import Stopping
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, StorageError
 from agentrl.flow import run_steadily
@@ -90,7 +89,7 @@ def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
 def _run(loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool) -> dict[str, Any] | None:
     from agentrl.run import Run
 
-    folder, stopping = loaded.config.run_dir, _Stopping()
+    folder, stopping = loaded.config.run_dir, Stopping()
     try:
         with stopping, Run(loaded, console, resume=resume, step=step, change=change) as run:
             try:
@@ -125,60 +124,6 @@ def _how_to_go_on(folder: Path) -> str:
     if (folder / "config.yaml").exists():
         return how_to_go_on(folder, None)
     return "start it again, since nothing was saved"
-
-
-_STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What ends a run as Ctrl-C does: from a scheduler of jobs, which may be told to warn by SIGUSR1, or when the terminal
-is closed."""
-
-
-class _Stopping:
-    """The signals of `_STOP` end the block as Ctrl-C does. A context manager.
-
-    Schedulers send them to a process and to its group, or twice, and then kill: so once a run is stopping, they do not
-    stop it at once, as a second Ctrl-C does. What `nohup` has told to ignore stays ignored.
-
-    A shell's background job begins with SIGINT ignored, and then neither would end it: asyncio only takes the place of
-    Python's own handler. So here SIGINT ends such a job too.
-    """
-
-    def __init__(self) -> None:
-        self._by: signal.Signals | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    @property
-    def by(self) -> signal.Signals:
-        """The signal that ended the block."""
-        return self._by or signal.SIGINT
-
-    def __enter__(self) -> Self:
-        for number in _STOP:
-            if signal.getsignal(number) is not signal.SIG_IGN or number is signal.SIGTERM:
-                self._before[number] = signal.signal(number, self._stop)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self._by = self.by
-            for number in self._before:  # the process ends, and others of them change nothing, also not its status
-                if number is not signal.SIGINT:
-                    signal.signal(number, signal.SIG_IGN)
-            return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    async def watch(self, work: Awaitable[None]) -> None:
-        """Do the work of the block."""
-        self._task = asyncio.current_task()
-        await work
-
-    def _stop(self, number: int, frame: object) -> None:
-        if self._by is None and not (self._task is not None and self._task.cancelling()):
-            self._by = signal.Signals(number)
-            signal.raise_signal(signal.SIGINT)
 
 
 def _interval(interval: list[float | None] | None) -> str:

@@ -32,6 +32,7 @@ from agentrl.cluster.workers import (
     under_lease,
 )
 from agentrl.errors import WorkerDiedError
+from agentrl.flow.stop_signals import STOP_SIGNALS
 from agentrl.output import make_output_lossy
 
 _PR_SET_PDEATHSIG = 1
@@ -176,15 +177,12 @@ def _begin(parent: int, beat: Any, name: str) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before this signal was requested
         os._exit(1)
-    for number in _STOP:
+    # Terminals and schedulers of jobs send these to all processes of a run. The driver ends its workers itself, when it
+    # has saved what they train.
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     make_output_lossy()
     threading.Thread(target=_keep_beating, args=(beat,), name="sign-of-life", daemon=True).start()
-
-
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Terminals and schedulers of jobs send these to all processes of a run. The driver ends its workers itself, when it
-has saved what they train."""
 
 
 def _keep_beating(beat: Any) -> None:

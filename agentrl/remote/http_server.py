@@ -2,10 +2,12 @@
 
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import uvicorn
 
 from agentrl.errors import ConfigError
+from agentrl.flow.stop_signals import handled
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """The hosts that only programs on this machine can reach."""
@@ -22,6 +24,10 @@ class HttpServer(uvicorn.Server):
     def url(self) -> str:
         """The address it listens on, once it has started."""
         return url_of(self.servers[0].sockets[0])
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Let all stop signals end the server, as `handle_exit` does it. What a signal has ended exits with 0."""
+        return handled(self.handle_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and call `on_start` with the address."""

@@ -33,11 +33,12 @@ AddRoutes = Callable[[FastAPI, Sessions, str], None]
 class EnvServer(HttpServer):
     """Serves the environment that `factory` makes.
 
-    SIGTERM and SIGINT drain the server: no session or episode begins any more, and the server ends when the running
-    episodes have ended, or after `limits.drain_seconds`. A second signal ends it immediately. `on_start` is called with
-    the address. `protocols` are served beside the server's own, for example `agentrl.openenv.server.add_openenv`.
-    `options` says which options clients may choose; None: all, because the clients may run code here anyway.
-    `pictures`: environments that draw their states (`render_html`) send the pictures in their infos.
+    A stop signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) drains the server: no session or episode begins any more, and the
+    server ends when the running episodes have ended, or after `limits.drain_seconds`. A second signal ends it
+    immediately. `on_start` is called with the address. `protocols` are served beside the server's own, for example
+    `agentrl.openenv.server.add_openenv`. `options` says which options clients may choose; None: all, because the
+    clients may run code here anyway. `pictures`: environments that draw their states (`render_html`) send the pictures
+    in their infos.
 
     Raises:
         ConfigError: other machines could reach the server, and there is no token.
