@@ -32,9 +32,12 @@ demo demo-cluster learn test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
 install: $(STAMP)
 
+# What an older checkout installed under the distribution's former name would be listed beside it.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "uv>=0.5"
+	rm -rf agentrl.egg-info
+	$(BIN)/uv pip uninstall --quiet --python $(BIN)/python agentrl
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(PINS) -e ".[$(EXTRAS)]"
 	$(if $(findstring dev,$(EXTRAS)),$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(CHAT_TEMPLATES))
 	touch $@

@@ -30,6 +30,7 @@ from typing import Any
 
 from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.credentials import refuse_credentials
+from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import PluginError
 from agentrl.protocols import Env, Settings
 
@@ -261,8 +262,16 @@ def _registered(kind: str) -> Mapping[str, EntryPoint]:
 def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]:
     """The entry points of agentrl's groups in all installed packages; cached, as reading takes tens of milliseconds."""
     found = entry_points()
-    ours = (group for group in found.groups if group.startswith("agentrl."))
-    return {group: {point.name: point for point in found.select(group=group)} for group in ours}
+    ours = [point for group in found.groups if group.startswith("agentrl.") for point in found.select(group=group)]
+    # An old checkout still lists the distribution that had another name, with addresses of its time.
+    distributions = {point.dist for point in ours if point.value.startswith("agentrl.")}
+    current = [one for one in distributions if one is not None and one.name == DISTRIBUTION]
+    old = distributions.difference(current) if current else set()
+    groups: dict[str, dict[str, EntryPoint]] = {}
+    for point in ours:
+        if point.dist not in old or not point.value.startswith("agentrl."):
+            groups.setdefault(point.group, {})[point.name] = point
+    return groups
 
 
 def _origin(point: EntryPoint) -> str:

@@ -1,5 +1,6 @@
 """The command line, as a user meets it."""
 
+import runpy
 import subprocess
 import sys
 from importlib.metadata import version
@@ -91,6 +92,14 @@ def test_an_option_that_is_no_setting_is_answered_with_the_nearest_one(agentrl):
     done = agentrl("train", "examples/frozen_lake.yaml", "--resum=auto")
     assert done.returncode == 2
     assert "--resume" in done.stderr
+
+
+def test_the_module_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["python -m agentrl", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("agentrl", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"agentrl {version('agentrl-train')}\n"
 
 
 def test_the_version_is_that_of_the_package(agentrl):

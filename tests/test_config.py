@@ -54,6 +54,22 @@ def test_a_file_that_is_no_config_is_told_by_its_name(path, written, expected):
     assert expected in said
 
 
+def test_a_folder_in_place_of_a_config_is_answered_with_what_to_write(path):
+    run = path.parent / "run"
+    run.mkdir()
+    assert problem(run) == f"{run} is a folder, not a config file."
+    assert problem(path.parent) == f"{path.parent} is a folder, not a config file. YAML files there: {path}"
+    (run / "config.yaml").write_text(BASE)
+    assert f"{run} is the folder of a run. `agentrl train --resume {run}` goes on with it" in problem(run)
+
+
+def test_a_config_that_is_missing_is_answered_with_those_that_are_there_or_with_commands_that_need_none(path):
+    assert problem(path.with_name("lkae.yaml")).endswith(f"Did you mean {str(path)!r}?")
+    assert problem(path.with_name("x")).endswith(f" YAML files there: {path}")
+    assert "`agentrl demo` trains an example without one" in problem(path.parent / "examples" / "frozen_lake.yaml")
+    assert problem(path.with_name("steps=3")).endswith(" The config comes before what overrides it")
+
+
 def test_all_problems_are_said_at_once(path):
     said = problem(path, "trainer.lrr=1", "stepps=1", "rollout.deadlines.stepp=1", "seed=-1")
     for name in ("trainer.lrr", "stepps", "rollout.deadlines.stepp", "seed"):

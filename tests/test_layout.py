@@ -63,6 +63,7 @@ LAYERS = [
     {"assembly"},
     {"recipes", "viewer"},
     {"cli", "notebook"},
+    {"__main__"},
 ]
 PLUGINS_MAY_IMPORT = {
     "arrays",

@@ -95,7 +95,7 @@ def new_env(
         f"  agentrl play {address}\n"
         f"  agentrl play {address} --player {module}:player\n"
         f"  agentrl train {module}.yaml\n\n"
-        f"After `pip install -e {folder}` its name is {module!r} everywhere.",
+        f"After `pip install -e .` there, its name is {module!r} everywhere.",
         highlight=False,
         soft_wrap=True,
     )

@@ -3,6 +3,7 @@
 `engine: local` is short for `engine: {name: local}`, in the file and on the command line.
 """
 
+import difflib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from agentrl import plugins
 from agentrl.config.overrides import read_override
 from agentrl.config.run_config import COMPONENTS, HELPERS
 from agentrl.credentials import refuse_credentials
@@ -171,14 +171,41 @@ def _read_file(path: Path, source: Source) -> None:
     try:
         root = read_yaml(path.read_bytes(), str(path))
     except FileNotFoundError:
-        there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        first = " The config comes before what overrides it" if "=" in path.name else ""
-        raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}{first}") from None
+        raise ConfigError(f"no config file {str(path)!r}.{_what_to_write(path)}") from None
+    except IsADirectoryError:
+        if (path / "config.yaml").is_file():
+            raise ConfigError(
+                f"{path} is the folder of a run. `agentrl train --resume {path}` goes on with it; "
+                f"{path / 'config.yaml'} is its config, for another run"
+            ) from None
+        raise ConfigError(f"{path} is a folder, not a config file.{_configs_in(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from error
     if not isinstance(root, yaml.MappingNode) or not root.value:
         raise ConfigError(f"{path} must be a mapping of settings, such as `steps: 100`")
     _read_node(root, (), path, source)
+
+
+def _what_to_write(missing: Path) -> str:
+    """What to write in place of a config file that does not exist."""
+    if "=" in missing.name:
+        return " The config comes before what overrides it"
+    there = {path.name: path for path in _yaml_files(missing.parent)}
+    if close := difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5):
+        return f" Did you mean {str(there[close[0]])!r}?"
+    if there:
+        return _configs_in(missing.parent)
+    return " `agentrl demo` trains an example without one; `agentrl new-env NAME` writes an environment with its config"
+
+
+def _configs_in(folder: Path) -> str:
+    """The YAML files in a folder, as the end of a sentence, or nothing."""
+    found = _yaml_files(folder)
+    return f" YAML files there: {', '.join(map(str, found))}" if found else ""
+
+
+def _yaml_files(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")]) if folder.is_dir() else []
 
 
 def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: Source) -> None:

@@ -35,11 +35,13 @@ def write_game(path: Path, reward: float = 1.0) -> Path:
     return path
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str, **modules: str) -> None:
+def install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str, distribution: str = "installed", **modules: str
+) -> None:
     """A distribution of these modules and entry points, as pip would have left it."""
-    about = folder / "installed-1.0.dist-info"
+    about = folder / f"{distribution}-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1.0\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(entry_points)
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
@@ -168,3 +170,14 @@ def test_packages_of_the_group_that_gymnasium_forgot_are_found(
     check_env(plugins.load("envs", "gymnasium:RootLake-v0"), seeds=(0,))
     with pytest.raises(PluginError, match="failed to register theirs: installed_gone"):
         plugins.load("envs", "gymnasium:Old/Sea-v0")
+
+
+def test_what_an_old_checkout_lists_under_the_former_name_of_the_distribution_is_ignored(tmp_path, monkeypatch):
+    """`agentrl.egg-info`, with the addresses of its time."""
+    points = "[agentrl.envs]\ngone = agentrl.no_longer:Gone\nfrozen_lake = agentrl.no_longer:FrozenLake\n"
+    install(tmp_path, monkeypatch, points + "its_own = a_module:Env\n", "agentrl")
+    monkeypatch.setattr(sys, "path", [*sys.path[1:], str(tmp_path)])  # the last one found would win
+    names = {plugin.name for plugin in plugins.installed("envs")}
+    assert "gone" not in names
+    assert "its_own" in names
+    assert plugins.load("envs", "frozen_lake").__name__ == "FrozenLake"
