@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,30 @@ def demo_of_the_wheel(folder: Path, overrides: str) -> str:
 
 
 @pytest.mark.slow
+def test_the_wheel_has_all_that_its_command_needs(tmp_path: Path) -> None:
+    """Its files alone, beside the libraries that are here: nothing of the repository can be imported."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, "."],
+        cwd=ROOT,
+        check=True,
+    )
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    command = [sys.executable, "-P", "-c", "from agentrl.cli import main; main()", "demo", *ONE_STEP.split()]
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert "after 1 steps" in ended.stdout
+    assert (tmp_path / "run" / "reward_curve.png").exists()
+
+
+@pytest.mark.long
 def test_the_wheel_runs_a_step_of_the_demo_in_an_empty_environment(tmp_path: Path) -> None:
     assert "after 1 steps" in demo_of_the_wheel(tmp_path, ONE_STEP)
     assert (tmp_path / "venv" / "run" / "reward_curve.png").exists()

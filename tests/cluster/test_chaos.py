@@ -27,7 +27,9 @@ from tests.cluster.chaos import (
 from tests.processes import PATIENCE_SECONDS
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-OF_CI = [
+OF_CI = [[Cell(component, "updating weights", KILL) for component in COMPONENTS]]
+"""One of each kind at once: one recovery."""
+ONE_BY_ONE = [
     (Cell("env worker", "generating", KILL), Cell("reward worker", "generating", KILL)),
     (Cell("engine", "updating weights", KILL),),
     (Cell("trainer rank", "checkpointing", KILL),),
@@ -54,15 +56,23 @@ def play(faults: Iterable[Sequence[Cell]], run: Running, table: Table) -> None:
             table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
 
 
-@pytest.mark.slow
-def test_a_run_survives_the_loss_of_a_node_and_a_fault_of_each_of_its_workers(tmp_path: Path, table: Table) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(OF_CI, id="at once", marks=pytest.mark.slow),
+        pytest.param(ONE_BY_ONE, id="one by one", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_survives_the_loss_of_a_node_and_a_fault_of_each_of_its_workers(
+    faults: Sequence[Sequence[Cell]], tmp_path: Path, table: Table
+) -> None:
     with two_nodes() as nodes, Running(tmp_path / "run", patience=PATIENCE_SECONDS) as run:
         # Deaths need no lease; on a busy machine, a short one would take a worker for dead that only waits for a core.
         run.overrides = [f"cluster.address={nodes.address}", "cluster.lease=600"]
         run.raylets = [nodes.head, nodes.beside]
         begin(run)
         table.add_row("node", "generating", "SIGKILL", f"{run.lose_node(nodes.beside, 'generating', KILL):.1f}")
-        play(OF_CI, run, table)
+        play(faults, run, table)
         run.end()
         nothing_is_lost(run)
 

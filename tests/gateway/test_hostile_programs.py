@@ -128,8 +128,10 @@ def test_a_page_of_another_site_may_send_nothing_and_is_told_so_by_each_protocol
     assert served(play, saying("left"))[0].status == Terminated()
 
 
-@pytest.mark.slow
-def test_schemathesis_finds_nothing(tmp_path):
+@pytest.mark.parametrize(
+    "examples", [pytest.param(3, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.long)]
+)
+def test_schemathesis_finds_nothing(examples, tmp_path):
     async def play(assignment):
         async with client_of(assignment) as client:
             for path in ("/chat/completions", "/messages", "/responses"):
@@ -140,7 +142,7 @@ def test_schemathesis_finds_nothing(tmp_path):
             f"{assignment.url}/openapi.json",
             f"--header=Authorization: Bearer {assignment.api_key}",
             "--exclude-checks=positive_data_acceptance",  # the schema does not say which fields are refused
-            "--max-examples=12",
+            f"--max-examples={examples}",
             "--seed=1",
             "--no-color",
             cwd=tmp_path,

@@ -27,7 +27,7 @@ SMALL = [
     "trackers=[]",
     "checkpoint.every=1",
 ]
-DRAWN = ["recipe.draw=prioritised", "recipe.engines=2", "recipe.pool=3", "steps=6"]
+DRAWN = ["recipe.draw=prioritised", "recipe.engines=2", "recipe.pool=3"]
 
 
 def rows_of(run: Path) -> list[dict]:
@@ -66,13 +66,17 @@ def test_a_run_gets_nearer_to_optimal_play_and_records_whom_the_policy_played(tm
     assert snapshots == {f"version_00000{n}" for n in (5, 6, 7, 8)}  # two, the newest, and what the checkpoint needs
 
 
-@pytest.mark.slow
-def test_a_killed_run_meets_the_same_opponents_and_ends_in_the_same_weights(tmp_path):
-    whole = train(*SMALL, *DRAWN, "run_dir=run", cwd=folder(tmp_path, "whole"))
+@pytest.mark.parametrize(
+    ("steps", "kills"),
+    [pytest.param(4, [2], marks=pytest.mark.slow), pytest.param(6, [2, 4], marks=pytest.mark.long)],
+)
+def test_a_killed_run_meets_the_same_opponents_and_ends_in_the_same_weights(tmp_path, steps, kills):
+    settings = [*SMALL, *DRAWN, f"steps={steps}", "run_dir=run"]
+    whole = train(*settings, cwd=folder(tmp_path, "whole"))
     killed_in = folder(tmp_path, "killed")
-    arguments = [*SMALL, *DRAWN, "run_dir=run"]
-    for steps in (2, 4):
-        kill_during(start(*arguments, cwd=killed_in), killed_in / "run", steps=steps, extra=0.2)
+    arguments = settings
+    for at in kills:
+        kill_during(start(*arguments, cwd=killed_in), killed_in / "run", steps=at, extra=0.2)
         arguments = ["--resume", "run"]
     killed = train("--resume", "run", cwd=killed_in)
     runs = [tmp_path / name / "run" for name in ("whole", "killed")]
