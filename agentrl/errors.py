@@ -6,7 +6,8 @@
     ├── RolloutError               an episode could not continue; becomes the trajectory's `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   │   ├── OutageError        the environment's server cannot be reached; episodes wait for it
-    │   │   └── LethalTaskError    servers of the environment died of a task: it is set aside
+    │   │   ├── EnvProcessDiedError the process that an environment had of its own died
+    │   │   └── LethalTaskError    servers or processes of the environment died of a task: it is set aside
     │   ├── EngineError            the engine refused a request
     │   │   ├── EngineDeadError    the engine is not running, and answers no request
     │   │   ├── CompletionError    what the engine has sampled does not fit together
@@ -93,8 +94,14 @@ class LethalRequestError(EngineError):
     final = True
 
 
+class EnvProcessDiedError(EnvError):
+    """The process that an environment had of its own died. Says how, and what it last wrote."""
+
+
 class LethalTaskError(EnvError):
-    """Servers of the environment died of a task twice. It is set aside, as `LethalRequestError`."""
+    """Servers of the environment died of a task twice, or processes of a reset or of the same steps. It is set aside,
+    as `LethalRequestError`.
+    """
 
     final = True
 

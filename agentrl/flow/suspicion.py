@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 KILLS = 2
 """Deaths at which a request is set aside."""
+_MOST = 1000
+"""Suspects that are remembered. Most of them are asked again soon, and then answered."""
 _FREELY = nullcontext()
 
 
@@ -44,7 +46,7 @@ class Suspicion:
         self._failure = failure
         self._workers = workers
         self._set_aside: dict[bytes, str] = {}
-        self._suspects: set[Suspect] = set()
+        self._suspects: dict[Suspect, None] = {}
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -75,7 +77,9 @@ class Suspicion:
         present = set(at_work)
         for suspect in present:
             suspect.deaths += 1
-        self._suspects |= present
+        self._suspects |= dict.fromkeys(present)
+        for oldest in list(self._suspects)[: max(0, len(self._suspects) - _MOST)]:  # it is not asked again
+            del self._suspects[oldest]
         lethal = {suspect.content(): suspect for suspect in present if suspect.deaths >= KILLS}
         if len(lethal) > 1:  # it may be any of them, unless they have been there too often
             lethal = {content: one for content, one in lethal.items() if one.deaths >= 2 * KILLS}
@@ -94,7 +98,7 @@ class Suspicion:
         """It was answered, or is not asked any more."""
         if suspect.deaths:
             suspect.deaths = 0
-            self._suspects.discard(suspect)
+            self._suspects.pop(suspect, None)
 
     def turn(self, suspect: Suspect) -> AbstractAsyncContextManager[None]:
         """Inside the block, no other request is asked that is suspected as much."""

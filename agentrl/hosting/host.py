@@ -22,6 +22,7 @@ from agentrl.blame import RAISED_BY_CODE, as_exception, is_cancellation, with_fr
 from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError, RolloutError
 from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.calls import recorded
+from agentrl.hosting.lethal_requests import Requests
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
@@ -121,6 +122,7 @@ class LiveEnv:
         self._thread = None if inline else _Thread(f"env-{self._name}")
         inner = self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
         calls = (self.env.reset, self.env.step, inner.reset, inner.step)
+        self._requests = Requests(self.env.address) if isinstance(self.env, ProcessEnv) else None
         self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
         """Whether its calls return without awaiting: it is sync, and runs on the event loop."""
         self.tools: Sequence[Mapping[str, Any]] = ()
@@ -138,7 +140,9 @@ class LiveEnv:
             raise ConfigError(f"the seed of an episode is 0 or more, got {seed}")
         # Those of a task can be copied; whoever else calls this may pass a handle.
         own = unshared(options, f"the options of {self._name}", keep_handles=True)
-        reply = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=own))
+        call = partial(self.env.reset, seed=seed, options=own)
+        answer = partial(self._call, "reset", self.deadlines.reset, call)
+        reply = await (answer() if self._requests is None else self._requests.reset(seed, options, answer))
         result = self._checked(checked_reset, reply)
         self.tools = self._checked(lambda name, env: checked_tools(name, getattr(env, "tools", ())), self.env)
         self.system_prompt = self._checked(
@@ -148,7 +152,9 @@ class LiveEnv:
 
     async def step(self, action: str) -> StepResult:
         phase, seconds = ("tool", self.deadlines.tool) if self.tools else ("step", self.deadlines.step)
-        return self._checked(checked_step, await self._call(phase, seconds, partial(self.env.step, action)))
+        answer = partial(self._call, phase, seconds, partial(self.env.step, action))
+        reply = await (answer() if self._requests is None else self._requests.step(action, answer))
+        return self._checked(checked_step, reply)
 
     def _checked(self, check: Callable[[str, Any], T], reply: Any) -> T:
         try:

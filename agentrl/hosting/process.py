@@ -41,7 +41,7 @@ from typing import Any, NoReturn, cast
 
 from agentrl import plugins
 from agentrl.blame import with_frame
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.interpreter import agentrl_alone, environment
 from agentrl.hosting.pictures import pictured
@@ -177,8 +177,10 @@ class ProcessEnv:
         except (OSError, EOFError, ValueError) as error:
             output, how = worker.last_output(), worker.end()
             self._worker = None
-            why = how if isinstance(error, EOFError | ConnectionError) else f"its answer cannot be read: {error!r}"
-            raise EnvError(f"{self.name}.{call}: the process of the environment {why}{output}") from error
+            said = f"{self.name}.{call}: the process of the environment"
+            if isinstance(error, EOFError | ConnectionError):
+                raise EnvProcessDiedError(f"{said} {how}{output}") from error
+            raise EnvError(f"{said} its answer cannot be read: {error!r}{output}") from error
         if "error" in answer:
             if answer.get("config"):
                 raise ConfigError(str(answer["error"]))

@@ -62,6 +62,8 @@ class OpenEnv:
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._socket: Socket | None = None
         self._playing = False
+        self._suspect = Suspect("no episode", bytes)
+        """The task that is being played, of which a server may die."""
 
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Begin an episode.
@@ -75,7 +77,9 @@ class OpenEnv:
             raise ConfigError(f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out")
         self._playing = False
         data = {**options, "seed": seed}
-        suspicion().check(self._suspect(data))
+        content = partial(to_json, data, fallback=repr)
+        self._suspect = suspicion().suspect(f"the task of the reset with {dict(data)!r:.200}", content)
+        suspicion().check(self._suspect)
         if self._socket is not None and self._socket.usable:
             with contextlib.suppress(LostError, FullError):  # it has expired; no episode has begun, so nothing is lost
                 return await self._begin(self._socket, data)
@@ -98,6 +102,7 @@ class OpenEnv:
         result = (*result[:4], info)
         if result[2] or result[3]:
             self._playing = False
+            suspicion().ended(self._suspect)
             if any(server_at(url, self._token).waiting for url in self._urls):
                 await self.close()  # other clients are waiting for a free session
         return result
@@ -139,7 +144,7 @@ class OpenEnv:
         try:
             if has_tools(schema) and not socket.tools:  # before the reset, since environments may count it as a step
                 socket.tools = _tools(await socket.ask("step", {"type": "list_tools"}), socket.server.url)
-            began = await self._reset(socket, data)
+            began = await self._ask(socket, "reset", data)
         except MisfitError as error:
             raise ConfigError(f"{socket.server.url} does not accept the options {dict(data)}: {error}") from error
         self._playing = True
@@ -148,25 +153,18 @@ class OpenEnv:
         self.system_prompt = str(info.get("system_prompt") or ("" if self.tools else how_to_act(schema)))
         return text_from(began.observation), info
 
-    @staticmethod
-    def _suspect(data: Mapping[str, Any]) -> Suspect:
-        content = partial(to_json, data, fallback=repr)
-        return suspicion().suspect(f"the reset with {dict(data)!r:.200}", content)
-
-    async def _reset(self, socket: Socket, data: Mapping[str, Any]) -> ServerObservation:
-        """Begin an episode on the server; if that dies meanwhile, the task is suspected of it."""
-        server, suspect = socket.server, self._suspect(data)
-        server.resetting.add(suspect)
+    async def _ask(self, socket: Socket, kind: str, data: Mapping[str, Any]) -> ServerObservation:
+        """Send a request of the episode. If the server dies meanwhile, the task is suspected of it."""
+        socket.server.at_work[self] = self._suspect
         try:
-            began = await socket.ask("reset", data)
+            return await socket.ask(kind, data)
         except LostError as error:
-            server.died(suspicion(), error)
-            suspicion().check(suspect)
+            if not error.lives:
+                socket.server.died(suspicion(), error)
+                suspicion().check(self._suspect)
             raise
         finally:
-            server.resetting.discard(suspect)
-        suspicion().ended(suspect)
-        return began
+            del socket.server.at_work[self]
 
     async def _act(self, socket: Socket, message: str) -> StepResult:
         try:
@@ -174,7 +172,7 @@ class OpenEnv:
         except ToolError as error:
             return f"Error: {error}", 0.0, False, False, {}
         try:
-            return (await socket.ask("step", data)).result
+            return (await self._ask(socket, "step", data)).result
         except MisfitError as error:
             return what_is_wrong(error.data, socket.action_schema), 0.0, False, False, {}
 
@@ -197,7 +195,7 @@ class OpenEnv:
     async def _call(self, socket: Socket, call: ToolCall) -> StepResult:
         data = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
         try:
-            return (await socket.ask("step", data)).result
+            return (await self._ask(socket, "step", data)).result
         except MisfitError as error:
             return f"Error: {error}", 0.0, False, False, {}
 

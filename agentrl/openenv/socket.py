@@ -35,7 +35,12 @@ SHUN_SECONDS = 5.0
 
 
 class LostError(EnvError):
-    """The server cannot be reached, or has closed the connection."""
+    """The server cannot be reached, or has closed the connection.
+
+    `lives`: it has said that it closes the connection, as one that dies does not.
+    """
+
+    lives = False
 
 
 class FullError(EnvError):
@@ -86,8 +91,8 @@ class Server:
         self.sockets = 0
         self.waiting = 0
         self.shunned_until = 0.0
-        self.resetting: set[Suspect] = set()
-        """The tasks that it is asked to begin, each of which it may die of."""
+        self.at_work: dict[object, Suspect] = {}
+        """The tasks of the requests that it has not answered yet, by who asks: it may die of each."""
         self._died = -math.inf
         self._has_warned = False
         self._action_schema: dict[str, Any] | None = None
@@ -98,10 +103,10 @@ class Server:
         return self.shunned_until > now(), self.sockets
 
     def died(self, suspicion: Suspicion, why: object) -> None:
-        """It died while it was asked to begin tasks. All their connections end, and that counts as one death."""
+        """It died while it was at work. All connections end, and that counts as one death."""
         if now() - self._died > SHUN_SECONDS:
             self._died = now()
-            suspicion.died(self.resetting, why)
+            suspicion.died(self.at_work.values(), why)
 
     async def action_schema(self, client: httpx.AsyncClient | None = None) -> dict[str, Any]:
         """The schema of the server's actions, requested once, with `client` if one is given.
@@ -268,7 +273,9 @@ class Socket:
                 await self._connection.send(frame)
             return await self._connection.recv()
         except ConnectionClosed as error:
-            raise LostError(f"{self.server.url} has closed the connection: {error}") from error
+            lost = LostError(f"{self.server.url} has closed the connection: {error}")
+            lost.lives = error.rcvd is not None
+            raise lost from error
 
     def _read(self, raw: str | bytes) -> ServerObservation:
         url = self.server.url

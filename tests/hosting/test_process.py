@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from agentrl.config import load_config
-from agentrl.errors import ConfigError, DeadlineError, EnvError
+from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
@@ -38,6 +38,8 @@ ODD = '''
             self.seed = seed
             if options.get("hang"):
                 time.sleep(1000)
+            if options.get("die"):
+                os.kill(os.getpid(), signal.SIGSEGV)
             return "begin", {"pid": os.getpid(), "folder": os.getcwd()}
 
         def step(self, action):
@@ -172,6 +174,39 @@ def test_after_a_crash_the_next_reset_starts_another_process():
     assert first["pid"] != second["pid"]
     env.close()
     env.close()
+
+
+def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
+    async def main() -> None:
+        envs = host()
+        dies = {"die": True}
+        assert [await played(envs, 0, dies), await played(envs, 0, dies)] == ["died", "set aside"]
+        assert await played(envs, 1, dies) == "died"  # another task
+        assert [await played(envs, 2, {}, "on", "die") for _ in range(3)] == ["died", "set aside", "set aside"]
+        assert await played(envs, 2, {}, "on", "on") == "on"  # the same task, whose episode goes another way
+        assert await played(envs, 2, {}, "die") == "died"
+        assert len(fork_servers()) <= 1
+        await envs.close()
+        assert workers() == []
+        assert all("was killed by SIGSEGV" in one for one in said)
+        assert sum("processes of the environment died 2 times while they worked on" in one for one in said) == 3
+
+    said: list[str] = []
+
+    async def played(envs: EnvHost, seed: int, options: dict[str, bool], *actions: str) -> str:
+        env, seen = envs.acquire(HERE), ""
+        try:
+            await env.reset(seed, options)
+            for action in actions:
+                seen = (await env.step(action))[0]
+        except EnvError as error:
+            said.append(str(error))
+            return "set aside" if isinstance(error, LethalTaskError) else "died"
+        finally:
+            await envs.release(HERE, env)
+        return seen
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

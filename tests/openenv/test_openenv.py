@@ -743,7 +743,9 @@ def test_a_socket_that_lapsed_between_episodes_is_replaced_without_a_word():
 
 
 class Frail:
-    """A connection to a server that dies of the reset with seed 13."""
+    """A connection to a server that dies of the reset with seed 13 and of steps in the episodes of seed 14, and that
+    ends connections in the episodes of seed 15, as one does that drains.
+    """
 
     tools = ()
     action_schema: Mapping[str, Any] = {"properties": {"message": {"type": "string"}}}
@@ -754,10 +756,14 @@ class Frail:
         self.asked = asked
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
-        self.asked.append(data["seed"])
+        self.seed = data.get("seed", getattr(self, "seed", 0))
+        self.asked.append(self.seed)
         await asyncio.sleep(1)
-        if data["seed"] == 13:
-            raise LostError("the connection ended")
+        if self.seed == 13 or (kind == "step" and self.seed in (14, 15)):
+            self.usable = False
+            error = LostError("the connection ended")
+            error.lives = self.seed == 15
+            raise error
         return ServerObservation(observation={"text": "begun"})
 
     async def close(self) -> None:
@@ -783,3 +789,29 @@ def test_a_reset_that_servers_die_of_is_set_aside(monkeypatch: pytest.MonkeyPatc
 
     run_virtual(main)
     assert asked == [13, 14, 13]
+
+
+def test_a_task_in_whose_steps_servers_die_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    async def opened(server: Any, client: Any) -> Frail:
+        return Frail(server, asked)
+
+    monkeypatch.setattr("agentrl.openenv.client.Socket.open", opened)
+
+    async def main() -> None:
+        for seed, failures in ((14, [LostError, LethalTaskError]), (15, [LostError] * 4)):
+            for failure in failures:
+                env = OpenEnv(["http://here:1"])
+                await env.reset(seed=seed, options={})
+                with pytest.raises(failure):
+                    await env.step("left")
+                await asyncio.sleep(10)  # the server is started again
+        with pytest.raises(LethalTaskError, match=r"died 2 times while they .* the reset with {'seed': 14}"):
+            await OpenEnv(["http://here:1"]).reset(seed=14, options={})
+        env = OpenEnv(["http://here:1"])
+        await env.reset(seed=16, options={})
+        assert (await env.step("left"))[0] == "begun"
+
+    run_virtual(main)
+    assert asked == [14] * 4 + [15] * 8 + [16] * 2
