@@ -111,13 +111,13 @@ class TrainBatch:
     the experts that the engine chose for it; an empty row where they are unknown.
 
     `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise, and 0 for what
-    only a critic learns from again (`agentrl/replay.py`). `turns_N` is
+    only a critic learns from again (`agentrl/estimation/episode_buffer.py`). `turns_N` is
     the number of each token's turn in its trajectory, and `rewards_N` what was earned between it and the next loss
     token. `trajectories_M` numbers the trajectories: samples of one have the same number, and lie in order.
     `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.
     `groups_M` are the numbers of the samples' groups.
     `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
-    (`agentrl/advisors.py`). `credits` is what the advantages come from, where tokens cost something; `members_J` are
+    (`agentrl/estimation/advisors.py`). `credits` is what the advantages come from, where tokens cost something; `members_J` are
     the numbers of the trajectories there. Parts of a batch, and batches that are joined or ordered, have none.
     """
 

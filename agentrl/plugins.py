@@ -29,9 +29,9 @@ from types import ModuleType
 from typing import Any
 
 from agentrl.blame import RAISED_BY_CODE, with_frame
-from agentrl.credentials import refuse_credentials
 from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import PluginError
+from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import Env, Settings
 
 GROUPS = (

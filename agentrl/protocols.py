@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.batch import TrainBatch
-from agentrl.invalid import DEEPEST
+from agentrl.settings.faults import DEEPEST
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Env(Protocol):
     succeeded, unless a part of the reward says otherwise (`success_at`).
 
     A reset's `info["history"]` may give messages that stand before the observation, such as examples and earlier turns
-    of a chat: a list of `{"role": ..., "content": ...}` (`agentrl.rollout.chats`). The model sees them and is not
+    of a chat: a list of `{"role": ..., "content": ...}` (`agentrl.conversation.chats`). The model sees them and is not
     trained on them.
 
     In a multi-agent environment the agents take turns. Its infos name them, so that every transport carries the names:
@@ -811,7 +811,7 @@ class ActorCritic(Algorithm, Protocol):
     """An algorithm with a critic, which is trained on the same batches as the policy, or on earlier ones too.
 
     If its class attribute `values_answers` is true, the critic is also asked after each answer. The batch of `estimate`
-    then has one more loss token after the last one of each turn, for the value before it (`agentrl/questions.py`), and
+    then has one more loss token after the last one of each turn, for the value before it (`agentrl/estimation/value_points.py`), and
     the weight 0 for tokens that the policy does not learn from.
     """
 
@@ -851,6 +851,41 @@ class Recovery:
     restarts: int = 8
     deadline: float | None = None
     start_seconds: float = 1800.0
+
+
+class Savable(Protocol):
+    """State to save in a checkpoint: a trainer, or everything that a run trains."""
+
+    async def save(self, folder: Path) -> None:
+        """Write all state that training continues from into a new folder."""
+        ...
+
+
+@runtime_checkable
+class SavesInBackground(Savable, Protocol):
+    """State that is copied first, and written while it goes on to change."""
+
+    async def begin_save(self, folder: Path) -> None:
+        """Copy all state that training continues from, and begin to write it into a new folder."""
+        ...
+
+    async def saved(self) -> None:
+        """Wait until what `begin_save` began is written."""
+        ...
+
+
+async def begin_save(state: Savable, folder: Path) -> None:
+    """Begin to save a state, or save it if it cannot be written in the background."""
+    if isinstance(state, SavesInBackground):
+        await state.begin_save(folder)
+    else:
+        await state.save(folder)
+
+
+async def saved(state: Savable) -> None:
+    """Wait until what `begin_save` began is written."""
+    if isinstance(state, SavesInBackground):
+        await state.saved()
 
 
 class Trainer(Protocol):

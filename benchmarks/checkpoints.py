@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.checkpoint import Checkpoints
+from agentrl.runs.checkpoint import Checkpoints
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer

@@ -20,10 +20,10 @@ from pyarrow import parquet
 
 from agentrl.assembly import env_host, reward_of
 from agentrl.config import RunConfig, load_config
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
-from agentrl.task_sources import held_out_tasks
+from agentrl.runs.task_sources import held_out_tasks
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Failed, Task, succeeded
 

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.arrays import GrowingInts, ints
 from agentrl.engines.local import LocalEngine
+from agentrl.models.tiny import create_tiny_model
 from agentrl.protocols import GenerateRequest, SamplingParams
-from agentrl.tiny_model import create_tiny_model
 
 
 @dataclass(frozen=True)

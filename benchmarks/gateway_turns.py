@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import Flow, spare_what_lives
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
@@ -36,7 +37,6 @@ from agentrl.protocols import Engine, SamplingParams
 from agentrl.remote.gate import idle_timeout
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import Task
 
 LIVE, TURNS = 256, 8

@@ -30,7 +30,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.rollout.ledger import Ledger
+from agentrl.ledger.ledger import Ledger
 from agentrl.trajectory import Task
 
 GROUP, BATCH = 8, 64

@@ -29,8 +29,11 @@ from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessing
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import batch_of
 from agentrl.arrays import floats, ints
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_steadily, spare_what_lives
 from agentrl.hosting.host import EnvHost
+from agentrl.ledger.ledger import Ledger
+from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.plugins import NoSettings
@@ -39,11 +42,8 @@ from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.tasks.seeded import SeededTasks
-from agentrl.tiny_model import create_tiny_model
 from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.trajectory import Completion, Group

@@ -37,21 +37,21 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.arrays import floats, ints
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.flow import run_steadily
 from agentrl.hosting.host import EnvHost
+from agentrl.ledger.ledger import Ledger
+from agentrl.models.tiny import create_tiny_model
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing.openai_server import MODEL, serve_engine
-from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Completion
 
 TURNS = 8

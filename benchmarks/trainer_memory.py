@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.batch import TrainingSample, collate
-from agentrl.trainers.forward import to_device
+from agentrl.trainers.compute.forward import to_device
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.model import Predictor
-from agentrl.trainers.one_device import open_sharding
 from agentrl.trainers.packing import MicroBatch
+from agentrl.trainers.rank.model import Predictor
+from agentrl.trainers.rank.one_device import open_sharding
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 
 MIB = 1 << 20

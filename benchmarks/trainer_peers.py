@@ -32,7 +32,7 @@ from rich.table import Table
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.tiny_model import create_tiny_model
+from agentrl.models.tiny import create_tiny_model
 from agentrl.trainers.local import LocalTrainer
 
 GROUPS, MEMBERS, TURNS, ROWS = 8, 8, 4, 8

@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from agentrl.ledger.ledger import Ledger
 from agentrl.observe.metrics import MetricsFile
-from agentrl.rollout.ledger import Ledger
 from agentrl.testing.made_up_run import STEP_SECONDS, MadeUpRun
 from agentrl.trajectory import Task
 

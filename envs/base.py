@@ -30,10 +30,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from agentrl.errors import ConfigError, EnvError
-from agentrl.invalid import Fault, faults
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
-from agentrl.rollout.tools import (
+from agentrl.conversation.tools import (
     ToolError,
     ToolSpec,
     find_tool,
@@ -46,6 +43,9 @@ from agentrl.rollout.tools import (
     short_call,
     tools_of,
 )
+from agentrl.errors import ConfigError, EnvError
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.settings.faults import Fault, faults
 from agentrl.trajectory import MadeCall, ToolCall
 
 __all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "plays", "read_options"]

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from agentrl.conversation.tools import ParsedReply, parse_tool_calls
 from agentrl.envs import background
 from agentrl.errors import EnvError
-from agentrl.rollout.tools import ParsedReply, parse_tool_calls
 
 Output = TypeVar("Output")
 

@@ -19,7 +19,7 @@ from agentrl.protocols import Enumeration, Question, ResetResult, Settings, Step
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:
-    from agentrl.testing.games import GameNode, Player, ZeroSumGame
+    from agentrl.oracles.games import GameNode, Player, ZeroSumGame
 
 AGENTS = ("north", "south")
 CARDS = ("jack", "queen", "king")
@@ -169,7 +169,7 @@ def situation(card: str, history: tuple[str, ...]) -> str:
 
 def kuhn_game() -> "ZeroSumGame":
     """One hand as a game whose strategies can be judged exactly. Its information sets are named by `situation`."""
-    from agentrl.testing.games import ChanceNode, ChoiceNode, Payoff, ZeroSumGame
+    from agentrl.oracles.games import ChanceNode, ChoiceNode, Payoff, ZeroSumGame
 
     def after(cards: tuple[str, str], history: tuple[str, ...]) -> "GameNode":
         chips = chips_won(cards, history)

@@ -38,13 +38,13 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
 
+from agentrl.conversation.tools import no_such_tool
 from agentrl.envs import background
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.foreign import load_package
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.http_client import proxy_note
+from agentrl.net.http_client import proxy_note
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
-from agentrl.rollout.tools import no_such_tool
 from agentrl.trajectory import ToolCall
 
 logger = logging.getLogger(__name__)

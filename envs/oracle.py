@@ -1,6 +1,6 @@
 """The problems of the oracles as text: environments so small that a policy's mean return is an exact number.
 
-A problem is a tree of decisions (`agentrl/testing/problems.py`). Each answer that is one of the offered words goes one
+A problem is a tree of decisions (`agentrl/oracles/problems.py`). Each answer that is one of the offered words goes one
 step down; any other message ends the episode with the reward `other`. So the probabilities of the words at every point
 of every conversation say all about a policy, and a run on such a problem reports its exact return (docs/oracles.md).
 """
@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator, validate_call
 
 from agentrl.envs.base import TextEnv, plays, read_options
-from agentrl.invalid import faults
+from agentrl.oracles.problems import PROBLEMS, Action, Decision, Result
 from agentrl.protocols import Credit, Question, ResetResult, Settings, StepResult
-from agentrl.testing.problems import PROBLEMS, Action, Decision, Result
+from agentrl.settings.faults import faults
 from agentrl.trajectory import Message, Trajectory
 
 SYSTEM_PROMPT = "Answer with one of the offered words, and nothing else. Any other message ends the episode."
@@ -150,7 +150,7 @@ class OracleEnv(TextEnv):
         """What `reset(options=...)` takes."""
 
         problem: Literal["bandit", "stopping", "t_maze", "corridor", "chain", "dialogue"] = "stopping"
-        """Which problem of `agentrl.testing.problems` is played."""
+        """Which problem of `agentrl.oracles.problems` is played."""
         settings: dict[str, Any] = Field(default_factory=dict)
         """The problem's own settings: the arguments of its function, such as `length` of `t_maze`."""
         other: float = 0.0

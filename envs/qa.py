@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
+from agentrl.conversation.chats import as_json, question_of, read_chat
+from agentrl.conversation.right_answers import check_it_is_no_solution
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
 from agentrl.errors import ConfigError
 from agentrl.protocols import OwnerOnly, ResetResult, Settings, StepResult
-from agentrl.rollout.chats import as_json, question_of, read_chat
-from agentrl.rollout.right_answers import check_it_is_no_solution
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.trajectory import Message
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from agentrl.conversation.tools import ParsedReply
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
-from agentrl.rollout.tools import ParsedReply
 
 if TYPE_CHECKING:
     from aiohttp.web import Response

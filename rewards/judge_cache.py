@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic_core import to_json
 
 from agentrl.errors import ConfigError
-from agentrl.file_lock import has_record_locks
+from agentrl.files.file_lock import has_record_locks
 
 logger = logging.getLogger(__name__)
 

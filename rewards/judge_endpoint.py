@@ -26,8 +26,8 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import AgentRLError, ConfigError, RewardError
-from agentrl.http_client import http_client, proxy_note
-from agentrl.openai_wire import ChatAnswer, ServedModels, TokenUsage
+from agentrl.net.http_client import http_client, proxy_note
+from agentrl.net.openai_wire import ChatAnswer, ServedModels, TokenUsage
 from agentrl.rewards.judge_cache import VerdictCache, question_key
 from agentrl.rewards.judge_prompt import JudgePrompt
 from agentrl.rewards.judge_settings import JudgeSettings

@@ -11,8 +11,8 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
 from agentrl.rewards.ltl import Automaton, automaton
 from agentrl.rewards.rules.tool_use import calls_in, exchanges
+from agentrl.settings.yaml_values import read_value
 from agentrl.trajectory import MadeCall, Score, ToolCall, Trajectory
-from agentrl.yaml_values import read_value
 
 
 class Monitor:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Self
 from pydantic import Field
 
 from agentrl.arrays import IntArray
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError, RewardError
 from agentrl.protocols import Settings
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import Score, Trajectory
 
 

@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer and compact chat template; read-only by agreement."""
-    from agentrl.tiny_model import create_tiny_model
+    from agentrl.models.tiny import create_tiny_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     create_tiny_model(folder, seed=0)
@@ -121,7 +121,7 @@ def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(autouse=True)
 def every_metric_of_a_run_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in the process of a test fails where it writes a metric that docs/metrics.md does not have."""
-    if "agentrl.run" not in sys.modules:
+    if "agentrl.runs.run" not in sys.modules:
         return
     from agentrl.observe.meanings import meaning_of
     from agentrl.observe.metrics import MetricsFile
@@ -131,4 +131,4 @@ def every_metric_of_a_run_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None
             assert [name for name in row if name != "step" and meaning_of(name) is None] == []
             super().append(row)
 
-    monkeypatch.setattr("agentrl.run.MetricsFile", Described)
+    monkeypatch.setattr("agentrl.runs.run.MetricsFile", Described)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl import caches
-from agentrl.caches import cache_folder, prepare_caches
 from agentrl.config import load_config
+from agentrl.files import caches
+from agentrl.files.caches import cache_folder, prepare_caches
 from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.sandbox.settings import SandboxConfig
 

@@ -107,7 +107,7 @@ def test_the_wheel_holds_every_module_exactly_once_and_nothing_else(wheel: Path)
     mapped = [path for name in MAPPED for path in (ROOT / name).rglob("*.py")]
     expected = {path.relative_to(ROOT).as_posix() for path in own}
     expected |= {f"agentrl/{path.relative_to(ROOT).as_posix()}" for path in mapped}
-    data = [*package.glob("viewer/page/*"), *package.glob("placement/published/**/config.json")]
+    data = [*package.glob("viewer/page/*"), *package.glob("models/published/**/config.json")]
     data += [package / "viewer" / "report.html", package / "py.typed"]
     expected |= {path.relative_to(ROOT).as_posix() for path in data}
     assert {name for name in names if ".dist-info/" not in name} == expected

@@ -18,16 +18,16 @@ from agentrl.gateway.program import Assignment
 from agentrl.hosting.client_options import ClientOptions
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, LiveEnv
-from agentrl.openenv.client import OpenEnv
+from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv
-from agentrl.rollout.ledger import Ledger
-from agentrl.task_sources import task_source
+from agentrl.remote.openenv.client import OpenEnv
+from agentrl.runs.task_sources import task_source
+from agentrl.settings.yaml_values import in_yaml, to_yaml
 from agentrl.trajectory import Task
 from agentrl.viewer.folders import RunFolder
-from agentrl.yaml_values import in_yaml, to_yaml
 from tests.remote.served import served
-from tests.test_yaml_values import WRITTEN, same
+from tests.settings.test_yaml_values import WRITTEN, same
 
 
 class Tells(TextEnv):

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.advisors import explained_variance
 from agentrl.algorithms.dpo import ranked_pairs
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.sft import RejectionSampling
 from agentrl.arrays import floats
+from agentrl.estimation.advisors import explained_variance
 from agentrl.observe.health import disagreement
 from agentrl.rounding import above, at_least, constant, settled
 from agentrl.scoring.part import RewardPart

@@ -13,7 +13,7 @@ from agentrl.trainers.settings import TrainerSettings
 class DeepSpeedTrainer(GroupTrainer):
     """DeepSpeed on `world_size` ranks, each a worker of the cluster. Needs the extra `deepspeed`."""
 
-    sharding: ClassVar[str] = "agentrl.trainers.zero_sharding:open_sharding"
+    sharding: ClassVar[str] = "agentrl.trainers.rank.zero:open_sharding"
 
     class Config(TrainerSettings):
         """The settings of every trainer, and how this one is sharded."""

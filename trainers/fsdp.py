@@ -13,7 +13,7 @@ from agentrl.trainers.settings import TrainerSettings
 class FsdpTrainer(GroupTrainer):
     """PyTorch's `fully_shard` (FSDP2) on `world_size` ranks, each a worker of the cluster."""
 
-    sharding: ClassVar[str] = "agentrl.trainers.fsdp_sharding:open_sharding"
+    sharding: ClassVar[str] = "agentrl.trainers.rank.fsdp:open_sharding"
 
     class Config(TrainerSettings):
         """The settings of every trainer, and how this one is sharded."""

@@ -17,10 +17,10 @@ from agentrl.cluster.restarts import Restarts, starting
 from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
-from agentrl.placement.model_facts import model_facts
+from agentrl.models.facts import model_facts
 from agentrl.protocols import Loss, Recovery
 from agentrl.trainers.batch_shards import BatchShard, gather, gather_rows, shard_batch
-from agentrl.trainers.replay import ReplayLog, TrainingStep
+from agentrl.trainers.recovery_log import ReplayLog, TrainingStep
 from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
 from agentrl.weights.bundle import BundlePlace, WeightBundle

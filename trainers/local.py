@@ -13,7 +13,7 @@ class LocalTrainer(GroupTrainer):
     of a CPU are).
     """
 
-    sharding: ClassVar[str] = "agentrl.trainers.one_device:open_sharding"
+    sharding: ClassVar[str] = "agentrl.trainers.rank.one_device:open_sharding"
 
     class Config(TrainerSettings):
         """The settings of every trainer, and the device."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from agentrl.arrays import IntArray
 from agentrl.batch import TrainBatch
-from agentrl.trainers.prefixes import SharedPrefixes, families, find_shared
+from agentrl.trainers.compute.prefixes import SharedPrefixes, families, find_shared
 
 
 @dataclass(frozen=True, slots=True)

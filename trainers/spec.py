@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.trainers.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from agentrl.trainers.rank import TrainerRank
+    from agentrl.trainers.rank.worker import TrainerRank
 
 Head = Literal["policy", "value"]
 """A model's output for a token: its logprob, or the reward that is expected after the tokens before it."""
@@ -19,7 +19,7 @@ Head = Literal["policy", "value"]
 class TrainerSpec:
     """The specification that all ranks share.
 
-    `sharding` is the "module:function" that makes a rank's `Sharding` (`agentrl/trainers/sharding.py`); `head` says
+    `sharding` is the "module:function" that makes a rank's `Sharding` (`agentrl/trainers/rank/sharding.py`); `head` says
     what the model computes for a token.
     """
 
@@ -32,7 +32,7 @@ class TrainerSpec:
 
     def make_rank(self, rank: int) -> "TrainerRank":
         """Make the worker of a rank; runs in the worker's process."""
-        made: TrainerRank = resolve_name("agentrl.trainers.rank:TrainerRank")(self, rank)
+        made: TrainerRank = resolve_name("agentrl.trainers.rank.worker:TrainerRank")(self, rank)
         return made
 
 

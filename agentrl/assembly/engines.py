@@ -12,11 +12,11 @@ from agentrl.cluster.workers import Cluster
 from agentrl.config import RunConfig, component_like
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
+from agentrl.estimation.teacher import Teacher, TeacherConfig
 from agentrl.plugins import Component
 from agentrl.protocols import SupportsScore
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
-from agentrl.teacher import Teacher, TeacherConfig
 
 
 class Supervision(TypedDict):

@@ -8,6 +8,7 @@ from pathlib import Path
 from agentrl import plugins
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
+from agentrl.conversation.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.engines.router import Router
 from agentrl.gateway.address import SCHEME as AGENT_SCHEME
 from agentrl.gateway.address import scheme as agent_scheme
@@ -19,7 +20,7 @@ from agentrl.gateway.server import serving
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
 from agentrl.hosting.wrappers import address
-from agentrl.model_source import vocabulary_size
+from agentrl.models.source import vocabulary_size
 from agentrl.protocols import (
     Engine,
     Renderer,
@@ -29,7 +30,6 @@ from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
-from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.scoring.config import name_of
 
 

@@ -10,12 +10,12 @@ from agentrl.assembly.engines import engine_router, frozen_engines
 from agentrl.assembly.players import engine_policy, episode_player, other_roles
 from agentrl.cluster.workers import Cluster
 from agentrl.config import RunConfig
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.engines.router import Router
 from agentrl.flow import spare_what_lives
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
-from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from agentrl.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.assembly.devices import PlacedCluster
 from agentrl.errors import ConfigError
+from agentrl.estimation.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
+from agentrl.models.tokenizer import check_same_tokens
 from agentrl.plugins import Component
 from agentrl.protocols import (
     Algorithm,
@@ -16,7 +17,6 @@ from agentrl.protocols import (
     SupportsPredict,
     Trainer,
 )
-from agentrl.rollout.model_tokenizer import check_same_tokens
 
 TrainerRole = Literal["trainer", "reference", "critic"]
 _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.assembly.devices import device_sharing, open_cluster
 from agentrl.assembly.engines import (
     asked_teacher,
@@ -14,14 +13,15 @@ from agentrl.assembly.engines import (
     opponent_engines,
     teacher_served,
 )
+from agentrl.assembly.exact_metrics import ExactMetrics
 from agentrl.assembly.players import engine_policy
 from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.assembly.trainers import make_advisors, make_trainer
-from agentrl.checkpoint import Checkpoints, begin_save, saved
 from agentrl.config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
-from agentrl.exact_metrics import ExactMetrics
+from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
+from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import spare_what_lives
 from agentrl.placement.time_share import DeviceSharing
 from agentrl.protocols import (
@@ -29,14 +29,16 @@ from agentrl.protocols import (
     Curriculum,
     LatestCheckpoint,
     Trainer,
+    begin_save,
+    saved,
 )
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
-from agentrl.run import Run
-from agentrl.task_sources import task_source
+from agentrl.runs.checkpoint import Checkpoints
+from agentrl.runs.run import Run
+from agentrl.runs.task_sources import task_source
 from agentrl.tasks.mixture import Mixture
-from agentrl.teacher import TeacherConfig
 from agentrl.trajectory import Group
 from agentrl.weights.publisher import TakesWeights, WeightPublisher
 from agentrl.weights.snapshots import Snapshots

@@ -9,13 +9,13 @@ import sys
 import typer
 from rich.markup import escape
 
-from agentrl.caches import prepare_caches
 from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, tasks, training, viewing
 from agentrl.cli.arguments import TakesSettings
 from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.output import open_standard_streams
-from agentrl.storage import storage_problem
+from agentrl.files.caches import prepare_caches
+from agentrl.files.disk_errors import storage_problem
+from agentrl.files.output import open_standard_streams
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.callback()(settings.show_version)

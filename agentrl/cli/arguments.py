@@ -11,7 +11,7 @@ from agentrl.config import RunConfig, load_config
 from agentrl.config.overrides import right_form, setting_of
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.protocols import check_numbers, check_plain
-from agentrl.yaml_values import read_yaml, value_of
+from agentrl.settings.yaml_values import read_yaml, value_of
 
 Step = Annotated[
     str, typer.Option(metavar="N|best|latest", help="Which checkpoint of the run; best: on held-out tasks.")

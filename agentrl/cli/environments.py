@@ -82,7 +82,7 @@ def new_env(
     ] = False,
 ) -> None:
     """Write a package: an environment, a player, a test, an entry point, and a config by which a tiny model learns."""
-    from agentrl.new_env import class_name, write_env_package
+    from agentrl.cli.new_env import class_name, write_env_package
 
     folder = write_env_package(name, parent, tools=tools)
     module = folder.name
@@ -116,7 +116,7 @@ def play(  # noqa: PLR0917  typer calls it by name
     requires: EnvRequires = None,
 ) -> None:
     """Play an environment in the terminal; shows the system prompt, tools and observations the model would see."""
-    from agentrl.play import play as play_episode
+    from agentrl.cli.play import play as play_episode
 
     asyncio.run(
         play_episode(

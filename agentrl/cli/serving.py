@@ -55,7 +55,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     """Serve an environment over HTTP to runs elsewhere, which set [bold]env=http://HOST:PORT[/bold]."""
     from agentrl.hosting.client_options import ClientOptions
     from agentrl.hosting.factory import env_factory
-    from agentrl.openenv.server import add_openenv
+    from agentrl.remote.openenv.server import add_openenv
     from agentrl.remote.server import EnvServer
     from agentrl.remote.sessions import ServerLimits
 

@@ -14,7 +14,7 @@ from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
 from agentrl.config import load_config
-from agentrl.yaml_values import in_yaml
+from agentrl.settings.yaml_values import in_yaml
 
 
 def _print_version(asked: bool) -> None:

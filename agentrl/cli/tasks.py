@@ -15,18 +15,18 @@ from agentrl.cli.console import console
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.flow import run_steadily
-from agentrl.model_source import description_folder
+from agentrl.models.source import description_folder
+from agentrl.models.tiny import SIZES
 from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.next_task import next_task
-from agentrl.task_sources import fingerprints, task_source
+from agentrl.runs.task_sources import fingerprints, task_source
+from agentrl.settings.yaml_values import in_yaml, to_yaml
 from agentrl.tasks.dataset import DatasetTasks
-from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Score, Scored, Task
-from agentrl.yaml_values import in_yaml, to_yaml
 
 if TYPE_CHECKING:
+    from agentrl.conversation.renderer import TemplateRenderer
     from agentrl.recipes.preview import Opening
-    from agentrl.rollout.renderer import TemplateRenderer
 
 _MEASURED = 500
 """Prompts whose tokens are counted."""
@@ -100,7 +100,7 @@ def _problem(config: RunConfig) -> str:
 
 
 def _renderer(config: RunConfig) -> "TemplateRenderer | None":
-    from agentrl.rollout.renderer import renderer_of
+    from agentrl.conversation.renderer import renderer_of
 
     name = config.model.name
     return None if name in SIZES else renderer_of(description_folder(name, config.model.revision), config.model)

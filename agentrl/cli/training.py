@@ -12,18 +12,18 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.checkpoint import Checkpoints
 from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
 from agentrl.cli.stopping import Stopping
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, StorageError
+from agentrl.files.disk_errors import storage_problem
+from agentrl.files.output import lossy_output
 from agentrl.flow import run_steadily
 from agentrl.observe.ending import how_to_go_on
-from agentrl.output import lossy_output
-from agentrl.storage import storage_problem
-from agentrl.yaml_values import in_yaml
+from agentrl.runs.checkpoint import Checkpoints
+from agentrl.settings.yaml_values import in_yaml
 
 _DEMO = "batch_processing.keep_variance=0.999"
 """GRPO learns nothing from groups in which all episodes cross the lake, or none does, so the demo leaves them out. The
@@ -81,13 +81,13 @@ def demo(overrides: Overrides = None) -> None:
 
 
 def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
-    from agentrl.run import was_begun
+    from agentrl.runs.run import was_begun
 
     return was_begun(loaded, change=change)
 
 
 def _run(loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool) -> dict[str, Any] | None:
-    from agentrl.run import Run
+    from agentrl.runs.run import Run
 
     folder, stopping = loaded.config.run_dir, Stopping()
     try:

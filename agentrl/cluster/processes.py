@@ -32,8 +32,8 @@ from agentrl.cluster.workers import (
     under_lease,
 )
 from agentrl.errors import WorkerDiedError
+from agentrl.files.output import make_output_lossy
 from agentrl.flow.stop_signals import STOP_SIGNALS
-from agentrl.output import make_output_lossy
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -16,8 +16,8 @@ from typing import Any
 
 from agentrl.config.from_file import ORIGINS, load_config, saved_origins
 from agentrl.config.loading import LoadedConfig
-from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import write_whole
 
 CHANGES = "changes.jsonl"
 _ABSENT = "(none)"

@@ -11,8 +11,8 @@ from agentrl.config.components import component_of, entries_of, helper_of, rewar
 from agentrl.config.problems import explained
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
-from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
+from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import Settings
 from agentrl.tasks.env_config import OneEnv
 

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from agentrl.credentials import without_credentials
 from agentrl.errors import ConfigError
-from agentrl.yaml_values import read_value
+from agentrl.net.credentials import without_credentials
+from agentrl.settings.yaml_values import read_value
 
 _SIGNS = "-+~"
 """What other programs write before a setting: `--a.b=c`, `+a.b=c`, `~a.b`."""

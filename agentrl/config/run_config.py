@@ -18,6 +18,7 @@ from pydantic import (
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.algorithms.own_settings import without_effect
 from agentrl.config.group_checks import check_groups
+from agentrl.conversation.renderer import RendererConfig
 from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
@@ -26,13 +27,12 @@ from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages, Path
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.renderer import RendererConfig
 from agentrl.scoring.config import RewardsConfig, name_of
+from agentrl.settings.yaml_values import to_yaml
 from agentrl.simulate.world import SimulationConfig
 from agentrl.tasks.env_config import ComponentField, EnvConfig, OneEnv, RewardsField
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.weights.publisher import WeightsConfig
-from agentrl.yaml_values import to_yaml
 
 COMPONENTS = {
     "engine": "engines",

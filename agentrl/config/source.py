@@ -14,10 +14,10 @@ import yaml
 
 from agentrl.config.overrides import read_override
 from agentrl.config.run_config import COMPONENTS, HELPERS
-from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
+from agentrl.net.credentials import refuse_credentials
+from agentrl.settings.yaml_values import read_yaml, value_of
 from agentrl.tasks.rows import is_data
-from agentrl.yaml_values import read_yaml, value_of
 
 _NAMED = (*COMPONENTS, *HELPERS, "reward", "trackers", "env", "model", "placement")
 _MIXTURE, _SUITES = LISTS = (("env", "mixture"), ("evaluation", "suites"))

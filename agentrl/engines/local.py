@@ -19,7 +19,7 @@ from agentrl.engines.slots import Hold, Openings, Place, PrefixHashes, SlotTable
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
-from agentrl.model_source import here
+from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason

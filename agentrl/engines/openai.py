@@ -23,8 +23,8 @@ from pydantic_core import to_json
 from agentrl.arrays import floats, ints
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
-from agentrl.http_client import proxy_note
-from agentrl.openai_wire import CompletionAnswer, ServedModels
+from agentrl.net.http_client import proxy_note
+from agentrl.net.openai_wire import CompletionAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams, Settings
 from agentrl.trajectory import Completion

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.arrays import FloatArray, IntArray, floats, ints
-from agentrl.attention_check import Windows, check_attention, check_kind, context_limit, not_handed_on
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import EngineError
-from agentrl.last_layer import compute_only_needed
+from agentrl.models.attention_check import Windows, check_attention, check_kind, context_limit, not_handed_on
+from agentrl.models.last_layer import compute_only_needed
+from agentrl.models.routing import Routing
+from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import SamplingParams, ScoreRequest
-from agentrl.routing import Routing
 from agentrl.weights.bundle import shapes_of
-from agentrl.weights.names import WeightNames
 
 _ATTENTION = "agentrl_slots"
 _PIECE = 256

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.errors import EngineError
+from agentrl.models.tokenizer import load_tokenizer
 from agentrl.protocols import GenerateRequest
-from agentrl.rollout.model_tokenizer import load_tokenizer
 
 _MARGIN = 4
 """Tokens decoded before the longest stop text: the first ones may be a part of a character."""

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import Field
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
-from agentrl.attention_check import check_context, context_limit, rotations
 from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
-from agentrl.model_source import here
+from agentrl.models.attention_check import check_context, context_limit, rotations
+from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import AnswerFormat, EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason

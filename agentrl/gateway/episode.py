@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import DeadlineError, EnvError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, elapsed, now
 from agentrl.gateway.desk import Desk
@@ -20,7 +21,6 @@ from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.session import AgentSession, CallLimits
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
 
 

@@ -9,6 +9,7 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import Flow, elapsed, now
 from agentrl.gateway.call_tree import conversation_of
 from agentrl.gateway.desk import Desk
@@ -18,7 +19,6 @@ from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession, CallLimits
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode, Progress
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Score, Task, Terminated, Trajectory
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from agentrl.arrays import floats, ints
 from agentrl.blame import RAISED_BY_CODE, is_cancellation, with_frame
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EngineError
 from agentrl.protocols import EngineStats, GenerateRequest
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from math import isfinite
 from typing import Any
 
 from agentrl.arrays import IntArray
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.conversation.tools import parse_tool_calls
 from agentrl.errors import (
     ConfigError,
     DeadlineError,
@@ -29,9 +31,7 @@ from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.protocols import Prompt
 from agentrl.rollout.episode import EnginePolicy, Episode
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.tools import parse_tool_calls
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)

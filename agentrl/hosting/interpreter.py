@@ -21,10 +21,10 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import agentrl
-from agentrl.caches import cache_folder
 from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import ConfigError
-from agentrl.file_lock import locked
+from agentrl.files.caches import cache_folder
+from agentrl.files.file_lock import locked
 
 logger = logging.getLogger(__name__)
 

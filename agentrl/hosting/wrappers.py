@@ -22,9 +22,9 @@ from pydantic import Field, ValidationError, field_validator
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
-from agentrl.invalid import faults
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.settings.faults import faults
 
 _Result = TypeVar("_Result", ResetResult, StepResult)
 

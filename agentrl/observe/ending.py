@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.blame import with_frame
 from agentrl.errors import AgentRLError
-from agentrl.storage import storage_problem
+from agentrl.files.disk_errors import storage_problem
 
 How = Literal["completed", "stopped", "failed", "killed"]
 

@@ -16,7 +16,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.cluster.roster import Crew, roster
-from agentrl.durable import remove_left, unfinished
+from agentrl.files.durable import remove_left, unfinished
 from agentrl.flow import PendingWait, PeriodicThread, notices, waits
 from agentrl.rollout.underway import Underway
 

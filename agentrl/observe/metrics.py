@@ -13,8 +13,8 @@ import numpy as np
 
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.arrays import IntArray
-from agentrl.durable import write_whole
 from agentrl.errors import StorageError
+from agentrl.files.durable import write_whole
 from agentrl.trajectory import Group, Score, Trajectory, Unscored, succeeded
 
 _TASKS = 4

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentrl.durable import write_whole
+from agentrl.files.durable import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
-from agentrl.durable import remove_left, unfinished, write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import remove_left, unfinished, write_whole
 from agentrl.flow import PeriodicThread, Span, SpanLog, recorded, span
 from agentrl.observe.span_export import SpanExport
 from agentrl.observe.trace_file import Slice, TraceFile

@@ -20,8 +20,8 @@ from typing import Any
 
 import xxhash
 
-from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import write_whole
 from agentrl.observe.intervals import Interval, paired_difference
 from agentrl.trajectory import Score, Trajectory, Unscored, succeeded
 

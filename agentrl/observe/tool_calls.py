@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from agentrl.rollout.tools import is_refusal
+from agentrl.conversation.tools import is_refusal
 from agentrl.trajectory import Message, Trajectory
 
 _Call = tuple[str | None, bool, float | None]

@@ -1,16 +1,16 @@
 """The memory that a model takes on a device, in bytes, by the settings of trainer and engine, before anything runs.
 
 Trainers and engines describe themselves by the method `layout()` of their `Config`, and
-`agentrl/placement/model_facts.py` counts what a token leaves in memory.
+`agentrl/models/facts.py` counts what a token leaves in memory.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agentrl.models.facts import ModelFacts
+from agentrl.models.layer_facts import Kept
 from agentrl.placement.devices import DeviceKind
-from agentrl.placement.layer_facts import Kept
-from agentrl.placement.model_facts import ModelFacts
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
@@ -23,9 +23,9 @@ USABLE = 0.95
 """Usable share of a device's memory: the rest is the driver's, or lost between blocks of the allocator."""
 
 LOGITS_AT_ONCE = 1 << 25
-"""Logits that a trainer computes at a time (`agentrl/trainers/logprobs.py`)."""
+"""Logits that a trainer computes at a time (`agentrl/trainers/compute/logprobs.py`)."""
 QUERIES_AT_ONCE = 256
-"""Queries whose attention a trainer computes at a time where no fused kernel can (`agentrl/trainers/attention.py`)."""
+"""Queries whose attention a trainer computes at a time where no fused kernel can (`agentrl/trainers/compute/attention.py`)."""
 GRADIENTS_AT_ONCE = 50_000_000
 """Elements of gradients that DeepSpeed adds up over the ranks at a time (by default ten times as many)."""
 _HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}

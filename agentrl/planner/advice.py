@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GPUS, Inventory
-from agentrl.placement.model_facts import ModelFacts
 from agentrl.planner.memory import overfull
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
+from agentrl.settings.yaml_values import in_yaml
 from agentrl.simulate.stages import workload
-from agentrl.yaml_values import in_yaml
 
 _MOST_TOGETHER = 4
 """Most changes that are proposed together."""

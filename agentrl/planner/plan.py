@@ -11,9 +11,9 @@ from statistics import fmean
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.devices import Inventory
-from agentrl.placement.model_facts import ModelFacts
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import DeviceLoad, loads, overfull, problems
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of, with_defaults

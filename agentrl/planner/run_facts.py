@@ -6,15 +6,15 @@ from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.model_source import description_folder
+from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
+from agentrl.models.source import description_folder
+from agentrl.models.tiny import SIZES, model_config
 from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.footprint import EngineLayout, TrainerLayout
-from agentrl.placement.model_facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.plugins import Component
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import OpponentsConfig
 from agentrl.simulate.stages import Stages
-from agentrl.tiny_model import SIZES, model_config
 
 
 def model_of(config: RunConfig) -> ModelFacts:

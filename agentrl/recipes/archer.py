@@ -4,16 +4,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.advisors import CriticTraining
 from agentrl.assembly import check_trains
 from agentrl.config import RunConfig
+from agentrl.estimation.advisors import CriticTraining
+from agentrl.estimation.episode_buffer import Replay
 from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
-from agentrl.replay import Replay
 from agentrl.rollout.seeds import derive_seed
-from agentrl.run import Run
+from agentrl.runs.run import Run
 
 
 class ArcherSettings(Settings):

@@ -17,6 +17,7 @@ from agentrl.algorithms.sft import Sft
 from agentrl.assembly import agent_player, env_host, make_trainer, open_cluster, reward_of
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig, notes_of_warm_up
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
@@ -25,9 +26,8 @@ from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.next_task import next_task
-from agentrl.rollout.renderer import TemplateRenderer, renderer_of
-from agentrl.run import Run
-from agentrl.task_sources import task_source
+from agentrl.runs.run import Run
+from agentrl.runs.task_sources import task_source
 from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded, unshared
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from agentrl.algorithms.distill import Distill, DistillLoss
 from agentrl.assembly import check_trains, teacher_engine
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.estimation.teacher import TeacherConfig
+from agentrl.models.tokenizer import check_same_tokens
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import base_model, starting_model
-from agentrl.rollout.model_tokenizer import check_same_tokens
-from agentrl.run import Run
-from agentrl.teacher import TeacherConfig
+from agentrl.runs.run import Run
 
 
 class DistillSettings(DistillLoss):

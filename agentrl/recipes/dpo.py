@@ -22,16 +22,16 @@ from agentrl.arrays import FloatArray, floats, ints
 from agentrl.assembly import make_trainer, open_cluster
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.config import PLAYED, RunConfig, notes_of_warm_up
-from agentrl.durable import finish_folder, new_unfinished
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
+from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.protocols import COLDEST, Settings, SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
 from agentrl.recipes.recordings import same_tokens
 from agentrl.recipes.starting_model import starting_model
-from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.rollout.seeds import derive_seed
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Completion, Message, Task, Terminated, Trajectory, Turn
 
 Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]

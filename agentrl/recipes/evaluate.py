@@ -19,8 +19,8 @@ from agentrl.observe.reports import HELD_OUT, Conditions, EpisodeResult, Evaluat
 from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
-from agentrl.run import Run
-from agentrl.task_sources import held_out_tasks
+from agentrl.runs.run import Run
+from agentrl.runs.task_sources import held_out_tasks
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.trajectory import Failed, Score, Task, Trajectory, Unscored
 

@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import Flow, run_to_completion
 from agentrl.placement.time_share import NoSharing
 from agentrl.recipes.evaluate import evaluate_run, evaluations_left
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.weights.snapshots import Snapshots
 
 

@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from agentrl.checkpoint import export, set_aside
 from agentrl.recipes.lineage import Lineage, ModelRecord, read_lineage, rewards_of, weights_sha256
-from agentrl.run import Run
+from agentrl.runs.checkpoint import export, set_aside
+from agentrl.runs.run import Run
 
 
 class Iterations:

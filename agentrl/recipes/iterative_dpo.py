@@ -39,7 +39,7 @@ from agentrl.recipes.policy_gradient import Stopwatch
 from agentrl.recipes.preferences import Preference, in_batches, write_preferences
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Group, Trajectory
 
 

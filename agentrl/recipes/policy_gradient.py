@@ -16,18 +16,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agentrl.advisors import ON_NEWEST, CriticTraining
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.assembly import assemble_training, check_trains
+from agentrl.estimation.advisors import ON_NEWEST, CriticTraining
+from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import elapsed, loop_metrics
 from agentrl.protocols import Algorithm, Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluations import evaluations
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.opponents import Matches
-from agentrl.run import Run
-from agentrl.teacher import TeacherConfig
+from agentrl.runs.run import Run
 
 
 class PolicyGradientSettings(Settings):

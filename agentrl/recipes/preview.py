@@ -6,13 +6,13 @@ from typing import Any
 
 from agentrl.assembly import env_host, reward_of
 from agentrl.config import RunConfig
+from agentrl.conversation.chats import history_in
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.hosting.host import EnvHost
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import agents_in, next_agent, system_prompt_in
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.chats import history_in
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Failed, Message, Score, Task, succeeded
 

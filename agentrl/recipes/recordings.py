@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from agentrl.arrays import floats, ints
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.protocols import COLDEST, Settings
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import SEGMENT, Completion, Message, Task, Terminated, ToolCall, Trajectory, Turn
 
 

@@ -13,14 +13,14 @@ from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
 from agentrl.config import PLAYED
-from agentrl.durable import finish_folder, new_unfinished
+from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import ConfigError
+from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.protocols import Settings
 from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
 from agentrl.recipes.starting_model import base_model
-from agentrl.rollout.renderer import renderer_of
 from agentrl.rollout.seeds import derive_seed
-from agentrl.run import Run
+from agentrl.runs.run import Run
 
 if TYPE_CHECKING:
     from agentrl.recipes.preference_core import Pair

@@ -13,8 +13,8 @@ from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.agents import ALONE, PolicyRoute, agents_in, check_routes
 from agentrl.rollout.opponents import Matches, OpponentsConfig
-from agentrl.run import Run
-from agentrl.task_sources import task_source
+from agentrl.runs.run import Run
+from agentrl.runs.task_sources import task_source
 
 
 class SelfPlaySettings(OpponentsConfig):

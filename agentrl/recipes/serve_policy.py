@@ -12,8 +12,8 @@ from pathlib import Path
 
 from agentrl.assembly import assemble_policy
 from agentrl.config import RunConfig
-from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import write_whole
 from agentrl.flow import Flow, run_to_completion
 from agentrl.gateway.open_desk import OpenDesk, conversations_of
 from agentrl.gateway.server import serving

@@ -9,14 +9,14 @@ from pydantic import model_validator
 from agentrl.algorithms.sft import RejectionSampling
 from agentrl.assembly import check_trains
 from agentrl.config import PLAYED
-from agentrl.durable import finish_folder, new_unfinished
+from agentrl.conversation.renderer import renderer_of
+from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.recordings import RecordingsConfig, recorded
 from agentrl.recipes.starting_model import starting_model
-from agentrl.rollout.renderer import renderer_of
-from agentrl.run import Run
+from agentrl.runs.run import Run
 
 
 class SftSettings(Settings):

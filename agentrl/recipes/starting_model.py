@@ -6,19 +6,19 @@ from pathlib import Path
 
 from agentrl.assembly import agent_player, env_host
 from agentrl.config import RunConfig
-from agentrl.durable import finish_folder, new_unfinished
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EnvError, RolloutError
+from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.gateway.player import PlayerEngine
+from agentrl.models.tiny import SIZES, create_tiny_model
 from agentrl.protocols import SamplingParams
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnginePolicy
 from agentrl.rollout.next_task import next_task
-from agentrl.rollout.renderer import TemplateRenderer
-from agentrl.run import Run
-from agentrl.task_sources import task_source
+from agentrl.runs.run import Run
+from agentrl.runs.task_sources import task_source
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.tiny_model import SIZES, create_tiny_model
 
 logger = logging.getLogger(__name__)
 

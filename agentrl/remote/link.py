@@ -24,7 +24,7 @@ from websockets.uri import parse_uri
 
 from agentrl.errors import ConfigError, EnvError, OutageError
 from agentrl.flow import Flow, Suspect, Suspicion, now
-from agentrl.http_client import proxy_note
+from agentrl.net.http_client import proxy_note
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
 REST_SECONDS = 5.0

@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
+from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import check_plain
 
 SOCKET_PATH = "/sessions/ws"

@@ -36,7 +36,7 @@ class EnvServer(HttpServer):
     A stop signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) drains the server: no session or episode begins any more, and the
     server ends when the running episodes have ended, or after `limits.drain_seconds`. A second signal ends it
     immediately. `on_start` is called with the address. `protocols` are served beside the server's own, for example
-    `agentrl.openenv.server.add_openenv`. `options` says which options clients may choose; None: all, because the
+    `agentrl.remote.openenv.server.add_openenv`. `options` says which options clients may choose; None: all, because the
     clients may run code here anyway. `pictures`: environments that draw their states (`render_html`) send the pictures
     in their infos.
 

@@ -4,11 +4,11 @@ from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from agentrl.conversation.context import FULL, Context
 from agentrl.flow import Retries
 from agentrl.hosting.host import EnvDeadlines
 from agentrl.protocols import SamplingParams, Settings
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.context import FULL, Context
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.scoring.rule_pool import RulePoolConfig
 
@@ -85,7 +85,7 @@ class RolloutConfig(Settings):
     budget: Budget = Budget()
     context: Context = FULL
     """The part of its conversation that the model sees: `full`, `last_k`, `scratchpad` or `summary`
-    (`agentrl/rollout/context.py`)."""
+    (`agentrl/conversation/context.py`)."""
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained ones a token may be; 0 is synchronous training."""
     staleness_rule: StalenessRuleName = "deadline_first"

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from agentrl.arrays import IntArray, floats, ints
+from agentrl.conversation.chats import history_in
+from agentrl.conversation.context import FULL, ContextPolicy
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EngineError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.calls import calls_taken
@@ -33,9 +36,6 @@ from agentrl.protocols import (
 from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.chats import history_in
-from agentrl.rollout.context import FULL, ContextPolicy
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import (
     SEGMENT,

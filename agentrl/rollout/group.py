@@ -14,11 +14,11 @@ from random import Random
 
 from agentrl.errors import AgentRLError, DeadlineError, Layer
 from agentrl.flow import EventLog, Flow, elapsed, now
+from agentrl.ledger.ledger import Ledger
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import Episode, EpisodeRunner
-from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import LONGEST_PAUSE, Outages, jittered
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket

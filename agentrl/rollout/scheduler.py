@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import Channel, EventLog, Flow
+from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import Curriculum, Engine, GroupReward, MixesEnvironments, Reward, TaskSource
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EpisodeRunner, ObservesBatches
 from agentrl.rollout.group import GroupRunner, MembersLostError
-from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket

@@ -8,7 +8,7 @@ from typing import get_args
 from rich.console import Console, Group
 from rich.table import Table
 
-from agentrl.rollout.ledger import Fate, Fates
+from agentrl.ledger.ledger import Fate, Fates
 from agentrl.simulate.world import Moment, Report
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -10,6 +10,7 @@ from functools import lru_cache
 from random import Random
 from statistics import fmean
 
+from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Assumptions, DeviceKind
 from agentrl.placement.footprint import (
@@ -20,7 +21,6 @@ from agentrl.placement.footprint import (
     tokens_cached,
     trained_parameters,
 )
-from agentrl.placement.model_facts import ModelFacts
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant, Latency

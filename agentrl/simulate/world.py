@@ -22,12 +22,12 @@ from pydantic import Field
 from agentrl.engines.router import Router
 from agentrl.flow import EventLog, Flow, now, run_virtual, span
 from agentrl.hosting.host import EnvHost
+from agentrl.ledger.ledger import Fates, Ledger
 from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Reward, SamplingParams, Settings, TaskSource
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, EpisodeRunner
-from agentrl.rollout.ledger import Fates, Ledger
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
 from agentrl.simulate.engine import LengthOf, SimulatedEngine

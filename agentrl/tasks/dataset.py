@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.client_options import marked_options
-from agentrl.invalid import Fault, faults
 from agentrl.protocols import Settings
 from agentrl.rollout.seeds import derive_seed, split_seed
+from agentrl.settings.faults import Fault, faults
 from agentrl.tasks.columns import advice, answer_advice, listed
 from agentrl.tasks.permutation import Permutation
 from agentrl.tasks.row_index import U64, Check, RowIndex, open_index

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from agentrl.errors import ConfigError
+from agentrl.ledger.ledger import Fate
 from agentrl.protocols import Curriculum, TaskSource
-from agentrl.rollout.ledger import Fate
 from agentrl.rollout.next_task import next_task
 from agentrl.trajectory import Group, Task
 

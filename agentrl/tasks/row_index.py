@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from agentrl.caches import cache_folder
-from agentrl.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.errors import ConfigError
-from agentrl.file_lock import locked
+from agentrl.files.caches import cache_folder
+from agentrl.files.durable import finish_folder, new_unfinished, remove_folder
+from agentrl.files.file_lock import locked
 from agentrl.tasks.rows import BadRowError, RowSource, as_line, is_lines, parse_line, read_or_error, rows_of
 
 U64 = npt.NDArray[np.uint64]

@@ -718,7 +718,7 @@ def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
         problem = _tool_problem(tool, names)
         if problem:
             note(
-                f"[tools] {problem} in {tool!r:.150}. agentrl.rollout.tools.tools_of writes schemas from typed methods"
+                f"[tools] {problem} in {tool!r:.150}. agentrl.conversation.tools.tools_of writes schemas from typed methods"
             )
 
 

@@ -13,10 +13,10 @@ from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessing
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import floats, ints
+from agentrl.ledger.ledger import Ledger
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.rollout.ledger import Ledger
 from agentrl.trajectory import (
     Completion,
     Failed,

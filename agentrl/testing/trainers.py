@@ -19,10 +19,10 @@ from agentrl.algorithms.grpo import Grpo
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
+from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import Loss, LossTokens, SupportsPredict, SupportsTokenLogprobs, Trainer
 from agentrl.weights.bundle import BundlePlace
 from agentrl.weights.low_rank import Factors, LowRank
-from agentrl.weights.names import WeightNames
 from agentrl.weights.publisher import write_weights
 
 TOLERANCE = 1e-5

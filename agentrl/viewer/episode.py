@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from agentrl.errors import ConfigError
-from agentrl.observe.ledger_report import explain
+from agentrl.ledger.ledger import read_ledger
+from agentrl.ledger.report import explain
 from agentrl.observe.reports import HELD_OUT
-from agentrl.rollout.ledger import read_ledger
 from agentrl.rounding import constant
 from agentrl.viewer.episodes import KINDS, EpisodeIndex
 from agentrl.viewer.folders import RunFolder

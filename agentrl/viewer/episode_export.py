@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.distribution import installed_version
-from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import unfinished, write_whole
 from agentrl.trajectory import Message, ToolCall
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from annotated_types import Ge, Le
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.ledger import read_ledger
+from agentrl.ledger.ledger import read_ledger
 from agentrl.viewer.folders import EVALUATION, RunFolder
 
 _BARS = 24

@@ -18,7 +18,7 @@ from agentrl.observe.ending import ending_kept
 from agentrl.observe.launches import read_launches
 from agentrl.observe.live_status import read_live_state
 from agentrl.observe.machine import MachineState, read_machine
-from agentrl.yaml_values import read_yaml, value_of
+from agentrl.settings.yaml_values import read_yaml, value_of
 
 _STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet")
 _EVALUATION_FILE = re.compile(r"(.+)_(\d{6,9})\.parquet")

@@ -4,8 +4,8 @@ import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 
-from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import write_whole
 from agentrl.observe.profiler import FAILED, FOLDER, REQUEST, SUFFIX
 from agentrl.viewer.folders import RunFolder
 

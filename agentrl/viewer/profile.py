@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
+from agentrl.files.durable import write_whole
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder

@@ -16,16 +16,16 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from agentrl.distribution import installed_version
-from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
-from agentrl.rollout.ledger import read_ledger
+from agentrl.files.durable import write_whole
+from agentrl.ledger.ledger import read_ledger
+from agentrl.settings.yaml_values import in_yaml
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
 from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shortened
 from agentrl.viewer.timing import advice, window_of
-from agentrl.yaml_values import in_yaml
 
 _REASONS = 12
 _HOW = {"completed": "is complete", "stopped": "was stopped", "failed": "failed", "killed": "was killed"}

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from agentrl.errors import ConfigError
-from agentrl.model_source import weight_files
+from agentrl.models.source import weight_files
+from agentrl.models.weight_names import WeightNames
 from agentrl.weights.bundle import weight_shapes
-from agentrl.weights.names import WeightNames
 
 
 def check_fit(folder: Path, name: str, *, trust_remote_code: bool = False, setting: str = "model.name") -> None:

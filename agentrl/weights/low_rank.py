@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import ConfigError
-from agentrl.model_source import weight_files as files_of
+from agentrl.models.source import weight_files as files_of
 
 if TYPE_CHECKING:
     from torch import Tensor

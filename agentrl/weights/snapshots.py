@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.durable import finish_folder, new_unfinished, remove_folder
+from agentrl.files.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.store import BUCKET_BYTES
 

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.file_lock import FileLock
+from agentrl.files.file_lock import FileLock
 from agentrl.flow import run_to_completion
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 

@@ -7,9 +7,9 @@ import unicodedata
 from decimal import Decimal
 from typing import Any
 
+from agentrl.conversation.right_answers import check_it_is_no_solution
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 from agentrl.rewards.rules.notation import exact_number, number_in
-from agentrl.rollout.right_answers import check_it_is_no_solution
 
 # Not the minus or the point of a number: -5 is not 5, and 3.5 is not 35.
 _OF_A_NUMBER = r"(?!(?<!\w)-\.?\d|\.\d)"

@@ -16,9 +16,9 @@ from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.config import load_config
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.oracles.exact_steps import ExactShare, ExactStep, StepRules
+from agentrl.oracles.problems import PROBLEMS
 from agentrl.protocols import ActorCritic
-from agentrl.testing.exact_steps import ExactShare, ExactStep, StepRules
-from agentrl.testing.problems import PROBLEMS
 
 Row = Mapping[str, str]
 """The label of a value for each factor, or for some; the others have their first value."""

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from agentrl.algorithms.archer import Archer
 from agentrl.algorithms.samples import samples_of
 from agentrl.batch import TrainBatch, collate, to_samples
-from agentrl.questions import Questions, questions
-from agentrl.testing.oracles import Oracle, chain, corridor, stopping, t_maze
+from agentrl.estimation.value_points import Questions, questions
+from agentrl.oracles.estimators import Oracle, chain, corridor, stopping, t_maze
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated, Turn
 
 Table = Mapping[Hashable, float]

@@ -25,9 +25,9 @@ from agentrl.algorithms.sft import RejectionSampling
 from agentrl.algorithms.surrogates import Gspo
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.oracles.estimators import cosine
+from agentrl.oracles.exact_steps import ExactBatch, ExactStep
 from agentrl.protocols import LossTokens
-from agentrl.testing.exact_steps import ExactBatch, ExactStep
-from agentrl.testing.oracles import cosine
 from tests.algorithms.crossings import (
     BIASES,
     FACTORS,

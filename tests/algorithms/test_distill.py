@@ -7,9 +7,9 @@ import torch
 
 from agentrl.algorithms.distill import Distill
 from agentrl.errors import ConfigError
-from agentrl.rollout.model_tokenizer import check_same_tokens
-from agentrl.testing.oracles import Oracle, bandit, residual
-from agentrl.tiny_model import create_tiny_model
+from agentrl.models.tiny import create_tiny_model
+from agentrl.models.tokenizer import check_same_tokens
+from agentrl.oracles.estimators import Oracle, bandit, residual
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher() -> None:

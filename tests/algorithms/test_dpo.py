@@ -13,7 +13,7 @@ from agentrl.algorithms.dpo import OnlineDpo, RankedPair, batch_of_pairs, ranked
 from agentrl.algorithms.samples import samples_of
 from agentrl.arrays import floats
 from agentrl.batch import TrainBatch, collate
-from agentrl.testing.oracles import Oracle, bandit, chain
+from agentrl.oracles.estimators import Oracle, bandit, chain
 from tests.properties import examples
 
 

@@ -7,9 +7,9 @@ from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessing
 from agentrl.algorithms.grpo import Rloo
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.ppo import Ppo
+from agentrl.oracles.estimators import Oracle, bandit, stopping
+from agentrl.oracles.exact_steps import ExactShare, ExactStep, StepRules
 from agentrl.protocols import SamplingParams
-from agentrl.testing.exact_steps import ExactShare, ExactStep, StepRules
-from agentrl.testing.oracles import Oracle, bandit, stopping
 
 PLAIN = Rloo(Rloo.Config(normalizer=1.0))
 WIDE = Rloo(Rloo.Config(normalizer=1.0, importance_cap=1e6, importance_level="sequence"))

@@ -25,8 +25,7 @@ from agentrl.algorithms.sft import RejectionSampling
 from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.arrays import ints
 from agentrl.batch import TrainBatch, collate
-from agentrl.protocols import MemberAdvantage
-from agentrl.testing.oracles import (
+from agentrl.oracles.estimators import (
     START,
     Oracle,
     bandit,
@@ -38,6 +37,7 @@ from agentrl.testing.oracles import (
     stopping,
     t_maze,
 )
+from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import SEGMENT, Group, Score
 
 PROBLEMS = {

@@ -3,7 +3,7 @@
 Nothing here knows of groups, baselines, batches or losses. A term of the objective gives each turn of each path a
 credit, and the gradient is the sum over paths of probability * credit * gradient of the turn's logprob.
 
-Dimension suffixes: as in `agentrl/testing/oracles.py`.
+Dimension suffixes: as in `agentrl/oracles/estimators.py`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.sft import RejectionSampling
-from agentrl.testing.exact_steps import ExactBatch, ExactShare, ExactStep
+from agentrl.oracles.exact_steps import ExactBatch, ExactShare, ExactStep
 from agentrl.trajectory import Group, Trajectory
 
 

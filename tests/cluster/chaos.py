@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.rollout.ledger import read_ledger
+from agentrl.ledger.ledger import read_ledger
 from agentrl.trajectory import Trajectory
 from tests.commands import ROOT, Command
 from tests.processes import PATIENCE_SECONDS, is_alive, still_alive, title

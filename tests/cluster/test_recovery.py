@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.checkpoint import Checkpoints
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import Worker, WorkerGroup
 from agentrl.errors import StallError, WorkerDiedError
 from agentrl.flow import run_virtual
 from agentrl.protocols import Recovery
+from agentrl.runs.checkpoint import Checkpoints
 from agentrl.testing.trainers import LOSS, TrainerCase, random_batches
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.fsdp import FsdpTrainer

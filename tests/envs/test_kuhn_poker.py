@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.envs.kuhn_poker import (
     CARDS,
@@ -25,7 +26,6 @@ from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing import check_env
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message, Task

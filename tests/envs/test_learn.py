@@ -12,7 +12,7 @@ import pytest
 from agentrl import plugins
 from agentrl.config import RunConfig, load_config
 from agentrl.envs.base import TextEnv
-from agentrl.task_sources import task_source
+from agentrl.runs.task_sources import task_source
 
 CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "learn").glob("*.yaml"))
 NOT_THE_TASK = {"rng", "_index", "programs", "solution"}

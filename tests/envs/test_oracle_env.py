@@ -8,9 +8,9 @@ import pytest
 from agentrl.arrays import floats, ints
 from agentrl.envs.oracle import OracleEnv, PlayedProblem, weak_player
 from agentrl.errors import ConfigError
+from agentrl.oracles.estimators import Oracle
+from agentrl.oracles.problems import PROBLEMS
 from agentrl.testing import check_env
-from agentrl.testing.oracles import Oracle
-from agentrl.testing.problems import PROBLEMS
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
 each_problem = pytest.mark.parametrize("name", PROBLEMS)

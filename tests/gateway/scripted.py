@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EnvError
 from agentrl.gateway.call import AgentAnswer, ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
@@ -16,7 +17,6 @@ from agentrl.gateway.session import AgentSession
 from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
@@ -16,7 +17,6 @@ from agentrl.gateway.session import AgentSession
 from agentrl.protocols import Engine, SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
-from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, ToolCall, Trajectory

@@ -21,13 +21,13 @@ from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.hosting.host import EnvHost
+from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
-from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine

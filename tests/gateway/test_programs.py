@@ -21,7 +21,7 @@ from agentrl.gateway.program import Assignment
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.server import serving
 from agentrl.rollout.episode import Episode
-from agentrl.run_temp import RunTemp
+from agentrl.runs.temp import RunTemp
 from agentrl.trajectory import Failed, Task, Terminated
 from tests.gateway.served import runner_on, saying, until
 from tests.processes import PATIENCE_SECONDS, processes_with
@@ -201,7 +201,7 @@ import asyncio
 from pathlib import Path
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.program import Assignment
-from agentrl.run_temp import RunTemp
+from agentrl.runs.temp import RunTemp
 from agentrl.trajectory import Task
 with RunTemp(Path({str(run)!r})):
     asyncio.run(CommandAgent("touch {started}; sleep 600").run(Assignment(Task("x", 0), "http://127.0.0.1:1", {key!r})))

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.conversation.tools import ToolError
 from agentrl.envs.base import ToolEnv, ToolResult
 from agentrl.hosting.calls import CALLS, calls_taken
 from agentrl.hosting.host import EnvDeadlines, EnvHost
@@ -14,8 +16,6 @@ from agentrl.rewards.monitor import Monitor
 from agentrl.rewards.rules.tool_use import ToolUse
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
-from agentrl.rollout.tools import ToolError
 from agentrl.testing.rewards import trajectory
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import MadeCall, Message, Score, Task, ToolCall, Trajectory

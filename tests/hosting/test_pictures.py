@@ -6,6 +6,7 @@ import json
 import pytest
 
 from agentrl import plugins
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.frozen_lake import FrozenLake, careful_player
 from agentrl.errors import EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost
@@ -13,7 +14,6 @@ from agentrl.hosting.pictures import PICTURE, taken
 from agentrl.hosting.process import ProcessEnv
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, Trajectory
 

@@ -18,9 +18,9 @@ from agentrl.errors import ConfigError, ConformanceError, EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
-from agentrl.openenv.client import OpenEnv
 from agentrl.protocols import Env
 from agentrl.remote.client import RemoteEnv
+from agentrl.remote.openenv.client import OpenEnv
 from agentrl.testing import check_env
 from tests.properties import examples
 from tests.remote.served import served

@@ -16,7 +16,7 @@ from agentrl.cli.training import before_and_after
 from agentrl.config import load_config
 from agentrl.observe.silence import IN_A_ROW, Silence, conditions
 from agentrl.rollout.budget import Budget
-from agentrl.run import Run
+from agentrl.runs.run import Run
 
 GOOD = {"reward": 0.5, "cut_answers": 0.1, "truncated": 0.2, "grad_norm": 1.0, "mixed_groups": 0.6}
 

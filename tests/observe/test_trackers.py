@@ -19,7 +19,7 @@ from agentrl.config import validate_config
 from agentrl.errors import ConfigError
 from agentrl.observe.trackers import Comet, MLflow, TensorBoard, Trackio, Wandb
 from agentrl.protocols import EpisodeSample
-from agentrl.run import Run
+from agentrl.runs.run import Run
 
 SAMPLE = EpisodeSample("t/0/0", "t", "terminated", 1.0, True, "user: P . O\n\nassistant: left")
 

@@ -14,7 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Tracker
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Failed, Message, Score, Task, Terminated, Trajectory
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from agentrl.batch import TrainingSample, collate
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError
+from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.placement.devices import GIB, gpu_named
 from agentrl.placement.footprint import (
     QUERIES_AT_ONCE,
@@ -30,16 +31,15 @@ from agentrl.placement.footprint import (
     layer_bytes,
     trainer_footprint,
 )
-from agentrl.placement.model_facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.testing.trainers import LOSS
-from agentrl.trainers.attention import ATTENTION, PIECE, Segments
+from agentrl.trainers.compute.attention import ATTENTION, PIECE, Segments
+from agentrl.trainers.compute.forward import DeviceMicroBatch, compute_logprobs_in, token_logprobs
+from agentrl.trainers.compute.logprobs import Scaling
+from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
-from agentrl.trainers.forward import DeviceMicroBatch, compute_logprobs_in, token_logprobs
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.logprobs import Scaling
-from agentrl.trainers.recomputation import recompute_blocks
 
 
 @pytest.fixture(scope="module")

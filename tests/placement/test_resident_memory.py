@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentrl.models.facts import facts_of
 from agentrl.placement.footprint import trainer_footprint
-from agentrl.placement.model_facts import facts_of
 from agentrl.trainers.local import LocalTrainer
 
 # A process of its own: what imports take is counted before, and the peak of the step alone by Linux.
@@ -18,7 +18,7 @@ PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 import numpy as np, torch
-import agentrl.trainers.one_device, agentrl.trainers.rank, transformers.models.qwen3.modeling_qwen3
+import agentrl.trainers.rank.one_device, agentrl.trainers.rank.worker, transformers.models.qwen3.modeling_qwen3
 from agentrl.batch import TrainingSample, collate
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer

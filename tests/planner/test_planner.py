@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
+from agentrl.models.facts import PUBLISHED, KvShape, ModelFacts, model_facts
+from agentrl.models.layer_facts import Heads, Kept
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
-from agentrl.placement.layer_facts import Heads, Kept
-from agentrl.placement.model_facts import PUBLISHED, KvShape, ModelFacts, model_facts
 from agentrl.planner.check import check_placement
 from agentrl.planner.measured import measured, with_measured
 from agentrl.planner.memory import loads, problems

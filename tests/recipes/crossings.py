@@ -27,7 +27,7 @@ from agentrl.arrays import FloatArray
 from agentrl.config import validate_config
 from agentrl.config.source import Source
 from agentrl.errors import ConfigError
-from agentrl.tiny_model import create_tiny_model
+from agentrl.models.tiny import create_tiny_model
 from tests.covering import Coverage
 
 Piece = Mapping[str, Any]

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.rollout.ledger import read_ledger
+from agentrl.ledger.ledger import read_ledger
 from tests.recipes.test_runs import folder, kill_during, start, train
 
 CONFIG = """

@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.advisors import Advisors
 from agentrl.algorithms.distill import Distill
 from agentrl.batch import TrainBatch, collate
 from agentrl.config import RunConfig, validate_config
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError, DeadlineError, EngineDeadError, EngineError
+from agentrl.estimation.advisors import Advisors
+from agentrl.estimation.teacher import Teacher, TeacherConfig
 from agentrl.flow import run_virtual
+from agentrl.models.tiny import create_tiny_model
 from agentrl.protocols import Env, ScoreRequest, Scores
-from agentrl.teacher import Teacher, TeacherConfig
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.trainers import random_samples
-from agentrl.tiny_model import create_tiny_model
 from agentrl.trainers.local import LocalTrainer
 from tests.conftest import Done
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
+from agentrl.models.tiny import create_tiny_model
 from agentrl.recipes.dpo import spoken
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Message
 from tests.commands import Command
 

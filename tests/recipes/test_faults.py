@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from agentrl.envs.base import TextEnv
+from agentrl.ledger.ledger import read_ledger
 from agentrl.protocols import StepResult
-from agentrl.rollout.ledger import read_ledger
 from tests.commands import ROOT, Command
 from tests.processes import PATIENCE_SECONDS, can_mount
 

@@ -13,15 +13,15 @@ import torch
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.config import load_config
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.ledger.ledger import Ledger
+from agentrl.models.tiny import create_tiny_model
 from agentrl.recipes.iterative_dpo import IterativeDpoSettings, Ranking, rank
 from agentrl.recipes.lineage import read_lineage, verified_lineage
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences, write_preferences
-from agentrl.rollout.ledger import Ledger
-from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Group, Message, Score, Status, Task, Terminated, Trajectory, Truncated
 from tests.commands import Command
+from tests.ledger.ledger_queries import trained_tasks
 from tests.recipes.test_runs import folder, kill_during, start
-from tests.rollout.ledger_queries import trained_tasks
 
 
 def group(name: str, rewards: Sequence[float], *agents: str, status: Status | None = None) -> Group:

@@ -15,10 +15,10 @@ import pytest
 
 from agentrl.arrays import ints
 from agentrl.batch import TrainingSample, collate
+from agentrl.conversation.renderer import RendererConfig, renderer_of
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
-from agentrl.rollout.renderer import RendererConfig, renderer_of
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import FAMILIES, TABLE, make_model, row_of

@@ -19,7 +19,7 @@ from agentrl.observe.owed import OwedEvaluations
 from agentrl.placement.time_share import NoSharing
 from agentrl.recipes import evaluate as evaluating
 from agentrl.recipes.evaluations import evaluations
-from agentrl.run import Run
+from agentrl.runs.run import Run
 
 
 class KilledError(Exception):

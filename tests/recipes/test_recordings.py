@@ -14,14 +14,14 @@ import httpx
 import openai
 import pytest
 
+from agentrl.conversation.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
+from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.dpo import spoken
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.recordings import RecordingsConfig, read_recordings, recorded
-from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import SEGMENT, Message, Score, Status, Task, Terminated, ToolCall, Trajectory
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import find_runs

@@ -19,12 +19,12 @@ from agentrl.algorithms.grpo import Grpo
 from agentrl.assembly import assemble_training
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.rollout.ledger import Ledger
-from agentrl.tiny_model import create_tiny_model
+from agentrl.ledger.ledger import Ledger
+from agentrl.models.tiny import create_tiny_model
 from tests.commands import Command
+from tests.ledger.ledger_queries import trained_tasks
 from tests.model_families import make_model
 from tests.processes import PATIENCE_SECONDS, still_alive
-from tests.rollout.ledger_queries import trained_tasks
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -254,7 +254,7 @@ def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_n
 
 WRITING = """
 import pathlib, sys, time
-from agentrl.trainers.checkpoint import Snapshot
+from agentrl.trainers.rank.checkpoint import Snapshot
 write = Snapshot.write
 def held(snapshot, folder):
     if snapshot.state["step"] == 2:

@@ -8,11 +8,11 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from agentrl.ledger.ledger import Ledger
 from agentrl.recipes.self_play import check_matches
-from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.opponents import Matches
+from tests.ledger.ledger_queries import trained_tasks
 from tests.recipes.test_runs import ROOT, folder, kill_during, start, train
-from tests.rollout.ledger_queries import trained_tasks
 
 EXAMPLE = str(ROOT / "examples" / "kuhn_self_play.yaml")
 SMALL = [

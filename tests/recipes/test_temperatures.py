@@ -13,11 +13,11 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import load_config
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
 from agentrl.recipes.dpo import DpoSettings, dpo, spoken
 from agentrl.recipes.recordings import RecordingsConfig
-from agentrl.rollout.renderer import TemplateRenderer, renderer_of
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Message, Trajectory
 
 SAID = ("left", "left", "right")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions
-from agentrl.openenv.server import add_openenv
 from agentrl.protocols import Env
+from agentrl.remote.openenv.server import add_openenv
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits
 

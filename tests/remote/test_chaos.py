@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from agentrl.envs.base import TextEnv
+from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import StepResult
-from agentrl.rollout.ledger import Ledger
 from tests.processes import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]

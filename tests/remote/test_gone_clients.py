@@ -12,10 +12,10 @@ import pytest
 from agentrl.errors import EnvError, OutageError
 from agentrl.flow import notices
 from agentrl.hosting.host import EnvDeadlines, EnvHost
-from agentrl.openenv import client as openenv_client
-from agentrl.openenv.client import OpenEnv
 from agentrl.remote import client, link, sessions
 from agentrl.remote.client import RemoteEnv
+from agentrl.remote.openenv import client as openenv_client
+from agentrl.remote.openenv.client import OpenEnv
 from agentrl.remote.protocol import Reset
 from agentrl.remote.sessions import ServerLimits, Sessions
 from tests.processes import PATIENCE_SECONDS

@@ -26,7 +26,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from agentrl.envs.base import TextEnv
-from agentrl.http_client import http_client
+from agentrl.net.http_client import http_client
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer

@@ -25,7 +25,7 @@ from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
-from agentrl.http_client import http_client
+from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv, remote
 from agentrl.remote.server import EnvServer

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from agentrl import plugins
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.protocols import Env, Isolation, Prompt
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.testing import check_env
 from agentrl.testing.tokenizer import ByteTokenizer

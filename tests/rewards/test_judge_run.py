@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.envs.base import ToolEnv, ToolResult
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.testing.judge_server import JudgeCall, JudgeReply, JudgeServer
 from agentrl.trajectory import ToolCall
 

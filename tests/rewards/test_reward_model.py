@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError, RewardError
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences, split
 from agentrl.rewards.reward_model import RewardModel
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Message, Score, Task, Terminated, Trajectory
 from tests.properties import examples
 

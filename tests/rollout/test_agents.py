@@ -13,20 +13,20 @@ from agentrl import plugins
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import samples_of
 from agentrl.batch import to_samples
+from agentrl.conversation.context import Full, LastK, Scratchpad, Summary
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.kuhn_poker import KuhnPoker, strong_player
 from agentrl.errors import ConfigError, ConformanceError
 from agentrl.flow import run_virtual
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
 from agentrl.remote.server import EnvServer
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.context import Full, LastK, Scratchpad, Summary
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode, Role, ScriptedPolicy
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine, check_env

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.arrays import ints
 from agentrl.errors import CompletionError, EngineError
-from agentrl.model_source import vocabulary_size
+from agentrl.models.source import vocabulary_size
 from agentrl.protocols import GenerateRequest, Prompt, SamplingParams
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.episode import EnginePolicy, Episode

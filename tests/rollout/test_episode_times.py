@@ -3,12 +3,12 @@
 import time
 from typing import Any
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import SteadyLoop, elapsed, now
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, Trajectory

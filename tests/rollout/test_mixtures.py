@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 
 import pytest
 
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import RetriesExhaustedError
 from agentrl.flow import Retries, run_virtual
 from agentrl.hosting.host import EnvHost
+from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.seeded import SeededTasks

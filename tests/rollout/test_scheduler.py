@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.algorithms.reinforce import Reinforce
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.router import Router
 from agentrl.errors import (
     ConfigError,
@@ -28,13 +29,12 @@ from agentrl.errors import (
 )
 from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.host import EnvHost
+from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.staleness import STALENESS_RULES
 from agentrl.rollout.underway import Underway
@@ -43,7 +43,7 @@ from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Group, Score, Terminated, Trajectory, staleness
-from tests.rollout.ledger_queries import trained_tasks, why_failed
+from tests.ledger.ledger_queries import trained_tasks, why_failed
 
 DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=5000, stall=6000)
 

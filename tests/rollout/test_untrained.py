@@ -11,7 +11,7 @@ from rich.console import Console
 from agentrl.config import load_config
 from agentrl.errors import FilterBudgetError
 from agentrl.rollout.untrained import UntrainedEpisodes
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Completion, Failed, Score, Task, Trajectory, Turn
 
 

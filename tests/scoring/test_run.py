@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from agentrl.config import load_config
-from agentrl.run import Run
+from agentrl.runs.run import Run
 from agentrl.trajectory import Score, Trajectory
 
 

@@ -60,8 +60,8 @@ def test_the_prompt_is_shown_as_the_template_of_a_model_writes_it_with_its_token
     (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": chat, "answer": "4"}) + "\n")
     done = agentrl("tasks", str(tmp_path / "chats.jsonl"), "--model", str(tiny_model_dir))
     assert done.returncode == 0
-    from agentrl.rollout.chats import read_chat
-    from agentrl.rollout.renderer import TemplateRenderer
+    from agentrl.conversation.chats import read_chat
+    from agentrl.conversation.renderer import TemplateRenderer
 
     renderer = TemplateRenderer.of_model(tiny_model_dir)
     ids = renderer.whole(read_chat(chat), ())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.task_sources import fingerprints
+from agentrl.runs.task_sources import fingerprints
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.permutation import Permutation
 from agentrl.trajectory import Task

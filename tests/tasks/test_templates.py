@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.task_sources import task_source
+from agentrl.runs.task_sources import task_source
 from agentrl.tasks.rows import BadRowError
 from agentrl.tasks.template import RowTemplate
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from agentrl.attention_check import check_kind
 from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
-from agentrl.trainers import attention
-from agentrl.trainers.attention import ATTENTION, SIMILAR, Segments, attend
-from agentrl.trainers.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.models.attention_check import check_kind
+from agentrl.trainers.compute import attention
+from agentrl.trainers.compute.attention import ATTENTION, SIMILAR, Segments, attend
+from agentrl.trainers.compute.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.packing import MicroBatch
-from agentrl.trainers.recomputation import recompute_blocks
 
 SMALL = {
     "vocab_size": 60,

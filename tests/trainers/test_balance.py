@@ -18,7 +18,7 @@ from agentrl.protocols import LossOutput
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.rank import TrainerRank, _Tally
+from agentrl.trainers.rank.worker import TrainerRank, _Tally
 from agentrl.trainers.spec import TrainerSpec
 from tests.model_families import FAMILIES, make_model
 

@@ -15,12 +15,12 @@ import torch
 
 from agentrl.cluster.processes import start_local
 from agentrl.testing.trainers import LOSS, TrainerCase, random_batches
-from agentrl.trainers import checkpoint
-from agentrl.trainers.checkpoint import STATE_FILE, Snapshot
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.one_device import OneDevice
+from agentrl.trainers.rank import checkpoint
+from agentrl.trainers.rank.checkpoint import STATE_FILE, Snapshot
+from agentrl.trainers.rank.one_device import OneDevice
 
 CASE = TrainerCase(lr=1e-3)
 KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from agentrl.testing.trainers import LOSS, TrainerCase, random_batches
-from agentrl.trainers.gradient_norms import layer_groups, norms_of, squares
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.rank.gradient_norms import layer_groups, norms_of, squares
 
 
 def test_blocks_are_told_apart_by_quarters_and_the_rest_by_its_place() -> None:

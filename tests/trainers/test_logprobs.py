@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.trainers import logprobs
-from agentrl.trainers.logprobs import Scaling, linear_logprobs
+from agentrl.trainers.compute import logprobs
+from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
 

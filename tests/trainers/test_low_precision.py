@@ -17,8 +17,8 @@ from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.low_precision import LowPrecisionAdamW, decode, encode
-from agentrl.trainers.optimizer import adamw
+from agentrl.trainers.rank.low_precision import LowPrecisionAdamW, decode, encode
+from agentrl.trainers.rank.optimizer import adamw
 from agentrl.trainers.settings import MomentType, TrainerSettings
 from tests.properties import examples
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.arrays import ints
-from agentrl.trainers import needed
-from agentrl.trainers.attention import Segments, attend
-from agentrl.trainers.prefixes import find_shared
+from agentrl.trainers.compute import needed
+from agentrl.trainers.compute.attention import Segments, attend
+from agentrl.trainers.compute.prefixes import find_shared
 from tests.trainers.test_prefixes import rows_of
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from agentrl.arrays import IntArray, ints
 from agentrl.batch import TrainingSample, collate
-from agentrl.last_layer import compute_only_needed
-from agentrl.trainers.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.models.last_layer import compute_only_needed
+from agentrl.trainers.compute.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.trainers.compute.prefixes import families, find_shared
 from agentrl.trainers.packing import MicroBatch, micro_batches
-from agentrl.trainers.prefixes import families, find_shared
 from tests.trainers.test_attention import FAMILIES, TEMPERATURE, alone, models
 
 CPU = torch.device("cpu")

@@ -17,6 +17,7 @@ from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.workers import Make, WorkerGroup
 from agentrl.engines.packed_model import PackedModel
+from agentrl.models.weight_names import WeightNames
 from agentrl.testing.trainers import (
     LOSS,
     TrainerCase,
@@ -31,7 +32,6 @@ from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights.bundle import weight_shapes
-from agentrl.weights.names import WeightNames
 from tests.model_families import make_model
 from tests.processes import open_to_others
 from tests.trainers.test_balance import batch_for, folder_of, nothing

@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.trainers.attention import ATTENTION, Segments
+from agentrl.trainers.compute.attention import ATTENTION, Segments
+from agentrl.trainers.compute.recomputation import blocks_of, recompute_blocks
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
-from agentrl.trainers.recomputation import blocks_of, recompute_blocks
 from agentrl.trainers.settings import TrainerSettings
 
 LENGTHS = [60, 40, 28]
@@ -106,7 +106,7 @@ def test_what_is_offloaded_is_the_input_of_each_layer(shallow_model_dir: Path, m
         def __init__(self, *, pin_memory: bool) -> None:
             super().__init__(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
 
-    monkeypatch.setattr("agentrl.trainers.recomputation.save_on_cpu", Watched)
+    monkeypatch.setattr("agentrl.trainers.compute.recomputation.save_on_cpu", Watched)
     model = qwen(shallow_model_dir)
     seen = []
     for block in blocks_of(model):

@@ -14,7 +14,7 @@ from agentrl.cluster.processes import start_local
 from agentrl.errors import ConfigError
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.origin import stored_tensors
+from agentrl.trainers.rank.origin import stored_tensors
 from agentrl.weights.publisher import checksum
 
 MIB = 1 << 20

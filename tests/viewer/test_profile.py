@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from agentrl.durable import unfinished
 from agentrl.errors import ConfigError
+from agentrl.files.durable import unfinished
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.trace_file import Slice, TraceFile, read_trace
 from agentrl.testing.made_up_run import BEGIN, MadeUpRun

@@ -1,0 +1,279 @@
+"""Model families that the library `renderers` knows: their own rules for prompts, answers and calls.
+
+A model is recognised by what its chat template writes: a family's rules must give the very same tokens for a few
+conversations. So a folder with any name is recognised, a fine-tuned model too, and one whose template was changed is
+not. Models that are not recognised are rendered by their template (`agentrl.conversation.chat_template`).
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from functools import partial
+from io import StringIO
+from typing import Any
+
+from agentrl.arrays import IntArray, ints
+from agentrl.conversation.harmony import read_harmony
+from agentrl.conversation.reading import Reading, Unread, call_of
+from agentrl.errors import ConfigError
+from agentrl.trajectory import Message, ToolCall
+
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+_CALL = {
+    "type": "function",
+    "id": "call00001",
+    "function": {"name": "add", "arguments": {"a": 1, "b": "x y", "c": [1, {"d": True}]}},
+}
+_USER, _ANSWER = {"role": "user", "content": "U u?"}, {"role": "assistant", "content": "A a."}
+_PROBES: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = (
+    ([{"role": "system", "content": "S s."}, _USER], None),
+    ([_USER, _ANSWER, {"role": "user", "content": "V v."}], None),
+    (
+        [
+            {"role": "system", "content": "S s."},
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "R r", "tool_call_id": "call00001", "name": "add"},
+        ],
+        [dict(_TOOL)],
+    ),
+    ([_USER, {**_ANSWER, "reasoning_content": "T t."}, {"role": "user", "content": "V v."}], None),
+)
+"""Conversations that tell the families apart: a system message, a second turn, a call with its result, reasoning."""
+_MARKS = {"gpt-oss": "<|channel|>"}
+"""A token that a model of the family has. These rules look for files in the network, which no other model waits for."""
+
+
+class Family:
+    """The rules of one model family. `name` is that of the library.
+
+    `tokenizer` is that of the model. `header`: the tokens at the end of a prompt that the family takes for a part of
+    the answer, if it is used to read the answers of a template that ends its prompts earlier than the family does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Any,
+        rules: Any,
+        header: Sequence[int] = (),
+        made: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """`made`: makes the same rules for another tokenizer."""
+        self.name = name
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._header = list(header)
+        self._made = made
+
+    def of_tokenizer(self, tokenizer: Any) -> "Family":
+        """The same rules with another tokenizer, which has the same tokens."""
+        if self._made is None:
+            return self
+        return Family(self.name, tokenizer, self._made(tokenizer), self._header, self._made)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return tuple(self._rules.get_stop_token_ids())
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """The tokens of a whole conversation, up to where the assistant begins to write."""
+        return ints(self.rendered(list(map(_as_json, messages)), _given(tools), True))
+
+    def rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool
+    ) -> list[int]:
+        """The tokens of messages as chat templates take them, with or without the beginning of an answer at the end."""
+        return list(self._rules.render_ids(messages, tools=tools, add_generation_prompt=begin_answer))
+
+    def added(
+        self,
+        prompt_ids: IntArray,
+        answer_ids: IntArray,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> IntArray | None:
+        """The tokens that follow an answer: `messages`, and where the next answer begins.
+
+        `prompt_ids`: the end of the prompt, from the answer before. None if the family has no rule for these messages.
+        """
+        seen = [*prompt_ids.tolist(), *answer_ids.tolist()]
+        given = list(map(_as_json, messages))
+        extended = self._rules.bridge_to_next_turn(prompt_ids.tolist(), answer_ids.tolist(), given, tools=_given(tools))
+        if extended is None or list(extended.token_ids[: len(seen)]) != seen:
+            return None
+        return ints(extended.token_ids[len(seen) :])
+
+    def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
+        """An answer, taken apart by the library's parser. Never raises, whatever the tokens are."""
+        begun, answer = prompt_ids.tolist(), answer_ids.tolist()
+        if self.name == "gpt-oss":
+            return read_harmony(self._tokenizer, answer)
+        if self._header:
+            begun, answer = begun[: len(begun) - len(self._header)], [*self._header, *answer]
+        found = self._rules.parse_response(answer, tools=_given(tools), prompt_ids=begun)
+        calls, malformed = calls_in(found.tool_calls)
+        cut = found.reasoning_complete is False
+        return Reading(found.content, found.reasoning_content or "", calls, malformed, cut, literal=True)
+
+
+def find_family(tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, Any]) -> Family | None:
+    """The family whose rules give the same tokens as the chat template; None if there is none.
+
+    `variables`: those of the template, which the family must have too. `own`: another template than the tokenizer's.
+    """
+    wanted = [_by_template(tokenizer, messages, tools, {**variables, **own}) for messages, tools in _PROBES]
+    if wanted[0] is None and wanted[1] is None:
+        return None
+    for name in names():
+        rules = _rules(name, tokenizer, variables)
+        if rules is not None and _same(rules, wanted):
+            made = partial(_showing_all, name, variables)
+            return Family(name, tokenizer, made(tokenizer), made=made)
+    return None
+
+
+def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Family:
+    """The family with that name.
+
+    Raises:
+        ConfigError: the tokenizer lacks a token that it needs, or it has none of these variables.
+    """
+    try:
+        made = partial(_showing_all, name, variables)
+        return Family(name, tokenizer, _made(name, tokenizer, variables, thinking_retention="all"), made=made)
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or template"
+        ) from error
+
+
+def names() -> Iterator[str]:
+    """The families that the library knows."""
+    from renderers.base import RENDERER_REGISTRY, _populate_registry
+
+    _populate_registry()
+    return (name for name in RENDERER_REGISTRY if name != "default")
+
+
+def reading_family(tokenizer: Any, prompt: str, header: str, written: str, call: ToolCall) -> Family | None:
+    """The family that reads this call where a template has written it after `prompt`, though it writes otherwise.
+
+    `header`: the end of the prompt, where the answer begins.
+    """
+    before, begun, answer = (
+        ints(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, header, written)
+    )
+    headers = [[], begun.tolist()] if header and before[-len(begun) :].tolist() == begun.tolist() else [[]]
+    for name in names():
+        rules = _rules(name, tokenizer, {})
+        for own in headers if rules is not None else ():
+            family = Family(name, tokenizer, rules, own)
+            with suppress(Exception):  # the answer is of another form
+                found = family.read(before, answer, ())
+                if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+                    return family
+    return None
+
+
+def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[Unread, ...]]:
+    """The calls among what a parser has found, and those that cannot be read."""
+    calls, malformed = [], []
+    for number, one in enumerate(found):
+        call = call_of(one.name, one.arguments, number, one.id) if one.name else None
+        # "Invalid JSON" with arguments are texts between tags.
+        if call is not None and str(one.status) in ("ok", "unknown_tool", "invalid_json"):
+            calls.append(call)
+        else:
+            malformed.append(Unread(one.raw, str(one.status).replace("_", " ")))
+    return tuple(calls), tuple(malformed)
+
+
+def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any:
+    from renderers.base import RENDERER_REGISTRY, merge_chat_template_kwargs
+    from renderers.configs import _config_class_for
+
+    config = merge_chat_template_kwargs(_config_class_for(name)(**more), variables)
+    return RENDERER_REGISTRY[name](tokenizer, config)
+
+
+def _showing_all(name: str, variables: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The rules of a family, which show earlier reasoning if they can."""
+    return _rules(name, tokenizer, variables, thinking_retention="all") or _rules(name, tokenizer, variables)
+
+
+def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any | None:
+    """The rules of a family, if the tokenizer has the tokens that they need."""
+    if name in _MARKS and len(tokenizer.encode(_MARKS[name], add_special_tokens=False)) != 1:
+        return None
+    with redirect_stdout(StringIO()), suppress(Exception):
+        return _made(name, tokenizer, variables, **more)
+    return None
+
+
+def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
+    for (messages, tools), ids in zip(_PROBES, wanted, strict=True):
+        if ids is None:
+            continue
+        try:
+            if list(rules.render_ids(messages, tools=tools, add_generation_prompt=True)) != ids:
+                return False
+        except Exception:  # it refuses what the template renders
+            return False
+    return True
+
+
+def _by_template(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+) -> list[int] | None:
+    for form in (
+        messages,
+        list(map(_with_json_arguments, messages)),
+    ):  # templates take arguments in one form or the other
+        with suppress(Exception):  # templates raise what they like
+            text = tokenizer.apply_chat_template(
+                form, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+            )
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return ids
+    return None
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _given(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _as_json(message: Message) -> dict[str, Any]:
+    one: dict[str, Any] = {"role": message.role, "content": message.said}
+    if message.reasoning:
+        one["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        one["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        one |= {"tool_call_id": message.tool_call_id or "call00000", "name": message.name or "tool"}
+    return one

@@ -1,0 +1,146 @@
+"""What a model wrote, taken apart: its reasoning, its answer, and its calls of tools.
+
+A family writes reasoning and calls in a syntax of its own. `Reading` is what remains of it: reasoning without its
+marks, and calls as values. An environment gets `action`: the answer, followed by the calls in the canonical form, which
+is that of Hermes and Qwen, whatever the model's own form is.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from agentrl.conversation.declared import Tools, declared
+from agentrl.conversation.tools import holds_calls, is_quoted
+from agentrl.trajectory import NO_CALLS, ToolCall, quoted, unreadable
+
+
+class Marks(NamedTuple):
+    """What a family writes around its reasoning."""
+
+    begin: str
+    end: str
+
+
+MARKS = (
+    Marks("<think>", "</think>"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    Marks("<seed:think>", "</seed:think>"),
+    Marks("<mm:think>", "</mm:think>"),
+    Marks("◁think▷", "◁/think▷"),
+    Marks("<|channel>thought\n", "<channel|>"),
+)
+"""Those known, for templates that no family of the library is recognised in."""
+
+
+_NEAR = 160
+"""How much of a text that cannot be read is told."""
+
+
+class Unread(NamedTuple):
+    """A text that was meant as a call, or may have been, and why it cannot be read as one."""
+
+    text: str
+    why: str
+
+    @property
+    def told(self) -> str:
+        """What the model is told of it."""
+        near = self.text.strip()
+        return f"{self.why}: {near if len(near) <= _NEAR else f'{near[:_NEAR]}...'!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An answer, taken apart: all that the model wrote is here.
+
+    `malformed`: what was meant as calls and cannot be read; it stands in `content`, too. `cut`: the answer ended within
+    its reasoning. `literal`: the content holds no calls, whatever it looks like; else the environment looks for calls
+    in the canonical form there.
+    """
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[Unread, ...] = ()
+    cut: bool = False
+    literal: bool = False
+
+    @property
+    def action(self) -> str:
+        """What the environment gets: the answer, then its calls in the canonical form, and what cannot be read."""
+        written = [*(call.render() for call in self.calls), *(unreadable(one.told) for one in self.malformed)]
+        if not self.literal and not self.malformed:
+            return "\n".join(filter(None, (self.content, *written))) if written else self.content
+        content = quoted(self.content)
+        if is_quoted(self.content, len(self.content)) if written else holds_calls(self.content):
+            written = [NO_CALLS, *written]
+        return "\n".join(filter(None, (content, *written))) if written else content
+
+
+def refused_by_parser(found: Reading, error: BaseException) -> Reading:
+    """An answer at which a parser of others raises, so that nobody knows what was meant as a call."""
+    if found.cut or not found.content.strip():
+        return found
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    why = f"the parser of calls refuses it ({said:.{_NEAR}})"
+    return replace(found, malformed=(Unread(found.content, why),), literal=True)
+
+
+def marks_in(template: str) -> Marks | None:
+    """The marks around reasoning that a chat template writes; None if it knows no reasoning."""
+    return next((marks for marks in MARKS if marks.end in template), None)
+
+
+def without_reasoning(text: str, marks: Marks | None, prompt: str) -> Reading:
+    """The reasoning at the beginning of an answer, apart from the rest.
+
+    `prompt`: the text before the answer. Many templates begin the reasoning there.
+    """
+    if marks is None:
+        return Reading(text)
+    begun = prompt.rstrip().endswith(marks.begin.strip())
+    if text.lstrip().startswith(marks.end):  # empty, and begun by the prompt or not at all
+        return Reading(text.lstrip()[len(marks.end) :].lstrip("\n"))
+    if not begun and not text.lstrip().startswith(marks.begin.strip()):
+        return Reading(text)
+    thought = text if begun else text.lstrip()[len(marks.begin.strip()) :]
+    reasoning, ended, content = thought.partition(marks.end)
+    if not ended:
+        return Reading("", reasoning.strip("\n"), cut=True)
+    return Reading(content.lstrip("\n"), reasoning.strip("\n"))
+
+
+Write = Callable[[Sequence[ToolCall]], str]
+"""Writes calls as a template does, from where an answer's own text ends."""
+ReadCalls = Callable[[str, Tools], Reading]
+"""Takes the calls of these tools out of an answer's text."""
+
+
+def call_of(name: str, arguments: Any, number: int, given: str | None = None) -> ToolCall | None:
+    """A call as a parser of others has found it, arguments as a mapping or as JSON; None if they are neither."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (RecursionError, ValueError):
+            return None
+    if not isinstance(arguments, Mapping):
+        return None
+    call = ToolCall(name, dict(arguments), given or f"call{number:05d}")
+    return call if call.is_plain else None
+
+
+def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
+    """A call whose arguments are texts where its tool declares nothing but texts.
+
+    In tags, nothing tells the text "12" from the number 12, and parsers that do not know the tools take it for one.
+    """
+    declares = declared(tools, call.name)
+    arguments = {
+        name: json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, str) and declares.inner(name).kinds == {"string"}
+        else value
+        for name, value in call.arguments.items()
+    }
+    return ToolCall(call.name, arguments, call.id)

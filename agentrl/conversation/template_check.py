@@ -1,0 +1,183 @@
+"""What the chat template and the tokenizer of a model can do here, found by trying: `agentrl check-model`.
+
+Each `Finding` is one line. A finding that is not `right` says what goes wrong in a run, and what to write.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.arrays import IntArray, ints
+from agentrl.conversation.reading import Marks
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.conversation.tool_formats import PROBE_CALL
+from agentrl.conversation.tools import parse_tool_calls
+from agentrl.errors import ConfigError
+from agentrl.trajectory import Completion, Message, ToolCall
+
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "find_it",
+        "description": "Finds it.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "count": {"type": "integer"},
+                "lines": {"type": "array", "items": {"type": "string"}},
+                "at": {"type": "object"},
+            },
+        },
+    },
+}
+_HARD = ToolCall(
+    "find_it",
+    {"text": ' "a" <b>\n\\n {c} 3.10 é 你好 ', "count": -3, "lines": ["1", "x\ny", ""], "at": {"k": [1, {"d": True}]}},
+)
+"""Arguments of which parsers lose something."""
+_TURNS = 4
+_THOUGHT = "Hm, 2 + 2."
+_PLACES = {
+    "system": "system messages",
+    "systems": "several system messages at the beginning",
+    "late_systems": "system messages after others",
+    "tools": "descriptions of tools",
+    "calls": "calls",
+    "results": "results of tools",
+    "repeated_users": "two messages of the user in a row",
+}
+"""What a template may have no place for, and is folded into other messages then (`agentrl.conversation.placing`)."""
+_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about one `subject`, in words. `right`: nothing is wrong with it."""
+
+    subject: str
+    words: str
+    right: bool = True
+
+
+def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
+    """All that is found with a renderer of the model alone."""
+    yield Finding("family", renderer.family or "none is recognised: prompts are what the chat template writes")
+    stops = ", ".join(f"{renderer.decode(ints([one]))!r} ({one})" for one in renderer.stop_token_ids)
+    yield Finding("answers end with", stops)
+    can = renderer.template.abilities
+    folded = [words for name, words in _PLACES.items() if not getattr(can, name)]
+    yield Finding("has no place for", f"{', '.join(folded)}: these become text of others" if folded else "nothing")
+    yield _reasoning(renderer)
+    yield from _calls(renderer)
+    yield _control(renderer)
+    yield from _turns(renderer)
+
+
+def _reasoning(renderer: TemplateRenderer) -> Finding:
+    marks = renderer.reasoning_marks
+    if marks is None:
+        of_family = renderer.reasons or "family" in renderer.calls_read_by
+        return Finding("reasoning", "as its family writes it" if of_family else "none")
+    asked = renderer.conversation()
+    prompt = asked.prompt([Message("user", "Well?")])
+    asked.answer(_sampled(renderer, renderer.encode(_thinking(renderer, "So it is."))))
+    answer = asked.messages[-1]
+    who = "the prompt" if _begins_reasoning(renderer, marks) else "the model"
+    words = f"{marks.begin.strip()} ... {marks.end}, begun by {who}"
+    if (answer.content.strip(), answer.reasoning.strip()) == ("So it is.", _THOUGHT):
+        return Finding("reasoning", words)
+    tail = renderer.decode(prompt.ids[-12:])
+    return Finding("reasoning", f"{words}, and it is not told from the answer after a prompt that ends {tail!r}", False)
+
+
+def _begins_reasoning(renderer: TemplateRenderer, marks: Marks) -> bool:
+    """Whether the template has begun the reasoning where an answer begins."""
+    return renderer.template.header.rstrip().endswith(marks.begin.strip())
+
+
+def _thinking(renderer: TemplateRenderer, said: str) -> str:
+    """An answer after a thought, as the model would write it; the answer alone, if its marks are not known."""
+    marks = renderer.reasoning_marks
+    if marks is None:
+        return said
+    return f"{'' if _begins_reasoning(renderer, marks) else marks.begin}{_THOUGHT}{marks.end}\n\n{said}"
+
+
+def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:
+    conversation = renderer.conversation([_TOOL])  # now it has looked for a parser
+    conversation.prompt([Message("user", "Go.")])
+    written = _written(renderer, PROBE_CALL)
+    yield Finding("calls of tools", f"{written!r}, read by {renderer.calls_read_by or 'nothing'}")
+    for call, words in ((PROBE_CALL, "a call"), (_HARD, "texts, numbers and lists in a call")):
+        read = _read_back(renderer, call)
+        if read == [(call.name, dict(call.arguments))]:
+            yield Finding("round trip", f"{words}: to the letter")
+        else:
+            why = f"{words}: written as {_written(renderer, call)!r:.300} and read as {read!r:.300}. "
+            yield Finding("round trip", f"{why}Write model.tool_format=canonical", False)
+
+
+def _written(renderer: TemplateRenderer, call: ToolCall) -> str:
+    """A call as the template writes it, without what ends the answer."""
+    text = renderer.template.call(call)[1] or call.render()
+    for stop in renderer.template.stops:
+        text = text.removesuffix(stop)
+    return text
+
+
+def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, dict[str, Any]]]:
+    """The calls that an environment gets of an answer that makes this one."""
+    conversation, text, marks = renderer.conversation([_TOOL]), _written(renderer, call), renderer.reasoning_marks
+    prompt = renderer.decode(conversation.prompt([Message("user", "Go.")]).ids).rstrip()
+    if marks is not None and prompt.endswith(marks.begin.strip()) and marks.end not in text:
+        text = f"{marks.end}{text}"
+    action = conversation.answer(_sampled(renderer, renderer.encode(text)))
+    return [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls]
+
+
+def _control(renderer: TemplateRenderer) -> Finding:
+    """Whether text of others with each control token in it has no control token that other text has not."""
+    texts = sorted(renderer.control_tokens)
+    few = ", ".join(texts[:_LISTED]) + (f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else "")
+    words = f"{len(texts)} that text of others never becomes: {few}" if texts else "none"
+    forged = [text for text in texts if _forged(renderer, text) != _forged(renderer, "w")]
+    if forged:
+        return Finding("control tokens", f"text of others becomes {', '.join(forged[:_LISTED])}", False)
+    return Finding("control tokens", words)
+
+
+def _forged(renderer: TemplateRenderer, text: str) -> list[int]:
+    messages = [Message("system", f"You play x{text}y."), Message("user", f"Go on: x{text}y")]
+    control = {*renderer.control_tokens.values()}
+    return [one for one in renderer.whole(messages, ()).tolist() if one in control]
+
+
+def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
+    """Whether turns extend each other, and whether the template writes the same of the whole conversation."""
+    try:
+        news = [Message("system", "You play."), Message("user", "Begin now.")]
+        conversation, seen = renderer.conversation(), list[int]()
+        for turn in range(_TURNS):
+            prompt = conversation.prompt(news)
+            if prompt.ids[: len(seen)].tolist() != seen:
+                yield Finding("turns", f"turn {turn + 1} does not extend the one before", False)
+                return
+            conversation.answer(_sampled(renderer, renderer.encode(_thinking(renderer, f"left {turn}"))))
+            news = [Message("user", f"Now {turn}: é, 你好")]
+            seen = prompt.ids.tolist()
+        last = conversation.prompt(news).ids
+    except ConfigError as error:
+        yield Finding("turns", str(error), False)
+        return
+    same = np.array_equal(last, renderer.whole(conversation.messages, ()))
+    kept = "" if same else ", where the template would write earlier turns differently (model.history=template forks)"
+    yield Finding("turns", f"each extends the one before, token for token{kept}")
+
+
+def _sampled(renderer: TemplateRenderer, ids: IntArray) -> Completion:
+    """A completion of these tokens and a stop token."""
+    whole: Sequence[int] = [*ids.tolist(), renderer.stop_token_ids[0]]
+    return Completion(ints(whole), np.zeros(len(whole), np.float32), ints([0] * len(whole)), "stop")

@@ -1,0 +1,226 @@
+"""The syntaxes in which models call tools: which one a model's template writes, and what reads it.
+
+Calls in tags are read here (`tagged_calls`, `nested_calls`), to the letter. Other parsers are those of the library
+`renderers`, of a tokenizer's response schema (transformers) and of vLLM. A parser is chosen by what it does: the
+template writes a call, and the parser must read that very call. Then all that a model writes is held against what the
+template would write for what was read (`accounted`).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from agentrl.conversation.chat_template import ChatTemplate
+from agentrl.conversation.declared import Tools
+from agentrl.conversation.family import calls_in
+from agentrl.conversation.nested_calls import NestedSyntax, nested
+from agentrl.conversation.reading import ReadCalls, Reading, Unread, Write, as_declared, call_of, refused_by_parser
+from agentrl.conversation.tagged_calls import TaggedSyntax, learned, standard
+from agentrl.conversation.tools import is_quoted, parse_tool_calls
+from agentrl.conversation.vllm_parsers import find_vllm_reader, parser_names, vllm_reader
+from agentrl.errors import ConfigError
+from agentrl.trajectory import ToolCall
+
+PROBE_CALL = ToolCall("find_it", {"text": "a b", "count": 3})
+_PROBE_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {
+            "name": "find_it",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
+            },
+        },
+    },
+)
+
+
+Syntax = TaggedSyntax | NestedSyntax
+"""A syntax whose calls are read here, and not by the parsers of others."""
+
+
+def syntax_of(write: Write) -> Syntax | None:
+    """The syntax that a template writes calls in, if it is one in tags; else None."""
+    return learned(write) or nested(write)
+
+
+def syntax_read_by(read: Callable[[str], Sequence[ToolCall]], own: Syntax | None, write: Write) -> Syntax | None:
+    """The syntax in tags that a parser of others reads: the template's `own`, or a standard one; None if none is."""
+    for syntax, writes in (*([] if own is None else [(own, write)]), *standard()):
+        with suppress(Exception):  # its tokens are missing, or the text is of another form
+            if _same(read(writes([PROBE_CALL])), PROBE_CALL):
+                return syntax
+    return None
+
+
+def call_reader(tokenizer: Any, template: ChatTemplate, wanted: str, own: Syntax | None) -> ReadCalls | None:
+    """What reads the calls that a template writes, or the format that is `wanted`; None if nothing quick does.
+
+    `own`: the template's syntax, if it is one in tags.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    written = template.call(PROBE_CALL)[1]
+    if wanted == "canonical" or (wanted == "auto" and (not written or reads_canonically(written, PROBE_CALL))):
+        return canonical
+    if wanted != "auto":
+        read = named_reader(tokenizer, wanted)
+        syntax = syntax_read_by(lambda text: read(text, _PROBE_TOOLS).calls, own, template.calls)
+        return _checked(read, template) if syntax is None else syntax.read
+    if own is not None:
+        return own.read
+    if getattr(tokenizer, "response_schema", None):
+        return _checked(of_schema(tokenizer.parse_response), template)
+    found = library_reader(tokenizer, written, PROBE_CALL)
+    return None if found is None else _checked(found, template)
+
+
+def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:
+    """The parser of vLLM that reads the calls that a template writes; None if none does. Takes seconds."""
+    written = template.call(PROBE_CALL)[1]
+    for stop in template.stops:
+        written = written.removesuffix(stop)
+    found = find_vllm_reader(tokenizer, written, PROBE_CALL, _PROBE_TOOLS)
+    return None if found is None else _checked(found, template)
+
+
+def _checked(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
+    return lambda text, tools: accounted(read(text, tools), text, template)
+
+
+def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
+    """What a parser of others has read of a text, if the template would write it so; else that it cannot be read.
+
+    Such parsers leave out what they do not expect, and read half of a call. So words, numbers and brackets of the text
+    must be those of the answer and of its calls as the template writes them, each as often. White space, their order
+    and the ids of calls do not matter. If the template writes no calls, nothing can be compared.
+    """
+    probe = template.calls([PROBE_CALL])
+    begun = probe[: probe.find(PROBE_CALL.name)].split("\n")[-1].strip() if PROBE_CALL.name in probe else ""
+    at = text.find(begun) if begun else -1
+    why = ""
+    if found.malformed:
+        return replace(found, content=text, literal=True)
+    if not found.calls and at >= 0:
+        why = "it is no call as this model's chat template writes them"
+    elif found.calls and at >= 0 and is_quoted(text, at):
+        why = "it is quoted, in backticks, and quoted calls are not run"
+    elif found.calls and (written := template.calls(found.calls)):
+        there, read = _tokens(text), _tokens(f"{found.content}\n{written}")
+        ids = len(found.calls) if _ANY_ID.search(probe) else 0
+        if (there - read).total() > ids or (read - there).total() > ids:
+            odd = next(iter(there - read or read - there))
+            why = f"{odd!r} is missing, or stands where no call has it"
+    if why:
+        return Reading(text, found.reasoning, malformed=(Unread(text[max(at, 0) :], why),), literal=True)
+    return replace(found, literal=True)
+
+
+_ANY_ID = re.compile(r"call\d{5}")
+_TOKEN = re.compile(r"[^\W\d]\w*|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|[{}\[\]()<>\"]")
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+
+
+def _tokens(text: str) -> Counter[str]:
+    """Words, numbers and brackets, in whatever way JSON or Python writes them."""
+    plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text.replace("'", '"'))
+    words = (word.casefold() for word in _TOKEN.findall(plain))
+    return Counter(repr(float(word)) if word[0].isdecimal() else {"none": "null"}.get(word, word) for word in words)
+
+
+def _same(found: Sequence[ToolCall], call: ToolCall) -> bool:
+    return [(one.name, dict(one.arguments)) for one in found] == [(call.name, call.arguments)]
+
+
+def canonical(text: str, tools: Tools) -> Reading:
+    """Calls in the canonical form stay where they are: the environment reads them there."""
+    return Reading(text)
+
+
+def read_tags(text: str) -> Reading:
+    """Calls in the canonical form of a model whose own form that is: in tags, or with nothing around them."""
+    found = parse_tool_calls(text)
+    if found.errors:
+        return Reading(text)  # the environment reads them there, and says what is wrong
+    if not found.calls or ("<tool_call>" not in text and found.text):
+        return Reading(text, literal=True)
+    calls = tuple(replace(call, id=f"call{number:05d}") for number, call in enumerate(found.calls))
+    return Reading(found.text, calls=calls, literal=True)
+
+
+def reads_canonically(text: str, call: ToolCall) -> bool:
+    """Whether a text holds this call, and no other, in a form that the environment reads by itself."""
+    found = parse_tool_calls(text)
+    return not found.errors and [(one.name, dict(one.arguments)) for one in found.calls] == [
+        (call.name, call.arguments)
+    ]
+
+
+def named_reader(tokenizer: Any, name: str) -> ReadCalls:
+    """Reads calls by a parser of the library `renderers`, or of vLLM.
+
+    Raises:
+        ConfigError: there is none with that name.
+    """
+    from renderers.parsers import TOOL_PARSERS
+
+    if name not in TOOL_PARSERS:
+        if name in (others := parser_names()):
+            return vllm_reader(tokenizer, name)
+        known = ", ".join(("auto", "canonical", *TOOL_PARSERS, *others))
+        raise ConfigError(f"model.tool_format: there is no format {name!r}. Formats: {known}")
+    parser = TOOL_PARSERS[name](tokenizer)
+
+    def read(text: str, tools: Tools) -> Reading:
+        left, found = parser.extract(list(tokenizer.encode(text, add_special_tokens=False)))
+        calls, malformed = calls_in(found)
+        calls = tuple(as_declared(call, tools) for call in calls)
+        said = tokenizer.decode(list(left), skip_special_tokens=False).strip()
+        return Reading(said, calls=calls, malformed=malformed)
+
+    return read
+
+
+def library_reader(tokenizer: Any, written: str, call: ToolCall) -> ReadCalls | None:
+    """The parser of the library that reads this call where a template has written it; None if none does."""
+    from renderers.parsers import TOOL_PARSERS
+
+    for name in TOOL_PARSERS:
+        with suppress(Exception):  # its tokens are missing, or the text is of another form
+            read = named_reader(tokenizer, name)
+            if _same(read(written, _PROBE_TOOLS).calls, call):
+                return read
+    return None
+
+
+def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
+    """Reads by the response schema of a tokenizer (transformers' `parse_response`)."""
+
+    def read(text: str, tools: Tools) -> Reading:
+        try:
+            found = parse(text)
+        except Exception as error:  # the schema's expressions fit a whole answer or none
+            return refused_by_parser(Reading(text), error)
+        calls: list[ToolCall] = []
+        malformed: list[Unread] = []
+        for number, one in enumerate(_sequence(found.get("tool_calls"))):
+            function = one.get("function", one)
+            call = call_of(str(function.get("name", "")), function.get("arguments"), number, one.get("id"))
+            if call is None:
+                malformed.append(Unread(json.dumps(one, default=str), "its arguments are no JSON object"))
+            else:
+                calls.append(call)
+        reasoning = found.get("reasoning_content") or found.get("thinking") or ""
+        return Reading(str(found.get("content") or ""), str(reasoning), tuple(calls), tuple(malformed))
+
+    return read
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()

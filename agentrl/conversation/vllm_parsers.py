@@ -1,0 +1,88 @@
+"""Calls of tools read by the parsers of vLLM, where it is installed: some fifty syntaxes.
+
+They are the last resort, because importing them takes seconds.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+from agentrl.conversation.declared import Tools
+from agentrl.conversation.reading import ReadCalls, Reading, Unread, as_declared, call_of, refused_by_parser
+from agentrl.trajectory import ToolCall
+
+
+def parser_names() -> list[str]:
+    """The names of the parsers; none if vLLM is not installed, or has none where they are looked for."""
+    if find_spec("vllm") is None:
+        return []
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        return []
+    return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
+
+
+def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
+    """Reads calls by the parser with this name. `tokenizer`: the Hugging Face tokenizer."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    kind = ToolParserManager.get_tool_parser(name)
+
+    def read(text: str, tools: Tools) -> Reading:
+        request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
+        with _silence() as swallowed:
+            found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
+        if swallowed and not found.tools_called:
+            return refused_by_parser(Reading(text), swallowed[0])
+        if not found.tools_called:
+            return Reading(text)
+        calls, malformed = [], []
+        for number, one in enumerate(found.tool_calls):
+            call = call_of(one.function.name, one.function.arguments, number)
+            if call is None:
+                told = f"{one.function.name} {one.function.arguments}"
+                malformed.append(Unread(told, "its arguments are no JSON object"))
+            else:
+                calls.append(as_declared(call, tools))
+        return Reading((found.content or "").strip(), calls=tuple(calls), malformed=tuple(malformed))
+
+    return read
+
+
+def find_vllm_reader(tokenizer: Any, written: str, call: ToolCall, tools: Tools) -> ReadCalls | None:
+    """The first parser that reads this call where a template has written it; None if none does."""
+    for name in parser_names():
+        with suppress(Exception):  # its tokens are missing, or the text is of another form
+            read = vllm_reader(tokenizer, name)
+            found = read(written, tools)
+            if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+                return read
+    return None
+
+
+@contextmanager
+def _silence() -> Iterator[list[BaseException]]:
+    """The parsers log the errors that they swallow, with tracebacks. In the block these are gathered instead."""
+    swallowed: list[BaseException] = []
+
+    def gather(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            swallowed.append(record.exc_info[1])
+        return False
+
+    loggers = [
+        one
+        for name, one in logging.root.manager.loggerDict.items()
+        if name.startswith("vllm.tool_parsers") and isinstance(one, logging.Logger)
+    ]
+    for one in loggers:
+        one.addFilter(gather)
+    try:
+        yield swallowed
+    finally:
+        for one in loggers:
+            one.removeFilter(gather)

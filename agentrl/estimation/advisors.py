@@ -1,0 +1,166 @@
+"""The models that an algorithm may need beside the trained one: a reference, and a critic that is trained with it.
+
+    batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns ──▶ critic: step ──▶ the trainer's batch
+
+Each is a trainer with its own model, configured by the section `reference` or `critic`. The reference is never
+trained, and may be served by an engine instead (`agentrl/estimation/teacher.py`). Every checkpoint holds the critic in the folder
+`critic`, and the episodes that it may learn from again in the folder `replay`.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
+from agentrl.estimation.episode_buffer import Replay
+from agentrl.estimation.teacher import Teacher
+from agentrl.estimation.value_points import questions
+from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict, begin_save, saved
+from agentrl.rounding import ROUNDING_OF_SINGLES, constant
+from agentrl.trajectory import Group
+
+CRITIC_FOLDER = "critic"
+"""The critic's folder in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticTraining:
+    """How a critic is trained beside the policy: `updates` times in each step, each time with new targets.
+
+    With a `replay`, it learns from episodes of earlier steps too. In the first `warmup` steps it learns alone: the
+    policy's batches have the weight 0.
+    """
+
+    updates: int = 1
+    warmup: int = 0
+    replay: Replay | None = None
+
+
+ON_NEWEST = CriticTraining()
+"""Once in each step, on the step's own batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advisors:
+    """What a batch goes through before it is trained on: the reference and the critic of a run, where it has them."""
+
+    algorithm: Algorithm
+    reference: SupportsPredict | None = None
+    critic: SupportsPredict | None = None
+    training: CriticTraining = ON_NEWEST
+    teacher: Teacher | None = None
+
+    @property
+    def all(self) -> list[SupportsPredict]:
+        """The reference and the critic, where the run has them."""
+        return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
+
+    async def taught(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the logprobs of the teacher, if there is one. Its engine must be awake.
+
+        Samples that the teacher's engines died of carry no loss.
+        """
+        if self.teacher is None:
+            return batch
+        logprobs_N = await self.teacher.logprobs(batch)
+        known_N = ~np.isnan(logprobs_N)
+        taught = replace(batch, reference_logprobs_N=np.nan_to_num(logprobs_N))
+        if known_N.all():
+            return taught
+        known_S = batch.loss_mask_S.copy()
+        known_S[known_S] = known_N
+        return taught.with_loss_on(known_S)
+
+    async def advise(
+        self, batch: TrainBatch, step: int = 0, groups: Sequence[Group] = ()
+    ) -> tuple[TrainBatch, Mapping[str, float]]:
+        """Add the reference's logprobs and the critic's advantages to a batch of `groups`, and train the critic on it.
+
+        Returns the new batch and the metrics of the critic's first update. Among these, `critic/explained_variance` is
+        1 if the values equal the returns, and 0 if every value is the mean return.
+        """
+        if self.reference is not None:
+            batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch.uncredited()))
+        if isinstance(self.algorithm, PreparesBatch):
+            batch = self.algorithm.prepared(batch)
+        if self.critic is None or not isinstance(self.algorithm, ActorCritic):
+            return batch, {}
+        advantages_N, metrics = await self._update(self.critic, self.algorithm, batch, step, 0)
+        for update in range(1, self.training.updates):
+            await self._update(self.critic, self.algorithm, batch, step, update)
+        if self.training.replay is not None:
+            task_ids = [part.task.id for group in groups for part in group.by_agent()]
+            self.training.replay.keep(step, batch, task_ids)
+        advised = replace(batch, advantages_N=advantages_N)
+        if step < self.training.warmup:
+            advised = replace(advised, weights_N=np.zeros_like(batch.weights_N))
+        return advised, metrics
+
+    async def _update(
+        self, critic: SupportsPredict, algorithm: ActorCritic, batch: TrainBatch, step: int, update: int
+    ) -> tuple[FloatArray, Mapping[str, float]]:
+        """Ask the critic about a batch and train it. Returns the batch's advantages by its answers, and its metrics."""
+        replay = self.training.replay
+        seen = batch if replay is None else await asyncio.to_thread(replay.with_earlier, step, batch, update)
+        asked = await asyncio.to_thread(
+            questions, seen, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps
+        )
+        answered, values_N, ends_M = asked.answered(await critic.predict(asked.asked))
+        estimate = algorithm.estimate(answered, values_N, ends_M)
+        lesson = _lesson(answered, values_N, estimate)
+        if replay is not None:
+            lesson = await asyncio.to_thread(replay.mixed, step, lesson, update)
+        metrics = await critic.step(lesson, algorithm.value_loss, float(answered.num_loss_tokens))
+        reported = {f"critic/{name}": value for name, value in metrics.items() if not name.startswith("logprob_gap")}
+        taught_N = estimate.weights_N != 0
+        reported["critic/explained_variance"] = explained_variance(values_N[taught_N], estimate.returns_N[taught_N])
+        if replay is not None:
+            reported["critic/earlier_episodes"] = float(seen.trajectories_M.max() - batch.trajectories_M.max())
+        return estimate.advantages_N[asked.own_N][: batch.num_loss_tokens], reported
+
+    async def save(self, folder: Path) -> None:
+        """Save the critic into a checkpoint, and the replay."""
+        await self.begin_save(folder)
+        await self.saved()
+
+    async def begin_save(self, folder: Path) -> None:
+        """Begin to save the critic into a checkpoint, and save the replay."""
+        if self.critic is not None:
+            await begin_save(self.critic, folder / CRITIC_FOLDER)
+        if self.training.replay is not None:
+            await asyncio.to_thread(self.training.replay.save, folder)
+
+    async def saved(self) -> None:
+        """Wait until what `begin_save` began is written."""
+        if self.critic is not None:
+            await saved(self.critic)
+
+    async def load(self, folder: Path) -> None:
+        """Load the critic from a checkpoint, and the replay."""
+        if self.critic is not None:
+            await self.critic.load(folder / CRITIC_FOLDER)
+        if self.training.replay is not None:
+            await asyncio.to_thread(self.training.replay.load, folder)
+
+
+def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:
+    """What a critic is trained on: the tokens before which it learns what to expect."""
+    lesson = replace(batch, advantages_N=estimate.returns_N, rollout_logprobs_N=values_N, weights_N=estimate.weights_N)
+    if estimate.weights_N.all():
+        return lesson
+    taught_S = batch.loss_mask_S.copy()
+    taught_S[taught_S] = estimate.weights_N != 0
+    return lesson.with_loss_on(taught_S)
+
+
+def explained_variance(values_N: FloatArray, returns_N: FloatArray) -> float:
+    """1 - Var(return - value) / Var(return); 0 if all returns are equal, but for rounding."""
+    found_N = returns_N.astype(np.float64)
+    extremes = (float(found_N.min()), float(found_N.max())) if len(found_N) else ()
+    if constant(extremes, rounding=ROUNDING_OF_SINGLES):
+        return 0.0
+    return 1 - float((found_N - values_N).var()) / float(found_N.var())

@@ -1,0 +1,181 @@
+"""The shape of a model, from its config: parameters, what a token meets of them, and what it leaves in memory.
+
+The model is made on torch's meta device, where tensors have shapes and no memory. Parameters are therefore counted, not
+estimated, and the same walk over its modules counts the numbers that training keeps.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.models.layer_facts import Heads, Kept, Layer
+
+PUBLISHED = Path(__file__).parent / "published"
+"""The configs of some published models, by their names on the Hugging Face hub: they are enough for a plan."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """The KV cache of a model. `sliding`: how many of the `layers` see only the last `window` tokens."""
+
+    layers: int
+    heads: Heads
+    sliding: int = 0
+    window: int = 0
+
+    def numbers(self, context: int, devices: int, *, compact: bool) -> int:
+        """Numbers that a context has on each of so many devices, at least one head of keys on each.
+
+        `compact`: the engine keeps the latent, which each device has whole, and of sliding layers only the window.
+        """
+        heads = self.heads
+        token = -(-heads.keys // devices) * (heads.key_size + heads.value_size)
+        if compact and heads.latent:
+            token = heads.latent
+        seen = min(context, self.window) if compact else context
+        return token * ((self.layers - self.sliding) * context + self.sliding * seen)
+
+    def attended(self, context: float) -> float:
+        """The mean number of tokens before that a token of a context sees in a layer."""
+        full, sliding = context / 2, min(context / 2, self.window)
+        return ((self.layers - self.sliding) * full + self.sliding * sliding) / self.layers
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The shape of a decoder. `parameters` counts a tied weight once; `embedding` is one row of `hidden` for each of
+    `vocab` tokens; `blocks` counts the parameters of all layers, `block` those of the largest layer.
+
+    `active`: the parameters of the layers that a token goes through; fewer than `blocks` in a mixture of experts, where
+    `experts` of a layer are there and `chosen` of them are used for a token. `attention`: FLOP that a token takes for
+    each token before it. `inner`: the most numbers of a token inside of an MLP. `linear_ends`: inputs and outputs of
+    all linear layers. `kept` is of all layers, and `largest` of the one that keeps most. `pieced_heads`: the heads of a
+    layer whose attention has sinks or a soft cap, which fused kernels do not compute.
+    """
+
+    name: str
+    parameters: int
+    blocks: int
+    block: int
+    active: int
+    layers: int
+    hidden: int
+    vocab: int
+    max_positions: int
+    attention: int
+    inner: int
+    linear_ends: int
+    kv: KvShape
+    kept: Kept
+    largest: Kept
+    experts: int = 0
+    chosen: int = 0
+    pieced_heads: int = 0
+    tied: bool = False
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and multiplications of the output head for each token."""
+        return self.vocab * self.hidden
+
+    def read(self, tokens: float) -> float:
+        """Parameters that a decoding step of so many tokens reads: of experts, those that at least one token chooses,
+        if all are as likely.
+        """
+        if not self.experts:
+            return self.parameters
+        of_experts = (self.blocks - self.active) / (1 - self.chosen / self.experts)
+        missed: float = (1 - self.chosen / self.experts) ** tokens
+        return self.parameters - missed * of_experts
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """The shape of the model in a Hugging Face folder. Only `config.json` is read; no weights are allocated.
+
+    Raises:
+        ConfigError: there is no such model, or models of its kind cannot be counted here.
+    """
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.name: {str(folder)!r} is no Hugging Face model folder: no config.json in it")
+    return facts_of(AutoConfig.from_pretrained(folder, local_files_only=True), str(folder))
+
+
+def facts_of(config: Any, name: str) -> ModelFacts:
+    """The shape of the model of a Hugging Face config.
+
+    Raises:
+        ConfigError: models of its kind cannot be counted here.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = config.get_text_config()
+    kinds = set(model._no_split_modules or ())
+    made: dict[Any, Layer] = {}  # of equal layers, only one is read
+    layers = []
+    for module in model.modules():
+        if type(module).__name__ in kinds:
+            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+            if shapes not in made:
+                made[shapes] = Layer(module, config)
+            layers.append(made[shapes])
+    if not layers:
+        raise ConfigError(f"{name}: {type(model).__name__} does not say which of its modules are layers, so its memory "
+                          "cannot be planned for")  # fmt: skip
+    experts = max(layer.experts for layer in layers)
+    declared = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), 0)
+    if declared and not experts:
+        raise ConfigError(f"{name}: {type(model).__name__} keeps its experts in a form that is not known here, so its "
+                          "memory cannot be planned for")  # fmt: skip
+    kept = [layer.kept for layer in layers]
+    heads = Heads.of(config)
+    return ModelFacts(
+        name=name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        blocks=sum(layer.parameters for layer in layers),
+        block=max(layer.parameters for layer in layers),
+        active=sum(layer.active for layer in layers),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        max_positions=_positions(config),
+        attention=2 * len(layers) * heads.queries * (heads.key_size + heads.value_size),
+        inner=max(layer.inner for layer in layers),
+        linear_ends=sum(layer.linear_ends for layer in layers),
+        kv=_kv_shape(config, len(layers)),
+        kept=sum(kept, Kept()),
+        largest=max(kept, key=lambda one: one.matrices + one.norms),
+        experts=experts,
+        chosen=max(layer.chosen for layer in layers),
+        pieced_heads=heads.queries if _is_pieced(model, config) else 0,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _positions(config: Any) -> int:
+    """The longest context: YaRN's factor may extend that of the training beyond what the config states."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = int(config.max_position_embeddings)
+    if rope.get("rope_type") != "yarn":
+        return stated
+    return max(stated, int(rope["factor"] * (rope.get("original_max_position_embeddings") or stated)))
+
+
+def _is_pieced(model: Any, config: Any) -> bool:
+    """Whether attention has sinks or a soft cap."""
+    sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    return sinks or getattr(config, "attn_logit_softcapping", None) is not None
+
+
+def _kv_shape(config: Any, layers: int) -> KvShape:
+    heads = Heads.of(config)
+    window = int(getattr(config, "sliding_window", None) or 0)
+    kinds = getattr(config, "layer_types", None)
+    sliding = sum(kind == "sliding_attention" for kind in kinds) if kinds else layers
+    return KvShape(layers, heads, sliding if window else 0, window)

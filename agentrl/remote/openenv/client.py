@@ -1,0 +1,230 @@
+"""`env: openenv:http://host:port`: an environment on any server that speaks the protocol of OpenEnv 0.3 or 0.10."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+from pydantic_core import to_json
+
+from agentrl.conversation.tools import ToolError, how_to_call, is_refusal, merged, parse_tool_calls
+from agentrl.errors import ConfigError, EnvError, OutageError
+from agentrl.flow import Suspect, notice, now
+from agentrl.hosting.calls import calls_taken
+from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.remote.client import FULL_SECONDS, suspicion
+from agentrl.remote.openenv.socket import (
+    SHUN_SECONDS,
+    TOKEN_VARIABLE,
+    FullError,
+    LostError,
+    MisfitError,
+    ServerObservation,
+    Socket,
+    server_at,
+    waiting_at,
+)
+from agentrl.remote.openenv.text import action_from, has_tools, how_to_act, text_from, tools_from, what_is_wrong
+from agentrl.remote.protocol import server_url
+from agentrl.trajectory import MadeCall, ToolCall
+
+_ADDRESS = "openenv:http://host:port"
+
+
+class OpenEnv:
+    """An environment on one of the OpenEnv servers at `urls`: the one with the fewest sessions of this process.
+
+    `text.py` translates the model's messages into actions, and observations into text. `done` means `terminated`, or
+    `truncated` if the metadata says so. A null reward is 0. The metadata is the info. Options are sent with the reset;
+    OpenEnv's servers drop options that the environment does not know.
+
+    One connection serves all episodes of this instance, until a request gets no answer. If all servers are full,
+    `reset` retries until the caller's deadline.
+
+    `client` is the caller's own HTTP client, for the requests outside the WebSocket.
+
+    Raises:
+        ConfigError: an address is wrong.
+    """
+
+    isolation = "inline"
+
+    def __init__(self, urls: Sequence[str], token: str | None = None, client: httpx.AsyncClient | None = None) -> None:
+        self._client = client
+        self.system_prompt = ""
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.calls_made: Sequence[MadeCall] | None = None
+        self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
+        self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        self._socket: Socket | None = None
+        self._playing = False
+        self._suspect = Suspect("no episode", bytes)
+        """The task that is being played, of which a server may die."""
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Begin an episode.
+
+        Raises:
+            EnvError: no server can be used, or the environment failed.
+            LethalTaskError: servers have died of this task.
+            ConfigError: this is not an OpenEnv server, or it does not accept the token or the options.
+        """
+        if taken := {"seed", "episode_id"} & options.keys():
+            raise ConfigError(f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out")
+        self._playing = False
+        data = {**options, "seed": seed}
+        content = partial(to_json, data, fallback=repr)
+        self._suspect = suspicion().suspect(f"the task of the reset with {dict(data)!r:.200}", content)
+        suspicion().check(self._suspect)
+        if self._socket is not None and self._socket.usable:
+            with contextlib.suppress(LostError, FullError):  # it has expired; no episode has begun, so nothing is lost
+                return await self._begin(self._socket, data)
+        await self.close()
+        return await self._begin_somewhere(data)
+
+    async def step(self, action: str) -> StepResult:
+        """Send the model's message or, with tools, each of its calls until one ends the episode.
+
+        Raises:
+            EnvError: the server or the environment failed, or no episode is being played.
+        """
+        socket = self._socket
+        if socket is None or not socket.usable or not self._playing:
+            raise EnvError("no episode is being played; call reset first")
+        result = await (self._call_tools(socket, action) if self.tools else self._act(socket, action))
+        made, info = calls_taken(result[4])
+        if not self.tools:
+            self.calls_made = made
+        result = (*result[:4], info)
+        if result[2] or result[3]:
+            self._playing = False
+            suspicion().ended(self._suspect)
+            if any(server_at(url, self._token).waiting for url in self._urls):
+                await self.close()  # other clients are waiting for a free session
+        return result
+
+    async def close(self) -> None:
+        """End the session."""
+        socket, self._socket = self._socket, None
+        self._playing = False
+        if socket is not None:
+            await socket.close()
+
+    async def _begin_somewhere(self, data: Mapping[str, Any]) -> ResetResult:
+        servers = [server_at(url, self._token) for url in self._urls]
+        began, wait = now(), 0.05
+        while True:
+            problems = []
+            for server in sorted(servers, key=lambda server: server.load):
+                try:
+                    self._socket = await Socket.open(server, self._client)
+                    return await self._begin(self._socket, data)
+                except FullError as error:
+                    await self.close()
+                    server.warn_once(f"{error}. Episodes wait: raise its limit, or lower rollout.max_live_episodes")
+                except LostError as error:
+                    await self.close()
+                    server.shunned_until = now() + SHUN_SECONDS
+                    problems.append(str(error))
+            if len(problems) == len(servers):
+                raise OutageError(f"no OpenEnv server can be used: {'; '.join(problems)}")
+            full = f"all OpenEnv servers are full ({', '.join(self._urls)})"
+            if now() - began >= FULL_SECONDS:
+                raise OutageError(full)
+            with waiting_at(servers), notice(full):
+                await asyncio.sleep(wait)
+            wait = min(2 * wait, 1.0)
+
+    async def _begin(self, socket: Socket, data: Mapping[str, Any]) -> ResetResult:
+        schema = socket.action_schema
+        try:
+            if has_tools(schema) and not socket.tools:  # before the reset, since environments may count it as a step
+                socket.tools = _tools(await socket.ask("step", {"type": "list_tools"}), socket.server.url)
+            began = await self._ask(socket, "reset", data)
+        except MisfitError as error:
+            raise ConfigError(f"{socket.server.url} does not accept the options {dict(data)}: {error}") from error
+        self._playing = True
+        self.tools = socket.tools
+        info = began.info_fields
+        self.system_prompt = str(info.get("system_prompt") or ("" if self.tools else how_to_act(schema)))
+        return text_from(began.observation), info
+
+    async def _ask(self, socket: Socket, kind: str, data: Mapping[str, Any]) -> ServerObservation:
+        """Send a request of the episode. If the server dies meanwhile, the task is suspected of it."""
+        socket.server.at_work[self] = self._suspect
+        try:
+            return await socket.ask(kind, data)
+        except LostError as error:
+            if not error.lives:
+                socket.server.died(suspicion(), error)
+                suspicion().check(self._suspect)
+            raise
+        finally:
+            del socket.server.at_work[self]
+
+    async def _act(self, socket: Socket, message: str) -> StepResult:
+        try:
+            data = action_from(message, socket.action_schema)
+        except ToolError as error:
+            return f"Error: {error}", 0.0, False, False, {}
+        try:
+            return (await self._ask(socket, "step", data)).result
+        except MisfitError as error:
+            return what_is_wrong(error.data, socket.action_schema), 0.0, False, False, {}
+
+    async def _call_tools(self, socket: Socket, message: str) -> StepResult:
+        read = parse_tool_calls(message)
+        made: list[MadeCall] = []
+        self.calls_made = made
+        results: list[tuple[str, StepResult]] = []
+        for call in read.calls:
+            began = now()
+            results.append((call.name, await self._call(socket, call)))
+            made.append(MadeCall(call, is_refusal(results[-1][1][0]), now() - began))
+            if results[-1][1][2] or results[-1][1][3]:
+                break
+        else:
+            made += [MadeCall(None)] * len(read.errors)
+            results += [("", (f"Error: {error}", 0.0, False, False, {})) for error in read.errors]
+        return merged(results or [("", (how_to_call(self.tools), 0.0, False, False, {}))])
+
+    async def _call(self, socket: Socket, call: ToolCall) -> StepResult:
+        data = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+        try:
+            return (await self._ask(socket, "step", data)).result
+        except MisfitError as error:
+            return f"Error: {error}", 0.0, False, False, {}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEnvs:
+    """Makes environments on the OpenEnv servers at `urls`; it pickles as plain strings."""
+
+    urls: tuple[str, ...]
+
+    def __call__(self) -> Env:
+        """Make an environment."""
+        return OpenEnv(self.urls)
+
+
+def openenv(rest: str) -> OpenEnvs:
+    """openenv:http://localhost:8000: an environment on an OpenEnv server there, or on several: openenv:URL,URL.
+
+    Raises:
+        ConfigError: one of them is not an address.
+    """
+    return OpenEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
+
+
+def _tools(listing: ServerObservation, url: str) -> tuple[dict[str, Any], ...]:
+    try:
+        tools = tools_from(listing.observation["tools"])
+    except (LookupError, TypeError, AttributeError) as error:
+        raise EnvError(f"{url} answered list_tools with {listing.observation!r:.200}") from error
+    if not tools:
+        raise EnvError(f"{url} lists no tools ({listing.info_fields}), and accepts no other actions")
+    return tools

@@ -1,0 +1,301 @@
+"""A connection to an OpenEnv server, and what this process knows about the server.
+
+OpenEnv's answers carry no id: each belongs to the last request. A connection is therefore never reused after a request
+got no answer, for whatever reason: the next request could receive the late answer.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httpx
+from pydantic import BaseModel, ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import Suspect, Suspicion, now
+from agentrl.net.http_client import http_client, proxy_note
+from agentrl.protocols import StepResult
+from agentrl.remote.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
+from agentrl.remote.openenv.text import text_from
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "AGENTRL_OPENENV_TOKEN"
+"""Environment variable of the bearer token for OpenEnv servers."""
+CONNECT_SECONDS = 10.0
+SHUN_SECONDS = 5.0
+"""How long a server that could not be used ranks last."""
+
+
+class LostError(EnvError):
+    """The server cannot be reached, or has closed the connection.
+
+    `lives`: it has said that it closes the connection, as one that dies does not.
+    """
+
+    lives = False
+
+
+class FullError(EnvError):
+    """The server has no room for another session."""
+
+
+class MisfitError(Exception):
+    """The server rejected the data, without any effect. `data` is the content of its error."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        super().__init__(str(data.get("errors") or data.get("message")))
+        self.data = data
+
+
+class _Reply(BaseModel):
+    type: str
+    data: dict[str, Any] = {}
+
+
+class ServerObservation(BaseModel):
+    """The data of an observation."""
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def info_fields(self) -> dict[str, Any]:
+        """The metadata, which is beside the observation or inside it."""
+        inside = self.observation.get("metadata")
+        return dict(self.metadata or (inside if isinstance(inside, dict) else {}))
+
+    @property
+    def result(self) -> StepResult:
+        """As `Env.step` returns it."""
+        info = self.info_fields
+        truncated = self.done and info.pop("truncated", False) is True
+        return text_from(self.observation), self.reward or 0.0, self.done and not truncated, truncated, info
+
+
+class Server:
+    """What this process knows about a server. `waiting` counts the clients that wait for a free session on it."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.sockets = 0
+        self.waiting = 0
+        self.shunned_until = 0.0
+        self.at_work: dict[object, Suspect] = {}
+        """The tasks of the requests that it has not answered yet, by who asks: it may die of each."""
+        self._died = -math.inf
+        self._has_warned = False
+        self._action_schema: dict[str, Any] | None = None
+
+    @property
+    def load(self) -> tuple[bool, int]:
+        """Sort key: open a session at the server with the lowest load."""
+        return self.shunned_until > now(), self.sockets
+
+    def died(self, suspicion: Suspicion, why: object) -> None:
+        """It died while it was at work. All connections end, and that counts as one death."""
+        if now() - self._died > SHUN_SECONDS:
+            self._died = now()
+            suspicion.died(self.at_work.values(), why)
+
+    async def action_schema(self, client: httpx.AsyncClient | None = None) -> dict[str, Any]:
+        """The schema of the server's actions, requested once, with `client` if one is given.
+
+        Raises:
+            LostError: the server cannot be reached.
+            FullError: it has no room.
+            ConfigError: it is not an OpenEnv server, or does not accept the token.
+        """
+        if self._action_schema is None:
+            if client is not None:
+                self._action_schema = await self._described(client)
+            else:
+                async with http_client(trust_env=False) as own:  # the WebSocket uses no proxy either
+                    self._action_schema = await self._described(own)
+        return self._action_schema
+
+    async def _described(self, client: httpx.AsyncClient) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                answer = await self._get(client, "/schema")
+                if answer.status_code == 404 and (await self._get(client, "/health")).status_code == 200:
+                    raise ConfigError(
+                        f"{self.url} has no /schema, as servers of OpenEnv 0.1: they have one environment for all "
+                        "clients, and no sessions. Serve it with OpenEnv 0.3 (openenv-core) or later"
+                    )
+        except (httpx.HTTPError, TimeoutError) as error:
+            why = f"{error or type(error).__name__}{proxy_note(self.url, used=False)}"
+            raise LostError(f"{self.url} cannot be reached: {why}") from error
+        if answer.status_code == 429:
+            raise FullError(f"{self.url} is full")
+        if answer.status_code >= 500:
+            raise LostError(f"{self.url}/schema answered {answer.status_code}")
+        self.check_status(answer.status_code, "/schema", answer.text)
+        try:
+            schema = answer.json()["action"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{self.url}/schema has no action schema ({error}): is it an OpenEnv server?") from error
+        if not isinstance(schema, dict):
+            raise ConfigError(f"{self.url}/schema has no action schema: is it an OpenEnv server?")
+        return schema
+
+    async def _get(self, client: httpx.AsyncClient, path: str) -> httpx.Response:
+        return await client.get(f"{self.url}{path}", headers=self.headers, follow_redirects=True)
+
+    def warn_once(self, text: str) -> None:
+        """Log this warning, unless one was logged for this server."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", text)
+
+    def check_status(self, status: int, path: str, answer: str) -> None:
+        """Raise `ConfigError` for any status of 400 or more."""
+        if status in (401, 403):
+            raise ConfigError(f"{self.url} answered {status}: set {TOKEN_VARIABLE} to a token that it accepts")
+        if status >= 400:
+            raise ConfigError(f"{self.url}{path} answered {status} ({answer:.200}): is it an OpenEnv server?")
+
+
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Server]] = WeakKeyDictionary()
+"""The servers that each event loop knows."""
+
+
+def server_at(url: str, token: str | None) -> Server:
+    """The running event loop's `Server` for an address."""
+    servers = _servers.setdefault(asyncio.get_running_loop(), {})
+    return servers.setdefault((url, token), Server(url, token))
+
+
+@contextlib.contextmanager
+def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
+    """Within the block, count one more client that waits for a free session on these servers."""
+    for server in servers:
+        server.waiting += 1
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.waiting -= 1
+
+
+class Socket:
+    """A connection, which is one session with one request at a time. `usable` is whether another may be sent."""
+
+    def __init__(self, server: Server, connection: ClientConnection, action_schema: dict[str, Any]) -> None:
+        self.server = server
+        self.action_schema = action_schema
+        self.tools: tuple[dict[str, Any], ...] = ()
+        self.usable = True
+        self._connection = connection
+
+    @classmethod
+    async def open(cls, server: Server, client: httpx.AsyncClient | None = None) -> "Socket":
+        """Connect. The caller's HTTP client, where it has one, asks for the schema.
+
+        Raises:
+            LostError: the server cannot be reached.
+            ConfigError: it is not an OpenEnv server, or does not accept the token.
+        """
+        server.sockets += 1  # count it now, so that sessions opened at the same time spread over the servers
+        try:
+            schema = await server.action_schema(client)
+            return cls(server, await cls._connected(server), schema)
+        except BaseException:
+            server.sockets -= 1
+            raise
+
+    @staticmethod
+    async def _connected(server: Server) -> ClientConnection:
+        try:
+            return await connect(
+                server.url.replace("http", "ws", 1) + "/ws",
+                additional_headers=server.headers,
+                compression=None,
+                max_size=LARGEST_MESSAGE,
+                proxy=None,
+                ping_interval=None,  # the caller has deadlines; the server's own pings are always answered
+                open_timeout=CONNECT_SECONDS,
+                close_timeout=1.0,
+            )
+        except InvalidStatus as error:
+            if error.response.status_code < 500:
+                server.check_status(error.response.status_code, "/ws", str(error))
+            raise LostError(f"{server.url}/ws: {error}") from error
+        except (OSError, TimeoutError, InvalidHandshake) as error:
+            raise LostError(f"{server.url} cannot be reached: {error or type(error).__name__}") from error
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
+        """Send a reset or a step, and wait for the observation. Without an answer, the connection ends.
+
+        Raises:
+            EnvError: the connection broke, or the environment failed.
+            MisfitError: the server rejected the data; the connection stays usable.
+        """
+        frame = json.dumps({"type": kind, "data": dict(data)}, ensure_ascii=False)
+        frame = frame.encode(errors="replace").decode()  # half of a surrogate pair cannot be decoded by the server
+        self.usable = False
+        try:
+            answer = self._read(await self._exchange(frame))
+            self.usable = True
+        except MisfitError:
+            self.usable = True
+            raise
+        finally:
+            if not self.usable:
+                self._end()
+        return answer
+
+    async def close(self) -> None:
+        """End the session."""
+        if self.usable:
+            self.usable = False
+            self.server.sockets -= 1
+            try:
+                with contextlib.suppress(ConnectionClosed):
+                    await self._connection.send('{"type": "close"}')
+                await self._connection.close()
+            finally:
+                self._connection.transport.abort()  # in case this was cancelled
+
+    async def _exchange(self, frame: str) -> str | bytes:
+        try:
+            with contextlib.suppress(ConnectionClosed):  # the last message before the close may give the reason
+                await self._connection.send(frame)
+            return await self._connection.recv()
+        except ConnectionClosed as error:
+            lost = LostError(f"{self.server.url} has closed the connection: {error}")
+            lost.lives = error.rcvd is not None
+            raise lost from error
+
+    def _read(self, raw: str | bytes) -> ServerObservation:
+        url = self.server.url
+        try:
+            reply = _Reply.model_validate_json(raw)
+            if reply.type == "observation":
+                answer = ServerObservation.model_validate(reply.data)
+                if answer.reward is None or math.isfinite(answer.reward):
+                    return answer
+        except ValidationError as error:
+            raise EnvError(f"{url} sent something that is not an OpenEnv message: {error}") from error
+        code, message = reply.data.get("code"), reply.data.get("message")
+        if code == VALIDATION_ERROR:
+            raise MisfitError(reply.data)
+        if code == CAPACITY_REACHED:
+            raise FullError(f"{url} is full: {message}")
+        if reply.type == "error":
+            raise EnvError(f"the environment at {url} failed: {message} ({code})")
+        raise EnvError(f"{url} answered {raw!r:.200} instead of an observation with a finite reward or null")
+
+    def _end(self) -> None:
+        self.server.sockets -= 1
+        self._connection.transport.abort()

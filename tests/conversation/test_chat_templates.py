@@ -1,0 +1,216 @@
+"""The chat templates of model families: every conversation extends, by the family's own rendering."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.arrays import ints
+from agentrl.conversation import renderer as renderer_module
+from agentrl.conversation.chat_template import ChatTemplate, describe
+from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.errors import ConfigError
+from agentrl.testing.tokenizer import END, ByteTokenizer
+from agentrl.trajectory import Completion, Message, ToolCall
+from tests.chat_templates import templates, tokenizer_of
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+KINDS = ("plain", "tools", "reasoning", "both")
+NOT_FORKING = {"plain": 38, "tools": 33, "reasoning": 34, "both": 32}
+"""How many of the 72 templates render a whole conversation of eight turns as it was seen and written, by its kind."""
+TURNS = 8
+
+
+@pytest.fixture(autouse=True)
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing its parsers takes seconds."""
+    monkeypatch.setattr(renderer_module, "slow_call_reader", lambda *_: None)
+
+
+def said(kind: str, turn: int) -> str:
+    thought = f"<think>\nTurn {turn}.\n</think>\n\n" if kind in ("reasoning", "both") else ""
+    call = ToolCall("add", {"a": turn, "b": 2}).render()
+    return thought + (call if kind in ("tools", "both") else f"answer {turn}")
+
+
+def played(name: str, kind: str, history: str) -> tuple[list[int], int]:
+    """The tokens of a conversation and how often it forked; checks that each prompt extends the last if it must."""
+    renderer = TemplateRenderer(tokenizer_of(name), RendererConfig.model_validate({"history": history}))
+    tools = [ADD] if kind in ("tools", "both") else []
+    conversation = renderer.conversation(tools)
+    seen: list[int] = []
+    forks = 0
+    news = [Message("system", "You play a game."), Message("user", "Begin now.")]
+    for turn in range(TURNS):
+        prompt = conversation.prompt(news)
+        forks += prompt.forked
+        if history == "extend":
+            assert prompt.ids.tolist() == [*seen, *prompt.new_ids.tolist()]
+            new_text = renderer.decode(prompt.new_ids)
+            assert all(message.content in new_text for message in news), name
+            assert not tools or turn or "Adds two numbers." in new_text, name
+        answer = [*renderer.encode(said(kind, turn)).tolist(), renderer.stop_token_ids[0]]
+        conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+        seen = [*prompt.ids.tolist(), *answer]
+        news = [Message("tool" if tools else "user", f"result {turn}, seen")]
+    return seen, forks
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "both" else pytest.mark.slow) for kind in KINDS]
+)
+def test_no_conversation_of_any_family_forks_and_each_observation_is_where_the_family_has_it(kind: str) -> None:
+    same = []
+    assert len(templates()) == 72
+    for name in templates():
+        extended, forks = played(name, kind, "extend")
+        assert forks == 0, name
+        try:
+            whole, forks = played(name, kind, "template")
+        except ConfigError:  # it refuses to render the whole conversation as text
+            continue
+        if not forks and extended == whole:
+            same.append(name)
+    assert len(same) >= NOT_FORKING[kind], sorted(set(templates()) - set(same))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "gemma"])
+def test_a_late_turn_renders_and_tokenises_as_much_as_an_early_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work: Counter[str] = Counter()
+    renderer = TemplateRenderer(tokenizer_of(name))
+    template: Any = renderer.template
+    render, encode = template._render, renderer.encode
+
+    def counted_render(messages: list[Any], *rest: Any) -> str:
+        work["messages"] += len(messages)
+        text: str = render(messages, *rest)
+        work["text"] += len(text)
+        return text
+
+    def counted_encode(text: str) -> Any:
+        work["tokens"] += len(text)
+        return encode(text)
+
+    monkeypatch.setattr(template, "_render", counted_render)
+    monkeypatch.setattr(renderer, "encode", counted_encode)
+    conversation = renderer.conversation()
+    costs = []
+    for turn in range(80):
+        work.clear()
+        conversation.prompt([Message("user", f"Turn {turn:02}.")])
+        costs.append(dict(work))
+        answer = renderer.answer_ids("go")
+        conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+    assert costs[5] == costs[79]
+
+
+def test_an_answer_that_was_cut_short_has_its_end_of_turn_added() -> None:
+    renderer = TemplateRenderer(tokenizer_of("qwen3"))
+    for stopped in (True, False):
+        conversation = renderer.conversation()
+        conversation.prompt([Message("user", "a")])
+        ids = renderer.answer_ids("b") if stopped else renderer.encode("b")
+        conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length"))
+        prompt = conversation.prompt([Message("user", "c")])
+        text = "assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+        assert renderer.decode(prompt.ids).endswith(text)
+
+
+def test_the_header_of_the_next_message_ends_an_answer_where_the_family_has_no_other_end() -> None:
+    renderer = TemplateRenderer(tokenizer_of("glm4moe"))
+    ends = [renderer.decode(ints([token])) for token in renderer.stop_token_ids]
+    assert set(ends) == {"<|user|>", "<|observation|>"}
+
+
+def test_what_a_family_ends_calls_with_ends_an_answer_though_it_is_no_eos_token() -> None:
+    renderer = TemplateRenderer(tokenizer_of("gptoss"))
+    assert renderer.template.stops == ["<|return|>", "<|call|>"]
+
+
+def test_a_family_without_a_system_role_or_tools_gets_both_as_text_of_the_user() -> None:
+    renderer = TemplateRenderer(tokenizer_of("gemma"))
+    assert not renderer.template.abilities.system
+    text = renderer.text([Message("system", "You play."), Message("user", "Begin.")], [ADD])
+    assert text == (
+        f"<bos><start_of_turn>user\nYou play.\n\n{describe([ADD])}\n\nBegin.<end_of_turn>\n<start_of_turn>model\n"
+    )
+    call = Message("assistant", "I add.", tool_calls=(ToolCall("add", {"a": 1, "b": 2}),))
+    told = renderer.text([Message("user", "Begin."), call, Message("tool", "3")], ())
+    assert "I add.\n<tool_call>\n{" in told
+    assert "user\n<tool_response>\n3\n</tool_response><end_of_turn>" in told
+
+
+def test_structured_calls_reasoning_and_results_reach_templates_that_have_a_place_for_them() -> None:
+    call = ToolCall("add", {"a": 1, "b": 2}, "call00007")
+    talk = [
+        Message("user", "Begin."),
+        Message("assistant", "", reasoning="One and two.", tool_calls=(call,)),
+        Message("tool", "3", tool_call_id="call00007", name="add"),
+    ]
+    assert "<think>\nOne and two.\n</think>" in TemplateRenderer(tokenizer_of("qwen3")).text(talk, [ADD])
+    glm = TemplateRenderer(tokenizer_of("glm4moe")).text(talk, [ADD])
+    assert "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>" in glm
+    assert "<|observation|>\n<tool_response>\n3\n</tool_response>" in glm
+
+
+def test_the_result_of_a_tool_names_the_call_that_it_answers() -> None:
+    """gpt-oss writes the tool's name into the header of its result, and takes it from the call."""
+    renderer = TemplateRenderer(tokenizer_of("gptoss"))
+    added = renderer.template.added([Message("tool", "3", tool_call_id="call00001", name="add")])
+    assert added.startswith("<|start|>functions.add to=assistant<|channel|>commentary<|message|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no') }}", "cannot render a user's message: no"),
+        ("Hello.", "cannot render a user's message: it leaves it out"),
+        ("{{ messages[0].content }}", "cannot go on after an answer with a message of the user: it leaves out one"),
+        ("{% for m in messages %}{{ m.content }", "cannot render a user's message"),
+    ],
+    ids=["refuses", "ignores", "first message only", "no template"],
+)
+def test_a_broken_template_is_refused_when_it_is_loaded(tmp_path: Path, template: str, says: str) -> None:
+    (tmp_path / "broken.jinja").write_text(template)
+    config = RendererConfig(chat_template=tmp_path / "broken.jinja")
+    with pytest.raises(ConfigError, match=says) as refused:
+        TemplateRenderer(tokenizer_of("qwen3"), config)
+    assert "model.chat_template" in str(refused.value)
+
+
+def test_a_template_in_a_file_and_its_variables_are_used(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{{ tone }}[assistant]"
+    )
+    config = RendererConfig(chat_template=tmp_path / "mine.jinja", chat_template_kwargs={"tone": "!"})
+    renderer = TemplateRenderer(tokenizer_of("qwen3"), config)
+    assert renderer.text([Message("user", "a")], ()) == "[user]a<|im_end|>![assistant]"
+    with pytest.raises(ConfigError, match=r"model.chat_template: .*nothing.jinja cannot be read"):
+        TemplateRenderer(tokenizer_of("qwen3"), RendererConfig(chat_template=tmp_path / "nothing.jinja"))
+
+
+def test_a_template_that_writes_the_time_is_read_again_when_it_has_changed() -> None:
+    hours = iter(range(100))
+    hour = ["0"]
+
+    def render(messages: list[dict[str, Any]], tools: object, begin: bool) -> str:
+        return ByteTokenizer().apply_chat_template(
+            [{"role": "system", "content": f"{hour[0]}:00"}, *messages], add_generation_prompt=begin
+        )
+
+    template = ChatTemplate(render, stops=[END])
+    for _ in range(3):
+        hour[0] = str(next(hours))
+        assert template.added([Message("user", "a")]) == f"user:a{END}assistant:"

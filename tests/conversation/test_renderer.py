@@ -1,0 +1,109 @@
+"""The renderer: each prompt extends the last token for token, or forks and says so."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.errors import ConfigError
+from agentrl.models.tiny import create_tiny_model
+from agentrl.testing.tokenizer import END, ByteTokenizer
+from agentrl.trajectory import Completion, Message
+
+texts = st.text(st.characters(exclude_characters=END, exclude_categories=["Cs"]), max_size=20)
+
+
+def said(ids, *, stopped: bool) -> Completion:
+    return Completion(tuple(ids), (0.0,) * len(ids), (0,) * len(ids), "stop" if stopped else "length")
+
+
+@given(turns=st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=5), system=texts)
+def test_each_prompt_extends_the_last_one_and_its_answer_token_for_token(turns, system):
+    tokenizer = ByteTokenizer()
+    conversation = TemplateRenderer(tokenizer).conversation()
+    history: list[int] = []
+    waiting = [Message("system", system)]
+    for observation, answer, stopped in turns:
+        prompt = conversation.prompt([*waiting, Message("user", observation)])
+        assert not prompt.forked
+        assert prompt.ids.tolist() == [*history, *prompt.new_ids]
+        ids = tokenizer.encode(answer + (END if stopped else ""))
+        assert conversation.answer(said(ids, stopped=stopped)) == answer
+        history = [*prompt.ids.tolist(), *ids]
+        waiting = []
+    text = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in conversation.messages])
+    whole = tuple(tokenizer.encode(text.removesuffix("assistant:")))
+    assert list(whole[: len(history)]) == history
+
+
+def test_as_the_template_has_it_a_conversation_forks_where_earlier_thoughts_are_dropped():
+    tokenizer = ByteTokenizer(forgets_thoughts=True)
+    conversation = TemplateRenderer(tokenizer, RendererConfig(history="template")).conversation()
+    conversation.prompt([Message("user", "a")])
+    conversation.answer(said(tokenizer.encode("<think>hm</think>b" + END), stopped=True))
+    prompt = conversation.prompt([Message("user", "c")])
+    assert prompt.forked
+    assert (
+        prompt.new_ids.tolist()
+        == prompt.ids.tolist()
+        == list(tokenizer.encode(f"user:a{END}assistant:b{END}user:c{END}assistant:"))
+    )
+    conversation.answer(said(tokenizer.encode("d" + END), stopped=True))
+    assert not conversation.prompt([Message("user", "e")]).forked
+
+
+def test_broken_bytes_that_a_model_samples_stay_the_tokens_they_are():
+    conversation = TemplateRenderer(ByteTokenizer()).conversation()
+    first = conversation.prompt([Message("user", "a")])
+    assert conversation.answer(said([0xC3, 3], stopped=True)) == "\ufffd"
+    second = conversation.prompt([Message("user", "b")])
+    assert not second.forked
+    assert second.ids.tolist() == [*first.ids, 0xC3, 3, *second.new_ids]
+
+
+@pytest.mark.parametrize("template", ["compact", "chatml"])
+def test_a_real_template_is_extended_exactly(tmp_path, template):
+    create_tiny_model(tmp_path / "m", template=template)
+    renderer = TemplateRenderer.of_model(tmp_path / "m")
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+    conversation = renderer.conversation(tools)
+    ids: list[int] = []
+    opening = [Message("system", "You play.")]
+    for i in range(4):
+        prompt = conversation.prompt([*opening, Message("tool" if i else "user", f"grid {i}\nP . O")])
+        assert not prompt.forked
+        assert prompt.ids[: len(ids)].tolist() == ids
+        answer = renderer.answer_ids("left") if i % 2 else renderer.encode("cut short")
+        conversation.answer(said(answer, stopped=i % 2 == 1))
+        ids = [*prompt.ids.tolist(), *answer.tolist()]
+        opening = []
+    rendered = renderer.encode(renderer.text(conversation.messages, tools))
+    assert ids == rendered[: len(ids)].tolist()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "m"
+    create_tiny_model(folder)
+    asks_for_both = AutoTokenizer.from_pretrained(folder)
+    asks_for_both.backend_tokenizer.enable_truncation(4)
+    asks_for_both.backend_tokenizer.enable_padding(length=9)
+    asks_for_both.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    return TemplateRenderer.of_model(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@given(text=st.text(max_size=40), special=st.sampled_from(["", "<|end|>", "<|user|>"]))
+def test_the_core_of_a_tokenizer_says_what_the_tokenizer_says(tokenizers, text, special):
+    renderer, tokenizer = tokenizers
+    text = text.encode(errors="replace").decode() + special + "P . . O\n"
+    ids = renderer.encode(text)
+    assert ids.tolist() == renderer.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False)
+    assert renderer.decode(ids[:-1]) == tokenizer.decode(ids[:-1])
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = ""
+    with pytest.raises(ConfigError, match="no chat template"):
+        TemplateRenderer(tokenizer)

@@ -1,0 +1,187 @@
+"""One process at a time trains in the folder of a run."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.ledger.ledger import read_ledger
+from agentrl.runs.run import Run
+from agentrl.runs.lock import RunLock
+from agentrl.trajectory import Task
+
+HOLD = "import sys; from pathlib import Path; from agentrl.runs.lock import RunLock\n" + (
+    "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+)
+
+
+def run_in(folder: Path, *, resume: bool) -> Run:
+    config = folder.with_suffix(".yaml")
+    config.write_text(f"env: frozen_lake\nrun_dir: {folder}\ntrackers: []\n")
+    return Run(load_config(config), Console(file=StringIO()), resume=resume)
+
+
+def written(folder: Path) -> dict[str, int]:
+    """When each file of a run was written, but for those that its threads write every second."""
+    files = (path for path in folder.iterdir() if path.name not in ("live.json", "machine.jsonl"))
+    return {path.name: path.stat().st_mtime_ns for path in files}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(tmp_path: Path, resume: bool) -> None:
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False) as run:
+        run.metrics.append({"step": 0, "reward": 1.0})
+        before = written(folder)
+        message = f"in use: process {os.getpid()} on .*, since .* UTC, trains" if resume else "holds a run already"
+        with pytest.raises(ConfigError, match=message):
+            run_in(folder, resume=resume)
+        assert written(folder) == before
+        with read_ledger(folder / "ledger.sqlite") as ledger:  # readers need no lock
+            assert ledger.task_fates().total == 0
+    with run_in(folder, resume=True) as run:
+        assert len(run.metrics.rows()) == 1
+
+
+def test_a_run_that_is_stopped_between_two_steps_saves_the_last_and_one_that_was_just_saved_does_not(
+    tmp_path: Path,
+) -> None:
+    class Weights:
+        async def save(self, folder: Path) -> None:
+            await asyncio.to_thread(folder.mkdir)
+
+    async def stopped_after(run: Run, step: int) -> None:
+        stopping = asyncio.get_running_loop().create_future()
+
+        async def plays() -> None:
+            async with run.saved_if_stopped(step, Weights()):
+                stopping.set_result(None)
+                await asyncio.sleep(3600)
+
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(plays())
+            await stopping
+            playing.cancel()
+        assert playing.cancelled()
+
+    with run_in(tmp_path / "run", resume=False) as run:
+        for step, saved in ((0, []), (3, [3]), (3, [3]), (5, [3, 5])):
+            asyncio.run(stopped_after(run, step))
+            assert sorted(run.checkpoints.all()) == saved
+
+
+def test_a_run_whose_start_fails_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no disk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agentrl.runs.run.Ledger", fails)
+        with pytest.raises(RuntimeError):
+            run_in(tmp_path / "run", resume=False)
+    with run_in(tmp_path / "run", resume=False):
+        pass
+
+
+def test_a_killed_process_frees_the_folder(tmp_path: Path) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use: process {holder.pid} on"), RunLock(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with RunLock(tmp_path):
+        pass
+
+
+def test_what_a_killed_process_has_left_is_mended_when_the_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False):
+        pass
+    (folder / "origins.json").unlink()
+    for left in (
+        ".unfinished-status.json",
+        "checkpoints/.unfinished-step_000003/trainer.pt",
+        "iterations/1/.unfinished-a",
+    ):
+        (folder / left).parent.mkdir(parents=True, exist_ok=True)
+        (folder / left).write_text("half")
+    with run_in(folder, resume=True):
+        assert not list(folder.rglob(".unfinished-*"))
+        assert json.loads((folder / "origins.json").read_text())["run_dir"]
+
+
+def test_a_run_that_is_killed_when_it_begins_has_origins_or_no_config(tmp_path: Path) -> None:
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("agentrl.config.history.write_whole", lambda path, text: written.append(path.name))
+        with run_in(tmp_path / "run", resume=False):
+            pass
+    assert written == ["origins.json", "config.yaml", "config.0.yaml"]
+
+
+def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_renamed(tmp_path: Path) -> None:
+    class Weights:
+        async def save(self, folder: Path) -> None:
+            await asyncio.to_thread(folder.mkdir)
+
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False) as run:
+        run.checkpoints = replace(run.checkpoints, keep=3)
+        for step in (2, 4, 6):
+            asyncio.run(run.checkpoints.save(step, Weights()))
+            run.ledger.admit(step, Task("lake", step, {}, str(step)), 0)
+    config = load_config(folder / "config.yaml", ["steps=3"])
+    for step, done in ((None, 6), (4, 4)):
+        with pytest.raises(ConfigError, match=rf"steps=3: the run in .* has made {done} steps already: .*--step 3"):
+            Run(config, Console(file=StringIO()), resume=True, step=step)
+    assert sorted(run.checkpoints.all()) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("written", ["[]", "null", "{", '{"train": 1}', '"train"'])
+def test_a_data_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, written: str) -> None:
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False):
+        pass
+    (folder / "data.json").write_text(written)
+    with pytest.raises(ConfigError, match=r"data.json cannot be read, .*: restore it from a copy, or remove it"):
+        run_in(folder, resume=True)
+
+
+def test_a_checkpoint_that_has_begun_is_finished_when_the_run_is_stopped_meanwhile(tmp_path: Path) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.saving = asyncio.Event()
+
+        async def save(self, folder: Path) -> None:
+            self.saving.set()
+            await asyncio.sleep(0.01)
+            await asyncio.to_thread(folder.mkdir)
+
+    async def stopped(run: Run) -> None:
+        state = Slow()
+
+        async def trains() -> None:
+            async with run.writing_checkpoints():
+                await run.begin_checkpoint(2, state)
+
+        training = asyncio.get_running_loop().create_task(trains())
+        await state.saving.wait()
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    with run_in(tmp_path / "run", resume=False) as run:
+        asyncio.run(stopped(run))
+        assert sorted(run.checkpoints.all()) == [2]

@@ -1,0 +1,203 @@
+"""The torch code of a rank of `FsdpTrainer`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from agentrl.trainers.compute.forward import DeviceMicroBatch
+from agentrl.trainers.rank.checkpoint import Moments
+from agentrl.trainers.rank.gradient_norms import squares
+from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
+from agentrl.trainers.rank.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
+from agentrl.trainers.rank.process_group import join, max_of_ranks, sent, sum_of_ranks
+from agentrl.trainers.rank.tensor_files import Part
+from agentrl.trainers.rank.trainable import TrainableParameters, model_tensors, trainable_tensors
+from agentrl.trainers.spec import RankInfo, TrainerSpec
+
+if TYPE_CHECKING:
+    from agentrl.trainers.fsdp import FsdpTrainer
+
+
+def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
+    """Make the model, shard it before it has any memory, read the shards, make the optimizer."""
+    config = cast("FsdpTrainer.Config", spec.config)
+    device = join(rank_info)
+    model, trainable, origin = make_model(spec)
+    _shard(model, config, device, rank_info.world_size)
+    home = torch.device("cpu") if config.optimizer_offload else device
+    _take_memory(model, home, device)
+    sharding = FullyShard(
+        rank_info.rank,
+        rank_info.world_size,
+        device,
+        home,
+        model,
+        trainable,
+        adamw(model, config),
+        config.keep_gradients,
+    )
+    begin(sharding, origin)
+    return sharding
+
+
+def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
+    """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
+    low = in_bfloat16(config, device)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (world_size,)),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        if config.optimizer_offload
+        else OffloadPolicy(),
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+    blocks = set(model.model._no_split_modules or ())
+    for module in model.model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _take_memory(model: Predictor, home: torch.device, device: torch.device) -> None:
+    """Give the shards memory on `home`, without values, and move the buffers, which have theirs, to the device."""
+    buffers = [(owner, name, one) for owner in model.modules() for name, one in owner.named_buffers(recurse=False)]
+    model.to_empty(device=home)
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer.to(device))
+
+
+def _sharded(model: Predictor) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(model: Predictor) -> None:
+    for module in _sharded(model):
+        module.reshard()
+
+
+@dataclass(frozen=True, slots=True)
+class FullyShard:
+    """`Sharding` with FSDP2. `home`: the device of its shards while it is awake."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    home: torch.device
+    model: Predictor
+    trainable: TrainableParameters
+    optimizer: torch.optim.Optimizer
+    keep_gradients: bool
+
+    def prepare(self) -> None:
+        """See `Sharding`."""
+        with torch.no_grad():
+            self.model(None)
+        _reshard(self.model)
+
+    def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
+        """See `Sharding`."""
+        predicted: Tensor = self.model(samples, entropy=entropy)
+        if not torch.is_grad_enabled():  # otherwise the backward pass frees the gathered weights
+            _reshard(self.model)
+        return predicted
+
+    def clear(self) -> None:
+        """See `Sharding`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See `Sharding`. Gradients are summed over the ranks after each micro-batch, or after the last one."""
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last or not self.keep_gradients)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return sum_of_ranks(values)
+
+    def max(self, value: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return max_of_ranks(value)
+
+    def gradient_squares(self) -> Mapping[str, Tensor]:
+        """See `Sharding`. What every rank has whole counts on the first one."""
+        own: dict[str, Tensor | None] = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                own[name] = gradient.to_local()
+            elif parameter.requires_grad:
+                own[name] = gradient if self.rank == 0 else None
+        return squares(own, self.device)
+
+    def update(self, lr: float, largest: float | None) -> float:
+        """See `Sharding`."""
+        total = torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        apply(self.optimizer, norm, lr, largest)
+        return norm
+
+    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        whole: dict[str, Tensor] = {}
+        for name, tensor in trainable_tensors(self.trainable).items():
+            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if everywhere or self.rank == 0:
+                whole[name] = gathered.detach().cpu()
+        return whole
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return sent(tensor)
+
+    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+        """See `Sharding`."""
+        tensors = model_tensors(self.trainable.model)
+        return {name: self._part(name, tensors[name]) for name in names}
+
+    def refresh(self) -> None:
+        """See `Sharding`. Nothing depends on the weights."""
+
+    def moments(self) -> Moments:
+        """See `Sharding`."""
+        return moments_of(self.optimizer, trainable_tensors(self.trainable), self._part)
+
+    def new_moments(self, names: Sequence[str]) -> Moments:
+        """See `Sharding`."""
+        make_state(self.optimizer)
+        return check_moments(self.moments(), names)
+
+    def set_moments(self, moments: Moments) -> None:
+        """See `Sharding`."""
+        set_moments(self.optimizer, trainable_tensors(self.trainable), moments)
+
+    def sleep(self) -> None:
+        """See `Sharding`."""
+        move(self.model, self.optimizer, torch.device("cpu"))
+
+    def wake(self) -> None:
+        """See `Sharding`."""
+        move(self.model, self.optimizer, self.home)
+
+    def close(self) -> None:
+        """See `Sharding`."""
+        dist.destroy_process_group()
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """FSDP gives each rank the same number of rows, as far as there are enough."""
+        if not isinstance(tensor, DTensor):
+            return Part(tensor.shape, 0, tensor.detach(), replicated=True)
+        rows = -(-tensor.shape[0] // self.ranks)
+        start = min(self.rank * rows, tensor.shape[0]) * tensor.shape[1:].numel()
+        return Part(tensor.shape, start, tensor.to_local().detach())

@@ -1,0 +1,170 @@
+"""LoRA: trains small adapters beside a frozen model (arXiv:2106.09685), with the library peft."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from agentrl.distribution import install_command
+from agentrl.errors import ConfigError
+from agentrl.models.weight_names import WeightNames
+from agentrl.rollout.seeds import derive_seed
+from agentrl.trainers.rank.tensor_files import Piece, Stored, TensorFiles
+from agentrl.trainers.rank.trainable import write_model_files
+from agentrl.trainers.settings import LoraSettings
+from agentrl.weights.bundle import weight_shapes
+from agentrl.weights.low_rank import Factors, LowRank, weight_files
+
+if TYPE_CHECKING:
+    from agentrl.trainers.rank.sharding import Sharding
+
+ADAPTER = "adapter"
+"""The folder in a checkpoint that holds the adapters, as peft writes them."""
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """`TrainableParameters`: low-rank adapters; the model that they were added to is frozen.
+
+    The published weights are the model's original folder and the adapters (`LowRank`). A checkpoint is a Hugging Face
+    folder with the adapters merged into the weights, from which any engine or trainer can start. A resumed run loads
+    its subfolder `adapter`, as can any program that uses peft.
+    """
+
+    model: Any
+    origin: Path
+    shapes: Mapping[str, torch.Size]
+    stored: Sequence[Stored]
+    config: Any
+    weights_in: str = ADAPTER
+    stem: str = "adapter_model"
+
+    @staticmethod
+    def add(model: Any, origin: Path, settings: LoraSettings) -> "Adapters":
+        """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor` gives.
+
+        Raises:
+            ConfigError: peft is missing, the model lacks one of the targets, or it is not linear or is the head, or the
+                folder lacks their weights.
+        """
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as error:
+            raise ConfigError(f"trainer.lora needs peft ({error}): {install_command('lora')}") from error
+        _check_linear(model)
+        targets = _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
+        if settings.targets != "all-linear":
+            _check_targets(model, settings.targets)
+        config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
+        inject_adapter_in_model(config, model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        shapes = {name: p.shape for name, p in trained.items()}
+        stored = [Stored(_in_peft(name), shape, name) for name, shape in shapes.items()]
+        adapters = Adapters(model, origin, shapes, stored, config)
+        missing = adapters.factors(trained).keys() - weight_files(origin).keys()
+        if missing:
+            raise ConfigError(
+                f"trainer.lora.targets={targets} names layers whose weights {origin} does not hold under their own "
+                f"names: {sorted(missing)[:5]}; name others, as [q_proj, v_proj]"
+            )
+        return adapters
+
+    def factors(self, whole: Mapping[str, Tensor]) -> Mapping[str, Factors]:
+        """The update of each weight that has an adapter."""
+        pairs: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in whole.items():
+            if (match := _FACTOR.fullmatch(name)) is None:
+                raise ConfigError(f"trainer.lora supports adapters of linear layers only, and {name} is not one")
+            pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor.detach()
+        scale = self.config.lora_alpha / self.config.r
+        return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
+
+    def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `TrainableParameters`."""
+        return LowRank(self.origin, self.factors(whole))
+
+    def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
+        """See `TrainableParameters`. Each rank merges some of the weights, one after another."""
+        rank, ranks = sharding.rank, sharding.ranks
+        whole = {name: tensor.detach().cpu().clone() for name, tensor in sharding.whole(everywhere=True).items()}
+        merged = LowRank(self.origin, self.factors(whole))
+
+        def write(folder: Path) -> None:
+            shapes = {name: torch.Size(shape) for name, shape in weight_shapes(self.origin).items()}
+            files = TensorFiles.planned(folder, shapes)
+            for name in list(shapes)[rank::ranks]:
+                files.write(Piece(name, 0, merged[name].flatten()))
+            if rank == 0:
+                files.write_headers()
+                write_model_files(folder, self.model, self.origin)
+                self.config.save_pretrained(str(folder / ADAPTER))
+            files.to_disk()
+
+        return write
+
+
+def _check_linear(model: Any) -> None:
+    """GPT-2's layers hold their weights transposed, and peft their adapters as of linear layers."""
+    from transformers.pytorch_utils import Conv1D
+
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        raise ConfigError(
+            f"trainer.lora supports linear layers only, and those of {type(model).__name__} are Conv1D: leave out "
+            "trainer.lora to train all weights"
+        )
+
+
+def _check_targets(model: Any, targets: Sequence[str]) -> None:
+    """Each target has to name linear layers, and not the head, whose module computes logprobs of the weight alone."""
+    where = f"trainer.lora.targets={list(targets)}"
+    layers = dict(model.named_modules())
+    linear = {name.rpartition(".")[2] for name, layer in layers.items() if _is_inner_linear(model, layer)}
+    known = f"name linear layers by the ends of their names, such as {', '.join(sorted(linear))}"
+    if not targets:
+        raise ConfigError(f"{where} names no layer: {known}; or write all-linear")
+    for target in targets:
+        named = [name for name in layers if name == target or name.endswith(f".{target}")]
+        if not named:
+            raise ConfigError(f"{where}: {target!r} is not found in {type(model).__name__}: {known}")
+        for name in named:
+            if layers[name] is model.get_output_embeddings():
+                raise ConfigError(f"{where}: {name} is the model's head, which can have no adapters: {known}")
+            if not isinstance(layers[name], torch.nn.Linear):
+                kind = type(layers[name]).__name__
+                raise ConfigError(f"{where}: adapters are of linear layers only, and {name} is of type {kind}: {known}")
+
+
+def _is_inner_linear(model: Any, layer: Any) -> bool:
+    return isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings()
+
+
+def _linear_layers(model: Any) -> str | list[str]:
+    """What peft calls all linear layers; of a mixture of experts, the linear layers outside of its MLPs.
+
+    For a mixture, peft would add adapters of the experts too, which are no linear layers in transformers 5 and have
+    other names in the model's folder.
+    """
+    if not WeightNames.of(model).conversions:
+        return "all-linear"
+    linear = [name for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear)]
+    own = ((name, name.rpartition(".")[2]) for name in linear if ".mlp." not in name)
+    return sorted({name if last.isdigit() else last for name, last in own})  # a number names layers as well
+
+
+def first_factor(name: str, shape: torch.Size) -> Tensor:
+    """A: uniform within 1 / sqrt(inputs), as peft does, but equal on all ranks and in all runs. B: zero."""
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    bound = shape[-1] ** -0.5
+    generator = torch.Generator().manual_seed(derive_seed(0, "lora", name))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def _in_peft(name: str) -> str:
+    """The name that peft gives a tensor in a file."""
+    return "base_model.model." + name.replace(".default.weight", ".weight")

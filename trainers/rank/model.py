@@ -1,0 +1,210 @@
+"""A Hugging Face model as a function of packed samples, with one output for each loss token.
+
+The output is a policy's logprob of the token, or the reward that a critic expects before it.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.errors import ConfigError
+from agentrl.models.attention_check import check_attention, check_context, check_kind
+from agentrl.models.last_layer import compute_only_needed
+from agentrl.models.routing import Balance
+from agentrl.models.source import here
+from agentrl.models.weight_names import WeightNames
+from agentrl.trainers.compute.attention import ATTENTION
+from agentrl.trainers.compute.forward import (
+    DeviceMicroBatch,
+    compute_logprobs_in,
+    scaling_of,
+    states_together,
+    token_logprobs,
+    token_values,
+)
+from agentrl.trainers.compute.recomputation import recompute_blocks
+from agentrl.trainers.rank.checkpoint import quiet
+from agentrl.trainers.rank.lora import Adapters, first_factor
+from agentrl.trainers.rank.origin import Origin, load_by_transformers, on_meta, state_by_name, stored_tensors
+from agentrl.trainers.rank.sharding import Sharding
+from agentrl.trainers.rank.trainable import AllWeights, TrainableParameters
+from agentrl.trainers.settings import TrainerSettings
+from agentrl.trainers.spec import TrainerSpec
+
+
+class Predictor(nn.Module):
+    """The model and the computation of its outputs as one module, which is called and sharded as a whole.
+
+    `autocast`: compute matrix products in bfloat16, with float32 weights. `balance`: watches the routers of a mixture
+    of experts.
+    """
+
+    def __init__(self, model: Any, *, autocast: bool, balance: Balance | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.autocast = autocast
+        self.balance = balance
+
+    def forward(self, samples: DeviceMicroBatch | None, *, entropy: bool = False) -> Tensor:
+        """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too, shape 2N.
+
+        Where the balance of experts is asked for (`times_S`), all of these are flat, and followed by `Balance.sums`.
+        Without samples, `prepare`.
+        """
+        if samples is None:
+            self.prepare()
+            return torch.zeros(())
+        check_context(self.model.config, samples.segments.longest, f"a sample has {samples.segments.longest} tokens")
+        with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            if self.balance is None or samples.times_S is None:
+                return self.compute(samples, entropy=entropy)
+            with self.balance.recording():
+                found = self.compute(samples, entropy=entropy)
+        return torch.cat([found.flatten(), self.balance.sums(samples.times_S).flatten()])
+
+    def prepare(self) -> None:
+        """What has to be done once before all else, with the weights in place."""
+
+    def check_attention(self) -> None:
+        """Compare the attention with transformers' own (`agentrl/models/attention_check.py`), with all weights in place.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        check_attention(self.model, partial(states_together, self.model))
+
+    def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
+        """See `forward`."""
+        raise NotImplementedError
+
+
+class LogprobPredictor(Predictor):
+    """log softmax(logits / temperature) of each token, at the sampling temperature."""
+
+    def __init__(self, model: Any, temperature: float, *, autocast: bool, balance: Balance | None = None) -> None:
+        super().__init__(model, autocast=autocast, balance=balance)
+        self.temperature = temperature
+
+    def prepare(self) -> None:
+        """See `Predictor`."""
+        compute_logprobs_in(self.model.get_output_embeddings(), scaling_of(self.model, self.temperature))
+
+    def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
+        """See `Predictor`."""
+        return token_logprobs(self.model, samples, entropy=entropy)
+
+
+class ValuePredictor(Predictor):
+    """The value of each token: a linear head over the hidden state of the tokens before it."""
+
+    def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
+        """See `Predictor`. A value has no entropy."""
+        return token_values(self.model, samples)
+
+
+def in_bfloat16(settings: TrainerSettings, device: torch.device) -> bool:
+    """Whether a trainer computes in bfloat16 on this device: by its settings, else wherever a GPU has it."""
+    if settings.dtype is not None:
+        return settings.dtype == "bfloat16"
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor, TrainableParameters, Origin]:
+    """Make the spec's model in float32 and without dropout, like the policy that sampled; its trainable parameters; and
+    where its values are. Its parameters are on the meta device. When they have memory, `begin` fills them.
+
+    A critic is the same model with a head of zeros in place of the output head, so its first values are all zero.
+
+    Raises:
+        ConfigError: the folder has no model, or one that cannot be trained exactly.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    folder, valued = here(spec.origin), spec.head == "value"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
+    kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
+    options: dict[str, Any] = {"trust_remote_code": spec.config.trust_remote_code}
+    options |= {"num_labels": 1} if valued else {}
+    with quiet(), on_meta():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        check_kind(config, folder, trust_remote_code=spec.config.trust_remote_code)
+        model = kind.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            trust_remote_code=spec.config.trust_remote_code,
+        )
+    model.eval()
+    compute_only_needed(model)
+    balance = _balance(model, spec)
+    stored, before = stored_tensors(model), state_by_name(model)
+    others = {
+        name: [other for other, tied in model.state_dict(keep_vars=True).items() if tied is tensor and other != name]
+        for name, tensor in before.items()
+    }
+    made: dict[str, Callable[[], Tensor]] = {}
+    if valued:
+        made |= {name: partial(torch.zeros, shape) for name, shape in _value_head(model).items()}
+    how = spec.config.recomputed(sum(parameter.numel() for parameter in model.parameters()))
+    recompute_blocks(model, how, offload=spec.config.activation_offload)
+    lora = spec.config.lora
+    trainable: TrainableParameters
+    if lora is None:
+        trainable = AllWeights(
+            model, folder, {name: weight.shape for name, weight in before.items()}, WeightNames.of(model), stored
+        )
+    else:
+        with on_meta():
+            trainable = Adapters.add(model, folder, lora)
+        made |= {name: partial(first_factor, name, shape) for name, shape in trainable.shapes.items()}
+    now = {id(tensor): name for name, tensor in state_by_name(model).items()}
+    names = {name: now[id(tensor)] for name, tensor in before.items()}
+    stored = [replace(one, of=names[one.of]) for one in stored if names[one.of] not in made]
+    predictor = (
+        ValuePredictor(model, autocast=autocast)
+        if valued
+        else LogprobPredictor(model, spec.temperature, autocast=autocast, balance=balance)
+    )
+    load = partial(load_by_transformers, kind, folder, options)
+    return predictor, trainable, Origin(folder, stored, others, made, names, load)
+
+
+def _balance(model: Any, spec: TrainerSpec) -> Balance | None:
+    """What watches the routers of a policy, if they are balanced by a loss.
+
+    Raises:
+        ConfigError: the model has no routers.
+    """
+    coefficient = spec.config.router_aux_loss_coef
+    if spec.head != "policy" or not coefficient:
+        return None
+    try:
+        return Balance(model)
+    except ValueError as error:
+        raise ConfigError(
+            f"trainer.router_aux_loss_coef is {coefficient:g}, and {error}: only a mixture of experts of transformers "
+            "has any to balance. Leave the setting out"
+        ) from error
+
+
+def begin(sharding: Sharding, origin: Origin) -> None:
+    """Read the model's first values, and prepare it."""
+    origin.fill(sharding)
+    sharding.prepare()
+
+
+def _value_head(model: Any) -> dict[str, torch.Size]:
+    """The parameters of a critic's head."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__} has no linear head named `score`, as transformers' Llama, Qwen and their "
+            "relatives have, so it cannot be a critic: take an algorithm without one, such as grpo"
+        )
+    return {f"score.{name}": parameter.shape for name, parameter in head.named_parameters()}

@@ -1,0 +1,404 @@
+"""One rank of a trainer, as a worker. Its steps are the same for every sharding.
+
+A step first computes the old logprobs of all minibatches but the first, whose new logprobs are also the old ones (with
+`old_logprobs=engine` it takes the engine's instead). Then, for each minibatch, it accumulates micro-batches into the
+gradient of sum(token losses) / normalizer over all ranks, and updates the weights once.
+"""
+
+import asyncio
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from pkgutil import resolve_name
+
+import torch
+from torch import Tensor
+
+from agentrl.arrays import FloatArray
+from agentrl.cluster.workers import LOOPBACK, own_address
+from agentrl.errors import AgentRLError, TrainingError
+from agentrl.models.routing import Routing, balance_loss, differing
+from agentrl.placement.time_share import free_on_cpu, free_on_gpus
+from agentrl.protocols import Loss, LossTokens, uses_entropy
+from agentrl.trainers.batch_shards import BatchShard
+from agentrl.trainers.compute.forward import DeviceMicroBatch, to_device
+from agentrl.trainers.packing import MicroBatch
+from agentrl.trainers.rank import checkpoint
+from agentrl.trainers.rank.gradient_norms import norms_of
+from agentrl.trainers.rank.sharding import Sharding
+from agentrl.trainers.spec import RankInfo, TrainerSpec
+from agentrl.weights.bundle import BundlePlace
+
+_WRITER_NICENESS = 5
+"""Of the thread that writes a checkpoint: where a step keeps all cores busy, the thread gets a third of its share."""
+
+
+class TrainerRank:
+    """The worker of a rank. Call `open` first; make the same calls in the same order on all ranks."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._sharding: Sharding | None = None
+        self._routing: Routing | None = None
+        self._meeting: socket.socket | None = None
+        self._steps_done = 0
+        self._logprobs: Sequence[FloatArray] = ()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_yield_to_others)
+        self._snapshot: checkpoint.Snapshot | None = None
+        self._copying: Future[None] | None = None
+        self._writing: Future[None] | None = None
+
+    def machine(self) -> str:
+        """A name of this machine: the same for ranks that can meet on the loopback interface."""
+        return f"{socket.gethostname()} {own_address()}"
+
+    def reserve(self, loopback: bool) -> str:
+        """Reserve an address on which the ranks can meet: of the loopback interface if they share a machine."""
+        host = LOOPBACK if loopback else own_address()
+        self._meeting = socket.socket()
+        self._meeting.bind((host, 0))
+        return f"{host}:{self._meeting.getsockname()[1]}"
+
+    def open(self, world_size: int, address: str) -> None:
+        """Join the other ranks, load the model, make the optimizer."""
+        make = resolve_name(self._spec.sharding)
+        meeting, self._meeting = self._meeting, None
+        with meeting or nullcontext():  # a rank that is alone on its device does not use it
+            self._sharding = make(self._spec, RankInfo(self._rank, world_size, address, meeting))
+        if self._spec.head == "policy":
+            self._routing = Routing(self.sharding.trainable.model)
+
+    def close(self) -> None:
+        """Leave the other ranks, and free the model. All ranks have to do so."""
+        sharding, self._sharding = self._sharding, None
+        self._writer.shutdown()
+        if sharding is not None:
+            sharding.close()
+
+    @property
+    def sharding(self) -> Sharding:
+        """This rank's sharding."""
+        if self._sharding is None:
+            raise AgentRLError("this rank of the trainer has not joined the others yet: call open first")
+        return self._sharding
+
+    def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+        """One pass over this rank's shard. The metrics are of all ranks, except the seconds, which are of this one."""
+        lr = self._spec.config.learning_rate(self._steps_done, self._spec.total_steps)
+        tally = _Tally()
+        # No update comes before the first minibatch, so its own logprobs are the old ones.
+        olds: list[list[Tensor | None]] = [
+            [None for _ in shard[0]],
+            *(self._old_logprobs(micro_batches, tally) for micro_batches in shard[1:]),
+        ]
+        for number, (micro_batches, old) in enumerate(zip(shard, olds, strict=True)):
+            # Each minibatch is divided by the same share of the normalizer, so a token weighs the same in each.
+            tally.before_updates = number == 0
+            self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
+            self._update(lr, tally)
+        self._steps_done += 1
+        self._logprobs = [told_3N.float().cpu().numpy() for told_3N in tally.logprobs]
+        return {
+            "loss": tally.loss / len(shard),
+            "grad_norm": tally.grad_norm,
+            **tally.grad_norms,
+            "lr": lr,
+            "loss_tokens": float(loss_tokens),
+            **self._means(tally, loss_tokens),
+            **self._balance_metric(tally, len(shard)),
+            "logprob_gap_max": tally.gap_max,
+            **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
+        }
+
+    def predict(self, shard: BatchShard) -> list[FloatArray]:
+        """The model's outputs for the loss tokens of each micro-batch. Nothing is kept for a backward pass."""
+        with torch.no_grad():
+            predictions = [self._predicted(one) for minibatch in shard for one in minibatch]
+        return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
+
+    def token_logprobs(self) -> Sequence[FloatArray]:
+        """For each micro-batch of the last step, in order, the rows of `SupportsTokenLogprobs`; shape (3, N)."""
+        return self._logprobs
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
+        whole = self.sharding.whole()
+        return self.sharding.trainable.weights(whole) if self._rank == 0 else {}
+
+    def write_weights(self, place: BundlePlace) -> Mapping[str, Tensor]:
+        """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the place.
+
+        Returns the bundle, or else the weights themselves, for the caller to write. Other ranks return nothing.
+        """
+        weights = self.weights()
+        if self._rank > 0:
+            return {}
+        return place.write(weights) if place.folder.parent.is_dir() else weights
+
+    def begin_save(self, folder: Path) -> None:
+        """Begin to write this rank's part of weights, optimizer and steps done into a folder.
+
+        Further steps do not change what is written: their first update copies what is not copied yet.
+        """
+        if self._writing is not None:
+            self._writing.exception()  # of an attempt that was given up
+        snapshot = checkpoint.Snapshot.of(self.sharding, self.sharding.trainable, self._steps_done)
+        copying = self._writer.submit(snapshot.copy)
+        self._writing = self._writer.submit(_write_copied, copying, snapshot, folder)
+        self._copying, self._snapshot = copying, snapshot
+
+    def saved(self) -> bool:
+        """Whether what `begin_save` began is written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._writing is None or not self._writing.done():
+            return self._writing is None
+        writing, self._writing = self._writing, None
+        self._copying = self._snapshot = None
+        writing.result()
+        return True
+
+    def load(self, folder: Path) -> None:
+        """Load what `begin_save` wrote."""
+        self._finish_copying()
+        self._steps_done = checkpoint.load(self.sharding, self.sharding.trainable, folder)
+
+    def sleep(self) -> None:
+        """Free the device's memory."""
+        self._finish_copying()
+        self.sharding.sleep()
+
+    def wake(self) -> None:
+        """Move everything back to the device."""
+        self.sharding.wake()
+
+    def free(self) -> int:
+        """Free bytes on this rank's device."""
+        on_gpu = self.sharding.device.type == "cuda"
+        return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
+
+    def _finish_copying(self) -> None:
+        """Copy what a checkpoint that was begun still needs of the weights. `saved` tells whether the writer failed."""
+        copying, snapshot = self._copying, self._snapshot
+        self._copying = self._snapshot = None
+        if copying is not None and snapshot is not None:
+            snapshot.help()
+            wait([copying])
+
+    @property
+    def _engine_is_old(self) -> bool:
+        return self._spec.config.old_logprobs == "engine"
+
+    def _predicted(self, micro_batch: MicroBatch) -> Tensor:
+        return self.sharding.predict(to_device(micro_batch, self.sharding.device))
+
+    def _old_logprobs(self, micro_batches: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
+        """The trainer's logprobs before the first update on this batch; None where the engine's stand for them."""
+        if self._engine_is_old:
+            return [None for _ in micro_batches]
+        found: list[Tensor | None] = []
+        with tally.phase("old_logprobs"), torch.no_grad():
+            for micro_batch in micro_batches:
+                samples = to_device(micro_batch, self.sharding.device)
+                found.append(self.sharding.predict(samples))
+                self._compare_routing(samples, float(micro_batch.counts), tally)
+        return found
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        old: list[Tensor | None],
+        loss: Loss,
+        normalizer: float,
+        tally: "_Tally",
+    ) -> None:
+        """Sum the gradients of sum(weight * token loss) / normalizer of a minibatch, however it is cut and sharded."""
+        with tally.phase("forward_backward"):
+            self.sharding.clear()
+            exact = self._spec.head == "policy" and uses_entropy(loss)
+            totals_2E = self._balance_totals(micro_batches)
+            for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
+                samples = to_device(micro_batch, self.sharding.device, balance=self._balances)
+                predicted, sums_2E = _parted(self.sharding.predict(samples, entropy=exact), samples, entropy=exact)
+                if tally.before_updates:
+                    self._compare_routing(samples, float(micro_batch.counts), tally)
+                logprobs_N, entropies_N = predicted if exact else (predicted, None)
+                before_N = logprobs_N.detach() if old_N is None else old_N
+                tokens = LossTokens(
+                    samples.rollout_logprobs_N if self._engine_is_old else before_N,
+                    samples.rollout_logprobs_N,
+                    samples.reference_logprobs_N,
+                    samples.advantages_N,
+                    samples.samples_N,
+                    entropies_N,
+                )
+                output = loss(logprobs_N, tokens)
+                weight = float(micro_batch.counts)
+                part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
+                whole = part
+                if sums_2E is not None:
+                    # Without totals, this is all of the minibatch.
+                    balanced = balance_loss(sums_2E if totals_2E is None else totals_2E, sums_2E[1]) * weight
+                    tally.balance = balanced.detach() + tally.balance.to(balanced.device)
+                    whole = part + self._spec.config.router_aux_loss_coef * balanced
+                # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
+                self.sharding.backward(whole * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
+                tally.add(part.detach(), output.metrics, weight)
+                if old_N is not None or tally.before_updates:
+                    tally.compare((before_N - samples.rollout_logprobs_N).abs(), weight)
+                known_N = torch.full_like(before_N, torch.nan) if entropies_N is None else entropies_N.detach()
+                tally.logprobs.append(torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N]))
+
+    @property
+    def _balances(self) -> bool:
+        """Whether the routers of a mixture of experts are balanced by a loss."""
+        return self._spec.head == "policy" and self._spec.config.router_aux_loss_coef > 0
+
+    def _balance_totals(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """`Balance.sums` of a minibatch, over all ranks, from a pass before the one with gradients.
+
+        None if nothing is balanced, or if a single pass computes all of the minibatch.
+        """
+        if not self._balances or (len(micro_batches) == 1 and self.sharding.ranks == 1):
+            return None
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                samples = to_device(micro_batch, self.sharding.device, balance=True)
+                _, sums_2E = _parted(self.sharding.predict(samples), samples, entropy=False)
+                assert sums_2E is not None
+                found.append(sums_2E * float(micro_batch.counts))
+        return self.sharding.sum(torch.stack(found).sum(0))
+
+    def _balance_metric(self, tally: "_Tally", minibatches: int) -> dict[str, float]:
+        """The mean of the balance loss over the minibatches, without its weight."""
+        if not self._balances:
+            return {}
+        return {"router_aux_loss": float(self.sharding.sum(tally.balance)) / minibatches}
+
+    def _compare_routing(self, samples: DeviceMicroBatch, weight: float, tally: "_Tally") -> None:
+        """Compare the experts of the last pass with those that the engine chose, where both are known."""
+        if samples.experts_NE is None or self._routing is None:
+            return
+        chosen_NLK = self._routing.chosen(samples.predictors_N, len(samples.tokens_S), samples.needed_P)
+        if chosen_NLK is not None and chosen_NLK[0].numel() == samples.experts_NE.shape[1]:
+            known_N = samples.experts_NE[:, 0] >= 0
+            share_N = differing(chosen_NLK[known_N], samples.experts_NE[known_N].reshape(-1, *chosen_NLK.shape[1:]))
+            tally.compare_routing(share_N, weight)
+
+    def _update(self, lr: float, tally: "_Tally") -> None:
+        with tally.phase("optimizer"):
+            loss = float(self.sharding.sum(tally.part))
+            tally.gap_max = max(tally.gap_max, float(self.sharding.max(tally.part_gap)))
+            squares = self.sharding.gradient_squares()
+            whole = self.sharding.sum(torch.stack(list(squares.values()))) if squares else ()
+            by_group = norms_of(dict(zip(squares, whole, strict=True)))
+            self._finish_copying()
+            grad_norm = self.sharding.update(lr, self._spec.config.max_grad_norm)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise TrainingError(
+                    f"step {self._steps_done}: the loss is {loss} and the gradient norm {grad_norm}; the weights were "
+                    f"left as they were (largest gap between engine and trainer: {tally.gap_max:.3g} nats)"
+                )
+            tally.updated(loss, grad_norm, by_group)
+
+    def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
+        """The mean of each metric over the loss tokens of all ranks, and of the gaps over those that were compared."""
+        names = sorted(tally.sums)
+        gaps = [tally.gap, tally.compared, tally.routing.to(tally.gap.device), tally.routed.to(tally.gap.device)]
+        found = self.sharding.sum(torch.stack([*(tally.sums[name] for name in names), *gaps])).tolist()
+        *totals, gap, compared, routing, routed = found
+        means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
+        means |= {"routing_difference": routing / routed} if routed else {}
+        return {**means, "logprob_gap_mean": gap / compared}
+
+
+def _parted(predicted: Tensor, samples: DeviceMicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """The outputs of a predictor for the loss tokens, and `Balance.sums` where that is asked for."""
+    if samples.times_S is None:
+        return predicted, None
+    count = len(samples.targets_N) * (1 + entropy)
+    outputs, sums = predicted[:count], predicted[count:]
+    return outputs.reshape(2, -1) if entropy else outputs, sums.reshape(2, -1)
+
+
+def _write_copied(copying: "Future[None]", snapshot: checkpoint.Snapshot, folder: Path) -> None:
+    copying.result()
+    snapshot.write(folder)
+
+
+def _yield_to_others() -> None:
+    """Let this thread write in the pauses of the steps, where the operating system knows priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device.
+
+    `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any update.
+    `routing`: the sum of the shares of experts that differ, over the `routed` tokens whose experts were compared.
+    `balance`: the sum of the balance losses of the minibatches.
+    `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
+    """
+
+    part: Tensor = field(default_factory=lambda: torch.zeros(()))
+    part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
+    gap: Tensor = field(default_factory=lambda: torch.zeros(()))
+    compared: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routing: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routed: Tensor = field(default_factory=lambda: torch.zeros(()))
+    balance: Tensor = field(default_factory=lambda: torch.zeros(()))
+    before_updates: bool = True
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    gap_max: float = 0.0
+    grad_norm: float = 0.0
+    grad_norms: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    logprobs: list[Tensor] = field(default_factory=list)
+
+    def add(self, part: Tensor, metrics: Mapping[str, Tensor], weight: float) -> None:
+        """Count one micro-batch."""
+        self.part = part + self.part.to(part.device)
+        for name, values_N in metrics.items():
+            self.sums[name] = values_N.detach().sum() * weight + self.sums.get(name, 0.0)
+
+    def compare(self, gap_N: Tensor, weight: float) -> None:
+        """Count the differences between the engine's and the trainer's logprobs of a micro-batch."""
+        self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
+        self.gap = gap_N.sum() * weight + self.gap.to(gap_N.device)
+        self.compared = gap_N.new_tensor(len(gap_N) * weight) + self.compared.to(gap_N.device)
+
+    def compare_routing(self, share_N: Tensor, weight: float) -> None:
+        """Count the shares of experts that engine and trainer chose differently for the tokens of a micro-batch."""
+        self.routing = share_N.sum() * weight + self.routing.to(share_N.device)
+        self.routed = share_N.new_tensor(len(share_N) * weight) + self.routed.to(share_N.device)
+
+    def updated(self, loss: float, grad_norm: float, by_group: Mapping[str, float]) -> None:
+        """Record that a minibatch has been trained on."""
+        self.loss += loss
+        self.grad_norm = max(self.grad_norm, grad_norm)
+        self.grad_norms |= {name: max(norm, self.grad_norms.get(name, 0.0)) for name, norm in by_group.items()}
+        self.part, self.part_gap = torch.zeros(()), torch.zeros(())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall time of the block to the phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
