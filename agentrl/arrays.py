@@ -1,4 +1,5 @@
-"""Immutable arrays of tokens, logprobs, policy versions and masks, used from the engine to the batch.
+"""Immutable arrays of tokens, logprobs, policy versions and masks, used from the engine to the
+batch.
 
 A slice is a view of the same memory, so its cost does not depend on its length.
 """
@@ -20,7 +21,9 @@ MaskArray = npt.NDArray[np.bool_]
 
 
 def ints(values: npt.ArrayLike) -> IntArray:
-    """Convert to an immutable int32 array: a view if `values` is an int32 array already, else a copy."""
+    """Convert to an immutable int32 array: a view if `values` is an int32 array already, else a
+    copy.
+    """
     return _frozen(values, np.int32)
 
 
@@ -46,7 +49,9 @@ def _frozen(values: npt.ArrayLike, kind: npt.DTypeLike) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Rows of integers that differ in length: `values` end to end, and the length of each row. Immutable."""
+    """Rows of integers that differ in length: `values` end to end, and the length of each row.
+    Immutable.
+    """
 
     values: IntArray
     lengths: IntArray
@@ -55,7 +60,10 @@ class Ragged:
         object.__setattr__(self, "values", ints(self.values))
         object.__setattr__(self, "lengths", ints(self.lengths))
         if int(self.lengths.sum()) != len(self.values) or (self.lengths < 0).any():
-            raise ValueError(f"rows of {int(self.lengths.sum())} values in total cannot hold {len(self.values)} values")
+            raise ValueError(
+                f"rows of {int(self.lengths.sum())} values in total cannot hold {len(self.values)}"
+                " values"
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -89,7 +97,9 @@ class Ragged:
         """The rows of several slices (each with a start and a stop), one slice after another."""
         ends = np.concatenate([ints((0,)), np.cumsum(self.lengths)])
         return Ragged(
-            np.concatenate([ints(()), *(self.values[ends[piece.start] : ends[piece.stop]] for piece in pieces)]),
+            np.concatenate(
+                [ints(()), *(self.values[ends[piece.start] : ends[piece.stop]] for piece in pieces)]
+            ),
             np.concatenate([ints(()), *(self.lengths[piece] for piece in pieces)]),
         )
 

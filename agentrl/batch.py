@@ -1,11 +1,12 @@
 """Turns trajectories into training samples, and samples into batches.
 
-Dimension suffixes: T tokens of a sample. In a batch: M samples, S tokens of all samples end to end, N loss tokens among
-these. Arrays are NumPy's, so that a batch crosses a process boundary without a copy and this module loads no torch.
+Dimension suffixes: T tokens of a sample. In a batch: M samples, S tokens of all samples end to end,
+N loss tokens among these. Arrays are NumPy's, so that a batch crosses a process boundary without a
+copy and this module loads no torch.
 
-The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; this module never handles
-text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except those that `to_samples` finds too old or
-trained on before.
+The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; this
+module never handles text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except
+those that `to_samples` finds too old or trained on before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,47 +17,68 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import FloatArray, Growing, IntArray, MaskArray, Ragged, floats, ints, mask, same_fields
+from agentrl.arrays import (
+    FloatArray,
+    Growing,
+    IntArray,
+    MaskArray,
+    Ragged,
+    floats,
+    ints,
+    mask,
+    same_fields,
+)
 from agentrl.trajectory import Trajectory, Truncated, Turn
 
 N = TypeVar("N", bound=np.generic)
 
 
 class Credits(Protocol):
-    """What the advantages of a batch come from: its groups, and the algorithm that compares their members.
+    """What the advantages of a batch come from: its groups, and the algorithm that compares their
+    members.
 
-    A batch has it where its tokens cost something that is known only later, such as the distance from a reference, and
-    that has to be taken off the rewards before these are compared.
+    A batch has it where its tokens cost something that is known only later, such as the distance
+    from a reference, and that has to be taken off the rewards before these are compared.
     """
 
     def advantages(self, costs: Mapping[int, Sequence[float]]) -> Sequence[float | Sequence[float]]:
-        """The advantages of all members of all groups, by their number, when their turns have cost so much.
+        """The advantages of all members of all groups, by their number, when their turns have cost
+        so much.
 
         `costs`: of each turn of a member, by its number; others cost nothing.
         """
         ...
 
 
-_BY_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "advantages", "policy_versions", "turn_ids")
+_BY_TOKEN = (
+    "token_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "advantages",
+    "policy_versions",
+    "turn_ids",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
     """One token sequence to train on. All fields become immutable arrays of equal length T.
 
-    Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and `policy_versions` is -1.
-    `turn_ids` is the number of a token's turn; prompt tokens belong to the turn that answers them. `support`: the ids
-    that each token was sampled from (`Completion.support`); by default the whole vocabulary. `experts`: those that the
-    engine chose for each token (`Completion.experts`); by default unknown.
+    Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and
+    `policy_versions` is -1. `turn_ids` is the number of a token's turn; prompt tokens belong to the
+    turn that answers them. `support`: the ids that each token was sampled from
+    (`Completion.support`); by default the whole vocabulary. `experts`: those that the engine chose
+    for each token (`Completion.experts`); by default unknown.
 
-    `rewards`: what was earned right after a token, such as a turn's reward at its last token; by default nothing.
-    `tail_ids`: the tokens that follow the last one of a truncated trajectory (`Trajectory.tail_ids`). If `continues`,
-    the sample goes on with the trajectory of the sample before it, which forked. `group` is the number of its group.
-    `credits`: what its advantages come from, if its tokens cost something; its trajectory is number `member` there.
+    `rewards`: what was earned right after a token, such as a turn's reward at its last token; by
+    default nothing. `tail_ids`: the tokens that follow the last one of a truncated trajectory
+    (`Trajectory.tail_ids`). If `continues`, the sample goes on with the trajectory of the sample
+    before it, which forked. `group` is the number of its group. `credits`: what its advantages come
+    from, if its tokens cost something; its trajectory is number `member` there.
 
     Raises:
-        ValueError: the lengths differ, there is no token, the first token carries loss (nothing predicts it), or a
-            loss token's logprob or advantage is not a finite number.
+        ValueError: the lengths differ, there is no token, the first token carries loss (nothing
+            predicts it), or a loss token's logprob or advantage is not a finite number.
     """
 
     token_ids: IntArray
@@ -85,40 +107,52 @@ class TrainingSample:
         object.__setattr__(self, "loss_mask", mask(self.loss_mask))
         if self.rewards is not None:
             object.__setattr__(self, "rewards", floats(self.rewards))
-        by_token = {name: getattr(self, name) for name in (*_BY_TOKEN, "support", "experts", "rewards")}
+        by_token = {
+            name: getattr(self, name) for name in (*_BY_TOKEN, "support", "experts", "rewards")
+        }
         lengths = {name: len(values) for name, values in by_token.items() if values is not None}
         if len(set(lengths.values())) != 1 or not len(self.token_ids):
-            raise ValueError(f"a training sample needs one or more tokens and fields of equal length, got {lengths}")
+            raise ValueError(
+                "a training sample needs one or more tokens and fields of equal length, got"
+                f" {lengths}"
+            )
         if self.loss_mask[0]:
             raise ValueError(
-                "the first token of a training sample cannot carry loss, because no token before it predicts it: "
-                "give the first turn a prompt (a start token is enough)"
+                "the first token of a training sample cannot carry loss, because no token before it"
+                " predicts it: give the first turn a prompt (a start token is enough)"
             )
         for name in ("rollout_logprobs", "advantages"):
             values_T: FloatArray = getattr(self, name)
             broken = np.flatnonzero(self.loss_mask & ~np.isfinite(values_T))
             if len(broken):
                 position = int(broken[0])
-                raise ValueError(f"{name}[{position}] is {values_T[position]}; every loss token needs a finite number")
+                raise ValueError(
+                    f"{name}[{position}] is {values_T[position]}; every loss token needs a finite"
+                    " number"
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """Samples laid end to end. A trainer packs them into micro-batches (`agentrl/trainers/packing.py`).
+    """Samples laid end to end. A trainer packs them into micro-batches
+    (`agentrl/trainers/packing.py`).
 
-    `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
-    `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary. `experts_N` are
-    the experts that the engine chose for it; an empty row where they are unknown.
+    `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss
+    tokens, in order. `support_N` are the ids that each loss token was sampled from; an empty row is
+    the whole vocabulary. `experts_N` are the experts that the engine chose for it; an empty row
+    where they are unknown.
 
-    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise, and 0 for what
-    only a critic learns from again (`agentrl/estimation/episode_buffer.py`). `turns_N` is
-    the number of each token's turn in its trajectory, and `rewards_N` what was earned between it and the next loss
-    token. `trajectories_M` numbers the trajectories: samples of one have the same number, and lie in order.
-    `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.
-    `groups_M` are the numbers of the samples' groups.
-    `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
-    (`agentrl/estimation/advisors.py`). `credits` is what the advantages come from, where tokens cost something; `members_J` are
-    the numbers of the trajectories there. Parts of a batch, and batches that are joined or ordered, have none.
+    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says
+    otherwise, and 0 for what only a critic learns from again
+    (`agentrl/estimation/episode_buffer.py`). `turns_N` is the number of each token's turn in its
+    trajectory, and `rewards_N` what was earned between it and the next loss token. `trajectories_M`
+    numbers the trajectories: samples of one have the same number, and lie in order. `truncated_M`:
+    whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its
+    end. `groups_M` are the numbers of the samples' groups. `reference_logprobs_N` are the engine's
+    until the run's reference, if any, has computed its own (`agentrl/estimation/advisors.py`).
+    `credits` is what the advantages come from, where tokens cost something; `members_J` are the
+    numbers of the trajectories there. Parts of a batch, and batches that are joined or ordered,
+    have none.
     """
 
     tokens_S: IntArray
@@ -169,28 +203,37 @@ class TrainBatch:
     @property
     def tokens_of_trajectories(self) -> IntArray:
         """The number of loss tokens of each trajectory, by its number."""
-        return np.bincount(self.trajectories_N, minlength=int(self.trajectories_M.max()) + 1).astype(np.int32)
+        return np.bincount(
+            self.trajectories_N, minlength=int(self.trajectories_M.max()) + 1
+        ).astype(np.int32)
 
     def charged(self, cost_N: FloatArray) -> "TrainBatch":
-        """The batch with the advantages that its trajectories have when each loss token has cost so much.
+        """The batch with the advantages that its trajectories have when each loss token has cost so
+        much.
 
-        What a turn's tokens cost is taken off its reward, before rewards are compared or normalised.
+        What a turn's tokens cost is taken off its reward, before rewards are compared or
+        normalised.
 
         Raises:
             ValueError: it is not known what the advantages come from.
         """
         if self.credits is None:
             raise ValueError(
-                "what tokens cost (algorithm.kl_reward) is taken off the rewards before advantages are computed, and "
-                "this batch was made without its groups: collate what `samples_of` gives for the algorithm, as a whole"
+                "what tokens cost (algorithm.kl_reward) is taken off the rewards before advantages"
+                " are computed, and this batch was made without its groups: collate what"
+                " `samples_of` gives for the algorithm, as a whole"
             )
         width, count = int(self.turns_N.max()) + 1, len(self.members_J)
         places_N = self.trajectories_N * width + self.turns_N
-        costs_JK = np.bincount(places_N, weights=cost_N, minlength=count * width).reshape(count, width)
+        costs_JK = np.bincount(places_N, weights=cost_N, minlength=count * width).reshape(
+            count, width
+        )
         members = self.members_J.tolist()
         found = self.credits.advantages(dict(zip(members, costs_JK.tolist(), strict=True)))
         advantages_JK = np.zeros((count, width))
-        for row, advantage in zip(advantages_JK, (found[member] for member in members), strict=True):
+        for row, advantage in zip(
+            advantages_JK, (found[member] for member in members), strict=True
+        ):
             if isinstance(advantage, float | int):
                 row[:] = advantage
             else:
@@ -198,7 +241,9 @@ class TrainBatch:
         return replace(self, advantages_N=floats(advantages_JK.reshape(-1)[places_N])).uncredited()
 
     def uncredited(self) -> "TrainBatch":
-        """The batch without what its advantages come from, which would cross to other processes with it."""
+        """The batch without what its advantages come from, which would cross to other processes
+        with it.
+        """
         return replace(self, credits=None, members_J=ints(()))
 
     def lengthened(self, tokens_M: Ragged) -> "TrainBatch":
@@ -214,7 +259,8 @@ class TrainBatch:
     def with_loss_on(self, loss_mask_S: MaskArray) -> "TrainBatch":
         """The same tokens, of which others carry loss. What is known of those that stay is kept.
 
-        Of new ones nothing is known, so their numbers are 0. They belong to the turn of the loss token before them.
+        Of new ones nothing is known, so their numbers are 0. They belong to the turn of the loss
+        token before them.
         """
         stay_N, kept_N = self.loss_mask_S[loss_mask_S], loss_mask_S[self.loss_mask_S]
         before_N = np.cumsum(self.loss_mask_S)[loss_mask_S] - 1
@@ -245,7 +291,9 @@ class TrainBatch:
     @classmethod
     def joined(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
         """Several batches as one. Their trajectories and groups are numbered one after another."""
-        firsts = np.cumsum([0, *(int(part.groups_M.max()) + 1 for part in parts[:-1])], dtype=np.int32)
+        firsts = np.cumsum(
+            [0, *(int(part.groups_M.max()) + 1 for part in parts[:-1])], dtype=np.int32
+        )
         trajectories_M = np.concatenate([part.trajectories_M for part in parts])
         begins_M = np.append(False, np.diff(trajectories_M) != 0)
         begins_M[np.cumsum([part.num_samples for part in parts])[:-1]] = True
@@ -268,24 +316,35 @@ class TrainBatch:
             trajectories_M=np.cumsum(begins_M, dtype=np.int32),
             truncated_M=laid(lambda part: part.truncated_M),
             tails_M=Ragged.joined([part.tails_M for part in parts]),
-            groups_M=np.concatenate([part.groups_M + first for part, first in zip(parts, firsts, strict=True)]),
+            groups_M=np.concatenate(
+                [part.groups_M + first for part, first in zip(parts, firsts, strict=True)]
+            ),
         )
 
     def ordered(self, samples: Sequence[int]) -> "TrainBatch":
         """The same samples in another order, given by their indices."""
         of_M = [slice(number, number + 1) for number in samples]
-        return self._taken(_pieces(self.lengths_M, samples), of_M, _pieces(self.loss_tokens_M, samples))
+        return self._taken(
+            _pieces(self.lengths_M, samples), of_M, _pieces(self.loss_tokens_M, samples)
+        )
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
         """Split into parts of `counts` consecutive samples; the parts are views of the same memory."""
         lasts = np.cumsum(counts)
-        ends_S, ends_N = np.cumsum(self.lengths_M)[lasts - 1], np.cumsum(self.loss_tokens_M)[lasts - 1]
+        ends_S, ends_N = (
+            np.cumsum(self.lengths_M)[lasts - 1],
+            np.cumsum(self.loss_tokens_M)[lasts - 1],
+        )
         return [
             self._taken([slice(*of_S)], [slice(first, last)], [slice(*of_N)])
-            for (first, last), of_S, of_N in zip(_borders(lasts), _borders(ends_S), _borders(ends_N), strict=True)
+            for (first, last), of_S, of_N in zip(
+                _borders(lasts), _borders(ends_S), _borders(ends_N), strict=True
+            )
         ]
 
-    def _taken(self, of_S: Sequence[slice], of_M: Sequence[slice], of_N: Sequence[slice]) -> "TrainBatch":
+    def _taken(
+        self, of_S: Sequence[slice], of_M: Sequence[slice], of_N: Sequence[slice]
+    ) -> "TrainBatch":
         rollout_logprobs_N = _take(self.rollout_logprobs_N, of_N)
         asked = self.reference_logprobs_N is not self.rollout_logprobs_N
         return TrainBatch(
@@ -293,7 +352,9 @@ class TrainBatch:
             loss_mask_S=_take(self.loss_mask_S, of_S),
             lengths_M=_take(self.lengths_M, of_M),
             rollout_logprobs_N=rollout_logprobs_N,
-            reference_logprobs_N=_take(self.reference_logprobs_N, of_N) if asked else rollout_logprobs_N,
+            reference_logprobs_N=(
+                _take(self.reference_logprobs_N, of_N) if asked else rollout_logprobs_N
+            ),
             advantages_N=_take(self.advantages_N, of_N),
             support_N=self.support_N.take(of_N),
             experts_N=self.experts_N.take(of_N),
@@ -308,7 +369,8 @@ class TrainBatch:
 
 
 def equal_parts(loss_tokens_M: Sequence[int] | IntArray, count: int) -> list[int]:
-    """Split samples, in order, into at most `count` parts of nearly equal numbers of loss tokens; the parts' sizes.
+    """Split samples, in order, into at most `count` parts of nearly equal numbers of loss tokens;
+    the parts' sizes.
 
     A part has at least one sample. Each border is the one nearest to where an exact split would be.
     """
@@ -318,7 +380,10 @@ def equal_parts(loss_tokens_M: Sequence[int] | IntArray, count: int) -> list[int
     for part in range(1, count):
         wanted = ends_M[-1] * part / count
         after = int(np.searchsorted(ends_M, wanted)) + 1
-        nearest = min((after - 1, after), key=lambda border: abs((ends_M[border - 1] if border else 0) - wanted))
+        nearest = min(
+            (after - 1, after),
+            key=lambda border: abs((ends_M[border - 1] if border else 0) - wanted),
+        )
         borders.append(min(max(nearest, borders[-1] + 1), len(ends_M) - (count - part)))
     return [last - first for first, last in pairwise([*borders, len(ends_M)])]
 
@@ -332,22 +397,26 @@ def to_samples(
 ) -> list[TrainingSample]:
     """Lay a trajectory's turns end to end; each fork starts a new sample.
 
-    Every sampled token gets `advantage`, or that of its turn. `turn_rewards` are those of the turns, if there are any.
+    Every sampled token gets `advantage`, or that of its turn. `turn_rewards` are those of the
+    turns, if there are any.
 
-    `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number. Tokens
-    sampled by a version before `oldest_version`, and those of turns that have been trained on before, carry no loss,
-    like prompt tokens. Samples that are left without a loss token by that are left out.
+    `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked
+    turn's number. Tokens sampled by a version before `oldest_version`, and those of turns that have
+    been trained on before, carry no loss, like prompt tokens. Samples that are left without a loss
+    token by that are left out.
 
     Raises:
         ValueError: as `TrainingSample`; or there is not one advantage, or one for each turn.
     """
     count = len(trajectory.turns)
-    advantages = [float(advantage)] * count if isinstance(advantage, int | float) else list(advantage)
+    advantages = (
+        [float(advantage)] * count if isinstance(advantage, int | float) else list(advantage)
+    )
     rewards = list(turn_rewards) or [0.0] * count
     if not len(advantages) == len(rewards) == count:
         raise ValueError(
-            f"trajectory {trajectory.id!r} has {count} turns, but {len(advantages)} advantages and {len(rewards)} "
-            "rewards: give one advantage, or one for each turn"
+            f"trajectory {trajectory.id!r} has {count} turns, but {len(advantages)} advantages and"
+            f" {len(rewards)} rewards: give one advantage, or one for each turn"
         )
     pieces: list[list[_Played]] = []
     for number, played in enumerate(zip(trajectory.turns, advantages, rewards, strict=True)):
@@ -390,7 +459,10 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
     supports: list[Ragged] = []
     experts: list[Ragged] = []
     token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
-    policy_versions_T, rollout_logprobs_T = np.full(length, -1, np.int32), np.zeros(length, np.float32)
+    policy_versions_T, rollout_logprobs_T = (
+        np.full(length, -1, np.int32),
+        np.zeros(length, np.float32),
+    )
     advantages_T, rewards_T = np.zeros(length, np.float32), np.zeros(length, np.float32)
     end = 0
     for number, turn, advantage, reward in piece:
@@ -428,14 +500,22 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         ValueError: `samples` is empty.
     """
     tokens_S, loss_mask_S, rewards_S = Growing(np.int32), Growing(np.bool_), Growing(np.float32)
-    rollout_logprobs_N, advantages_N, turns_N = Growing(np.float32), Growing(np.float32), Growing(np.int32)
+    rollout_logprobs_N, advantages_N, turns_N = (
+        Growing(np.float32),
+        Growing(np.float32),
+        Growing(np.int32),
+    )
     supports, experts = _GrowingRows(), _GrowingRows()
     lengths_M, begins_M, truncated_M, tails_M, groups_M, members_M = [], [], [], [], [], []
     credits_: Credits | None = None
     for sample in samples:  # one at a time: a step's samples are larger than its batch
         tokens_S.append(sample.token_ids)
         loss_mask_S.append(sample.loss_mask)
-        rewards_S.append(np.zeros(len(sample.token_ids), np.float32) if sample.rewards is None else sample.rewards)
+        rewards_S.append(
+            np.zeros(len(sample.token_ids), np.float32)
+            if sample.rewards is None
+            else sample.rewards
+        )
         rollout_logprobs_N.append(sample.rollout_logprobs[sample.loss_mask])
         advantages_N.append(sample.advantages[sample.loss_mask])
         turns_N.append(sample.turn_ids[sample.loss_mask])
@@ -449,8 +529,13 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         members_M.append(sample.member)
         credits_ = sample.credits
     if not lengths_M:
-        raise ValueError("there is no sample to collate: a batch needs at least one trainable trajectory")
-    logprobs_N, trajectories_M = rollout_logprobs_N.values, np.cumsum([True, *begins_M[1:]], dtype=np.int32) - 1
+        raise ValueError(
+            "there is no sample to collate: a batch needs at least one trainable trajectory"
+        )
+    logprobs_N, trajectories_M = (
+        rollout_logprobs_N.values,
+        np.cumsum([True, *begins_M[1:]], dtype=np.int32) - 1,
+    )
     firsts_M = zip(members_M, [True, *begins_M[1:]], strict=True)
     members_J = [member for member, begins in firsts_M if begins and credits_ is not None]
     return TrainBatch(
@@ -464,7 +549,9 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         experts.rows,
         floats(np.ones(len(logprobs_N))),
         turns_N.values,
-        _after_loss_tokens(rewards_S.values, loss_mask_S.values, np.repeat(trajectories_M, lengths_M)),
+        _after_loss_tokens(
+            rewards_S.values, loss_mask_S.values, np.repeat(trajectories_M, lengths_M)
+        ),
         ints(trajectories_M),
         mask(truncated_M),
         Ragged.of(tails_M),
@@ -474,8 +561,11 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     )
 
 
-def _after_loss_tokens(rewards_S: FloatArray, loss_mask_S: MaskArray, trajectories_S: IntArray) -> FloatArray:
-    """Rewards by loss token: each belongs to the last loss token up to it in its trajectory, whose choice earned it.
+def _after_loss_tokens(
+    rewards_S: FloatArray, loss_mask_S: MaskArray, trajectories_S: IntArray
+) -> FloatArray:
+    """Rewards by loss token: each belongs to the last loss token up to it in its trajectory, whose
+    choice earned it.
 
     What was earned before the first one is left out.
     """
@@ -512,7 +602,11 @@ def _of_loss_tokens(rows_T: Ragged | None, loss_mask_T: MaskArray) -> Ragged:
 
 def _take(values: npt.NDArray[N], pieces: Sequence[slice]) -> npt.NDArray[N]:
     """The values of several slices, one after another: a view if there is one."""
-    return values[pieces[0]] if len(pieces) == 1 else np.concatenate([values[piece] for piece in pieces])
+    return (
+        values[pieces[0]]
+        if len(pieces) == 1
+        else np.concatenate([values[piece] for piece in pieces])
+    )
 
 
 def _pieces(lengths_M: IntArray, samples: Sequence[int]) -> list[slice]:

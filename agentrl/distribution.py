@@ -1,4 +1,6 @@
-"""The distribution that agentrl is installed from. The index has another project under the name of the package."""
+"""The distribution that agentrl is installed from. The index has another project under the name of
+the package.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 

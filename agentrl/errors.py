@@ -31,14 +31,16 @@
     ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
-A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`), where it becomes
-a value. Every other error ends the run, and its message gives the remedy.
+A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`),
+where it becomes a value. Every other error ends the run, and its message gives the remedy.
 """
 
 from typing import Literal
 
 Layer = Literal["environment", "engine", "reward", "data"]
-"""The part that caused a failure of an episode. Retry budgets and the ledger count failures by layer."""
+"""The part that caused a failure of an episode. Retry budgets and the ledger count failures by
+layer.
+"""
 
 
 class AgentRLError(Exception):
@@ -77,11 +79,15 @@ class EngineError(RolloutError):
 
 
 class EngineDeadError(EngineError):
-    """The engine is not running: never entered, closed, or dead. Another replica may answer the same request."""
+    """The engine is not running: never entered, closed, or dead. Another replica may answer the
+    same request.
+    """
 
 
 class CompletionError(EngineError, ValueError):
-    """What an engine has sampled does not fit together: a token without a logprob, or ids that are no integers."""
+    """What an engine has sampled does not fit together: a token without a logprob, or ids that are
+    no integers.
+    """
 
 
 class FormatError(EngineError):
@@ -99,8 +105,8 @@ class EnvProcessDiedError(EnvError):
 
 
 class LethalTaskError(EnvError):
-    """Servers of the environment died of a task twice, or processes of a reset or of the same steps. It is set aside,
-    as `LethalRequestError`.
+    """Servers of the environment died of a task twice, or processes of a reset or of the same
+    steps. It is set aside, as `LethalRequestError`.
     """
 
     final = True
@@ -117,7 +123,9 @@ class ScoreError(RewardError):
 
 
 class RuleLimitError(RewardError):
-    """The judged content used up the CPU time or the memory of a rule. It counts as wrong, and is not judged again."""
+    """The judged content used up the CPU time or the memory of a rule. It counts as wrong, and is
+    not judged again.
+    """
 
 
 class LethalContentError(RewardError):
@@ -130,7 +138,10 @@ class DeadlineError(RolloutError):
     """`phase` of `layer` did not answer within `seconds` of loop time."""
 
     def __init__(self, layer: Layer, phase: str, seconds: float) -> None:
-        super().__init__(f"{phase} did not answer within its deadline of {seconds:g} s (rollout.deadlines.{phase})")
+        super().__init__(
+            f"{phase} did not answer within its deadline of {seconds:g} s"
+            f" (rollout.deadlines.{phase})"
+        )
         self.layer = layer
         self.phase = phase
         self.seconds = seconds
@@ -149,15 +160,21 @@ class StallError(AgentRLError):
 
 
 class StalenessError(AgentRLError):
-    """A group older than the bound was about to be trained on, or an evaluation mixes versions of the weights."""
+    """A group older than the bound was about to be trained on, or an evaluation mixes versions of
+    the weights.
+    """
 
 
 class TrainingError(AgentRLError):
-    """An update cannot be made: its loss or gradient is not finite, or the batch has nothing to learn from."""
+    """An update cannot be made: its loss or gradient is not finite, or the batch has nothing to
+    learn from.
+    """
 
 
 class TimeShareError(AgentRLError):
-    """Roles that share devices could not take turns. Names the roles that are asleep and those that are awake."""
+    """Roles that share devices could not take turns. Names the roles that are asleep and those that
+    are awake.
+    """
 
 
 class WorkerDiedError(AgentRLError):
@@ -178,7 +195,9 @@ class NodeDiedError(AgentRLError):
 
 
 class WeightsError(AgentRLError):
-    """Published weights are damaged or cannot be read, or a version could not be brought to an engine."""
+    """Published weights are damaged or cannot be read, or a version could not be brought to an
+    engine.
+    """
 
 
 class CheckpointError(AgentRLError):

@@ -1,13 +1,14 @@
-"""Finds plug-ins by name or by `package.module:Name`, and suggests the nearest name for an unknown one.
+"""Finds plug-ins by name or by `package.module:Name`, and suggests the nearest name for an unknown
+one.
 
 Built-in plug-ins register as those of a user's package do, by an entry point:
 
     [project.entry-points."agentrl.envs"]
     my_game = "my_package.game:MyGame"
 
-An environment can also be given by an address `scheme:rest` ("gymnasium:Taxi-v4"), which needs no registration. A
-package adds a scheme by an entry point for a function that turns `rest` into a factory. The function's docstring begins
-with an example address:
+An environment can also be given by an address `scheme:rest` ("gymnasium:Taxi-v4"), which needs no
+registration. A package adds a scheme by an entry point for a function that turns `rest` into a
+factory. The function's docstring begins with an example address:
 
     [project.entry-points."agentrl.env_schemes"]
     mine = "my_package.games:scheme"
@@ -53,7 +54,9 @@ _FOLDERS = ("envs", "rewards", "trainers")
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One registered plug-in: its kind, its name, its `module:Name`, and the distribution that provides it."""
+    """One registered plug-in: its kind, its name, its `module:Name`, and the distribution that
+    provides it.
+    """
 
     kind: str
     name: str
@@ -83,22 +86,29 @@ class Component:
 
     def call(self, *args: Any) -> Any:
         """Call the plug-in, a function, with its settings as the last argument if it takes any."""
-        return self.factory(*args) if isinstance(self.settings, NoSettings) else self.factory(*args, self.settings)
+        return (
+            self.factory(*args)
+            if isinstance(self.settings, NoSettings)
+            else self.factory(*args, self.settings)
+        )
 
 
 def settings_of(factory: Any) -> type[Settings]:
-    """The settings class of a plug-in: its nested class `Config`, or a function's annotation of its parameter
-    `settings`.
+    """The settings class of a plug-in: its nested class `Config`, or a function's annotation of its
+    parameter `settings`.
 
     Raises:
         PluginError: this class is not a subclass of `Settings`.
     """
-    found = getattr(factory, "Config", None) or getattr(factory, "__annotations__", {}).get("settings", NoSettings)
+    found = getattr(factory, "Config", None) or getattr(factory, "__annotations__", {}).get(
+        "settings", NoSettings
+    )
     if isinstance(found, str):  # under `from __future__ import annotations`
         found = factory.__globals__.get(found)
     if not (isinstance(found, type) and issubclass(found, Settings)):
         raise PluginError(
-            f"the settings of {factory!r:.80} are {found!r:.80}: write a subclass of agentrl.protocols.Settings"
+            f"the settings of {factory!r:.80} are {found!r:.80}: write a subclass of"
+            " agentrl.protocols.Settings"
         )
     return found
 
@@ -116,11 +126,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def installed(kind: str) -> list[Plugin]:
     """All plug-ins of a kind ("envs", "engines", ...), by name."""
-    return [Plugin(kind, name, point.value, _origin(point)) for name, point in sorted(_registered(kind).items())]
+    return [
+        Plugin(kind, name, point.value, _origin(point))
+        for name, point in sorted(_registered(kind).items())
+    ]
 
 
 def load(kind: str, name: str) -> Any:
-    """Load the object with a name or a `package.module:Name`; for an environment, also with a `scheme:rest`.
+    """Load the object with a name or a `package.module:Name`; for an environment, also with a
+    `scheme:rest`.
 
     A scheme takes precedence over a module of the same name.
 
@@ -141,14 +155,17 @@ def load(kind: str, name: str) -> Any:
         listed = ", ".join(sorted(points)) or "none"
         raise PluginError(
             f"no {_singular(kind)} named {name!r}.{nearest(name, points)} Installed: {listed}. "
-            f'Another can be given as "package.module:Name", or registered in the entry-point group "agentrl.{kind}"'
+            'Another can be given as "package.module:Name", or registered in the entry-point group'
+            f' "agentrl.{kind}"'
         )
     return _import(kind, points[name].value)
 
 
 @dataclass(frozen=True, slots=True)
 class FileEnv:
-    """A factory of the environment in a file, for any process that can read the file: it pickles as two strings."""
+    """A factory of the environment in a file, for any process that can read the file: it pickles as
+    two strings.
+    """
 
     path: str
     attribute: str
@@ -168,17 +185,27 @@ def from_file(rest: str) -> Callable[[], Env]:
     written, _, attribute = rest.rpartition(":")
     path = Path(written or rest).expanduser().resolve()
     if not path.is_file():
-        there = sorted(str(file.name) for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise PluginError(f"'file:{rest}': there is no file {str(path)!r}.{nearest(path.name, there)}")
+        there = (
+            sorted(str(file.name) for file in path.parent.glob("*.py"))
+            if path.parent.is_dir()
+            else []
+        )
+        raise PluginError(
+            f"'file:{rest}': there is no file {str(path)!r}.{nearest(path.name, there)}"
+        )
     module = _module_of(path)
     if not written:
-        raise PluginError(f"'file:{rest}' names no class: write 'file:{rest}:Name' with one of {_public(module)}")
+        raise PluginError(
+            f"'file:{rest}' names no class: write 'file:{rest}:Name' with one of {_public(module)}"
+        )
     _attribute(module, attribute, str(path))
     return FileEnv(str(path), attribute)
 
 
 def _module_of(path: Path) -> ModuleType:
-    """Import a file as a module named after its whole path, so that files with equal names are different modules."""
+    """Import a file as a module named after its whole path, so that files with equal names are
+    different modules.
+    """
     name = f"agentrl_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -209,7 +236,9 @@ def _attribute(module: ModuleType, attribute: str, called: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except AttributeError as error:
-        raise PluginError(f"{called!r} has no {attribute!r}.{nearest(attribute, _public(module))}") from error
+        raise PluginError(
+            f"{called!r} has no {attribute!r}.{nearest(attribute, _public(module))}"
+        ) from error
     return found
 
 
@@ -217,21 +246,30 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
     module_name, _, attribute = address.partition(":")
     if module_name.split(".")[0] in _FOLDERS:
         raise PluginError(
-            f"{address!r} would load the file a second time under another name: write 'agentrl.{address}' instead"
+            f"{address!r} would load the file a second time under another name: write"
+            f" 'agentrl.{address}' instead"
         )
     try:
         module = _module(module_name)
     except ImportError as error:
-        missing = f" (sys.path begins with {sys.path[0]!r})" if isinstance(error, ModuleNotFoundError) else ""
+        missing = (
+            f" (sys.path begins with {sys.path[0]!r})"
+            if isinstance(error, ModuleNotFoundError)
+            else ""
+        )
         listed = sorted(schemes)
         other = f".{nearest(module_name, listed)} Schemes: {', '.join(listed)}" if listed else ""
         raise PluginError(
-            f"cannot import {module_name!r} for the {_singular(kind)} {address!r}: {error}{missing}{other}"
+            f"cannot import {module_name!r} for the {_singular(kind)} {address!r}:"
+            f" {error}{missing}{other}"
         ) from error
-    except (SystemExit, asyncio.CancelledError) as error:  # the latter would look like the end of a run
+    except (
+        SystemExit,
+        asyncio.CancelledError,
+    ) as error:  # the latter would look like the end of a run
         raise PluginError(
-            f"importing {module_name!r} for the {_singular(kind)} {address!r} raised {with_frame(error)}: put what is "
-            "run as a program under `if __name__ == '__main__':`"
+            f"importing {module_name!r} for the {_singular(kind)} {address!r} raised"
+            f" {with_frame(error)}: put what is run as a program under `if __name__ == '__main__':`"
         ) from error
     return _attribute(module, attribute, module_name)
 
@@ -239,15 +277,19 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
 def _module(name: str) -> ModuleType:
     """Import a module by name, also where a folder of that name hides it.
 
-    A folder in the path is a package even without `__init__.py`, and comes before what is installed editable, whose
-    finder is asked last: a checkout's own folder hides what was installed from it.
+    A folder in the path is a package even without `__init__.py`, and comes before what is installed
+    editable, whose finder is asked last: a checkout's own folder hides what was installed from it.
     """
     module = importlib.import_module(name)
     if getattr(module, "__file__", None) is None and "." not in name:
         finders = (finder for finder in sys.meta_path if finder is not PathFinder)
         specs = (finder.find_spec(name, None) for finder in finders)
         for spec in specs:
-            if spec is not None and spec.loader is not None and spec.origin not in (None, "built-in", "frozen"):
+            if (
+                spec is not None
+                and spec.loader is not None
+                and spec.origin not in (None, "built-in", "frozen")
+            ):
                 found = sys.modules[name] = module_from_spec(spec)
                 spec.loader.exec_module(found)
                 return found
@@ -260,10 +302,18 @@ def _registered(kind: str) -> Mapping[str, EntryPoint]:
 
 @lru_cache(maxsize=64)
 def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]:
-    """The entry points of agentrl's groups in all installed packages; cached, as reading takes tens of milliseconds."""
+    """The entry points of agentrl's groups in all installed packages; cached, as reading takes tens
+    of milliseconds.
+    """
     found = entry_points()
-    ours = [point for group in found.groups if group.startswith("agentrl.") for point in found.select(group=group)]
-    # An old checkout still lists the distribution that had another name, with addresses of its time.
+    ours = [
+        point
+        for group in found.groups
+        if group.startswith("agentrl.")
+        for point in found.select(group=group)
+    ]
+    # An old checkout still lists the distribution that had another name, with addresses of its
+    # time.
     distributions = {point.dist for point in ours if point.value.startswith("agentrl.")}
     current = [one for one in distributions if one is not None and one.name == DISTRIBUTION]
     old = distributions.difference(current) if current else set()

@@ -1,7 +1,7 @@
 """The values of a rollout: frozen, typed, and complete from the start.
 
-Each stage takes values and returns new ones; no field starts as `None` to be filled in later. Times are seconds of the
-running event loop's clock. Dimension suffixes: G members of a group.
+Each stage takes values and returns new ones; no field starts as `None` to be filled in later. Times
+are seconds of the running event loop's clock. Dimension suffixes: G members of a group.
 """
 
 import copy
@@ -22,15 +22,19 @@ from agentrl.rounding import constant, scale_of, settled
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
-"""Why an engine ended a completion: a stop token (which is its last token), the length limit, or an abort."""
+"""Why an engine ended a completion: a stop token (which is its last token), the length limit, or an
+abort.
+"""
 
 
 def unshared(value: Any, what: str, *, keep_handles: bool = False) -> Any:
-    """A copy of options, an info or the arguments of a call that shares nothing changeable with the original.
+    """A copy of options, an info or the arguments of a call that shares nothing changeable with the
+    original.
 
-    Code of users gets such copies, so that what it does with one is seen nowhere else. Mappings become dicts, and a
-    list that stands in two places becomes two, as where the copy is sent to another process. `what` is for messages.
-    `keep_handles`: what cannot be copied, such as a lock, is handed on as it is.
+    Code of users gets such copies, so that what it does with one is seen nowhere else. Mappings
+    become dicts, and a list that stands in two places becomes two, as where the copy is sent to
+    another process. `what` is for messages. `keep_handles`: what cannot be copied, such as a lock,
+    is handed on as it is.
 
     Raises:
         ConfigError: it holds something that cannot be copied, or itself.
@@ -38,11 +42,13 @@ def unshared(value: Any, what: str, *, keep_handles: bool = False) -> Any:
     try:
         return _copied(value, keep_handles)
     except RecursionError as error:
-        raise ConfigError(f"{what} are nested too deeply, or hold themselves: write a plain tree") from error
+        raise ConfigError(
+            f"{what} are nested too deeply, or hold themselves: write a plain tree"
+        ) from error
     except _NoCopyError as error:
         raise ConfigError(
-            f"{what} hold {error}, which cannot be copied, and each episode and each reward gets a copy of its own: "
-            "write text, numbers, lists and dicts"
+            f"{what} hold {error}, which cannot be copied, and each episode and each reward gets a"
+            " copy of its own: write text, numbers, lists and dicts"
         ) from error
 
 
@@ -70,9 +76,11 @@ def _copied(value: Any, keep_handles: bool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: which environment, which seed, which options. The options become a copy that only this task has.
+    """One problem: which environment, which seed, which options. The options become a copy that
+    only this task has.
 
-    `Task(env="frozen_lake", seed=17, options={"size": 4}, id="train-000003")` is the fourth training task of a run.
+    `Task(env="frozen_lake", seed=17, options={"size": 4}, id="train-000003")` is the fourth
+    training task of a run.
 
     Raises:
         ConfigError: the options cannot be copied.
@@ -96,12 +104,16 @@ _LAST_NOTE = re.compile(r'<tool_call>\n(?:\[\]|\{"unreadable": [^\n]*\})\n</tool
 
 
 def unreadable(why: str) -> str:
-    """What stands in the canonical form for a call that cannot be read. `why`: what the model is told of it."""
+    """What stands in the canonical form for a call that cannot be read. `why`: what the model is
+    told of it.
+    """
     return f"<tool_call>\n{json.dumps({'unreadable': why})}\n</tool_call>"
 
 
 def quoted(text: str) -> str:
-    """A text that is no call, as it stands before calls in the canonical form: its tags are marked as quoted."""
+    """A text that is no call, as it stands before calls in the canonical form: its tags are marked
+    as quoted.
+    """
     return _TAG.sub(r"<tool_call\1 quoted>", text)
 
 
@@ -116,22 +128,31 @@ _ROOM = 16
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it; neither its name nor its arguments are checked yet. `id`: if it has one."""
+    """One call as the model wrote it; neither its name nor its arguments are checked yet. `id`: if
+    it has one.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
 
     def render(self) -> str:
-        """The call in the canonical form, that of the Hermes and Qwen chat templates, whatever the model's own is."""
-        body = json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False, allow_nan=False)
+        """The call in the canonical form, that of the Hermes and Qwen chat templates, whatever the
+        model's own is.
+        """
+        body = json.dumps(
+            {"name": self.name, "arguments": dict(self.arguments)},
+            ensure_ascii=False,
+            allow_nan=False,
+        )
         return f"<tool_call>\n{body}\n</tool_call>"
 
     @property
     def is_plain(self) -> bool:
         """Whether every reader of JSON can read it, also inside a message.
 
-        A model may write infinite numbers, halves of surrogate pairs, and deep nesting, which readers refuse.
+        A model may write infinite numbers, halves of surrogate pairs, and deep nesting, which
+        readers refuse.
         """
         try:
             written = json.dumps([self.name, dict(self.arguments)], allow_nan=False)
@@ -143,8 +164,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MadeCall:
-    """A call in a message, as the environment took it. `call` is None if it could not be read; one that was `refused`
-    was read, and answered by an error. `seconds`: how long the environment worked on it; None if it does not say.
+    """A call in a message, as the environment took it. `call` is None if it could not be read; one
+    that was `refused` was read, and answered by an error. `seconds`: how long the environment
+    worked on it; None if it does not say.
     """
 
     call: ToolCall | None
@@ -156,12 +178,13 @@ class MadeCall:
 class Message:
     """One message of the conversation, as text.
 
-    The `content` of an answer is what its environment gets: its calls stand there in the canonical form, and so does
-    what cannot be read as a call; its reasoning does not. If the renderer tells them apart, they are in `reasoning` (of
-    so many tokens) and `tool_calls` too. A tool's result names the call that it answers (`tool_call_id`, `name`).
+    The `content` of an answer is what its environment gets: its calls stand there in the canonical
+    form, and so does what cannot be read as a call; its reasoning does not. If the renderer tells
+    them apart, they are in `reasoning` (of so many tokens) and `tool_calls` too. A tool's result
+    names the call that it answers (`tool_call_id`, `name`).
 
-    `given`: it came with the task, as an example or an earlier turn. An answer that was given is shown to the model as
-    its own, and was not sampled.
+    `given`: it came with the task, as an example or an earlier turn. An answer that was given is
+    shown to the model as its own, and was not sampled.
     """
 
     role: Role
@@ -182,15 +205,22 @@ class Message:
         """The same, with copies of its calls' arguments."""
         if not self.tool_calls:
             return self
-        calls = [replace(one, arguments=unshared(one.arguments, "the arguments of a call")) for one in self.tool_calls]
+        calls = [
+            replace(one, arguments=unshared(one.arguments, "the arguments of a call"))
+            for one in self.tool_calls
+        ]
         return replace(self, tool_calls=tuple(calls))
 
     @property
     def said(self) -> str:
         """The content without its calls, as the model wrote it."""
         if self.tool_calls:
-            own = self.content.removesuffix("\n".join(call.render() for call in self.tool_calls)).removesuffix("\n")
-            return unquoted(own.removesuffix(NO_CALLS).removesuffix("\n") if own.endswith(NO_CALLS) else own)
+            own = self.content.removesuffix(
+                "\n".join(call.render() for call in self.tool_calls)
+            ).removesuffix("\n")
+            return unquoted(
+                own.removesuffix(NO_CALLS).removesuffix("\n") if own.endswith(NO_CALLS) else own
+            )
         if _LAST_NOTE.search(self.content) is None:
             return self.content
         return unquoted(self.content[: self.content.index("<tool_call>")].removesuffix("\n"))
@@ -198,18 +228,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The tokens that the engine sampled. The first three fields become immutable arrays with one entry per token.
+    """The tokens that the engine sampled. The first three fields become immutable arrays with one
+    entry per token.
 
-    `logprobs` are of the distribution that was sampled from (temperature and truncation applied), in nats. The engine
-    stamps `policy_versions` when it samples each token. A stop token is part of the completion.
+    `logprobs` are of the distribution that was sampled from (temperature and truncation applied),
+    in nats. The engine stamps `policy_versions` when it samples each token. A stop token is part of
+    the completion.
 
-    `support` is kept where a request asks for it (`GenerateRequest.keep_support`): for each token, the ids that
-    `top_k`, `top_p` and `min_p` left to sample from, in any order. Without it, or where a row is empty, every token of
-    the vocabulary could be sampled.
+    `support` is kept where a request asks for it (`GenerateRequest.keep_support`): for each token,
+    the ids that `top_k`, `top_p` and `min_p` left to sample from, in any order. Without it, or
+    where a row is empty, every token of the vocabulary could be sampled.
 
-    `experts` is kept where a request asks for it (`GenerateRequest.keep_experts`): for each token, the experts that the
-    model chose to compute its probability, those of the first layer that has experts first. A row is empty where the
-    engine does not say.
+    `experts` is kept where a request asks for it (`GenerateRequest.keep_experts`): for each token,
+    the experts that the model chose to compute its probability, those of the first layer that has
+    experts first. A row is empty where the engine does not say.
     """
 
     token_ids: IntArray
@@ -224,56 +256,73 @@ class Completion:
     def __post_init__(self) -> None:
         kind = np.asarray(self.token_ids).dtype.kind
         if kind not in "iu" and len(self.token_ids):
-            raise CompletionError(f"the tokens of a completion are ids, which are integers, got {self.token_ids!r:.80}")
+            raise CompletionError(
+                "the tokens of a completion are ids, which are integers, got"
+                f" {self.token_ids!r:.80}"
+            )
         object.__setattr__(self, "token_ids", ints(self.token_ids))
         object.__setattr__(self, "logprobs", floats(self.logprobs))
         object.__setattr__(self, "policy_versions", ints(self.policy_versions))
         if not len(self.token_ids) == len(self.logprobs) == len(self.policy_versions):
             raise CompletionError(
-                f"a completion needs one logprob and one version per token, got {len(self.token_ids)} tokens, "
-                f"{len(self.logprobs)} logprobs, {len(self.policy_versions)} versions"
+                "a completion needs one logprob and one version per token, got"
+                f" {len(self.token_ids)} tokens, {len(self.logprobs)} logprobs,"
+                f" {len(self.policy_versions)} versions"
             )
         if self.support is not None:
             _check_support(self.token_ids, self.support)
         if self.experts is not None and len(self.experts) != len(self.token_ids):
             raise ValueError(
-                f"a completion of {len(self.token_ids)} tokens needs as many rows of experts, got {len(self.experts)}"
+                f"a completion of {len(self.token_ids)} tokens needs as many rows of experts, got"
+                f" {len(self.experts)}"
             )
 
     @property
     def support_of_each(self) -> Ragged:
-        """One row for each token: the ids it was sampled from, or an empty row for the whole vocabulary."""
+        """One row for each token: the ids it was sampled from, or an empty row for the whole
+        vocabulary.
+        """
         return Ragged.empty(len(self.token_ids)) if self.support is None else self.support
 
     @property
     def experts_of_each(self) -> Ragged:
-        """One row for each token: the experts that were chosen for it, or an empty row where they are unknown."""
+        """One row for each token: the experts that were chosen for it, or an empty row where they
+        are unknown.
+        """
         return Ragged.empty(len(self.token_ids)) if self.experts is None else self.experts
 
 
 def _check_support(token_ids: IntArray, support: Ragged) -> None:
     if len(support) != len(token_ids):
-        raise ValueError(f"a completion of {len(token_ids)} tokens needs as many rows of support, got {len(support)}")
+        raise ValueError(
+            f"a completion of {len(token_ids)} tokens needs as many rows of support, got"
+            f" {len(support)}"
+        )
     rows = support.row_of_value()
     found = np.zeros(len(token_ids), np.bool_)
     found[rows[support.values == token_ids[rows]]] = True
     outside = np.flatnonzero(~found & (support.lengths > 0))
     if len(outside):
         at = int(outside[0])
-        raise ValueError(f"token {at} of a completion, {token_ids[at]}, is outside of what it was sampled from")
+        raise ValueError(
+            f"token {at} of a completion, {token_ids[at]}, is outside of what it was sampled from"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One exchange: the new part of the prompt, the model's answer, and the environment's response to it.
+    """One exchange: the new part of the prompt, the model's answer, and the environment's response
+    to it.
 
-    `prompt_ids` holds only the tokens after the last token of the turn before. If `forked`, the prompt could not extend
-    that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
+    `prompt_ids` holds only the tokens after the last token of the turn before. If `forked`, the
+    prompt could not extend that turn token for token, and `prompt_ids` is the whole prompt: the
+    start of a new training sample.
 
-    `state` names the environment's state that the turn answers: `info["state_key"]` of the step before (or of the
-    reset), or else a hash of the observation. Turns of one task with the same name can be compared with each other.
-    `asked` is when the model was asked. `picture`: the environment's own picture of that state, as HTML ("" for none).
-    `calls` are those that the environment made of the answer, in whatever syntax; None if it does not say.
+    `state` names the environment's state that the turn answers: `info["state_key"]` of the step
+    before (or of the reset), or else a hash of the observation. Turns of one task with the same
+    name can be compared with each other. `asked` is when the model was asked. `picture`: the
+    environment's own picture of that state, as HTML ("" for none). `calls` are those that the
+    environment made of the answer, in whatever syntax; None if it does not say.
     """
 
     prompt_ids: IntArray
@@ -303,10 +352,11 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """A limit cut the episode: the environment's own ("env"), the context ("context"), or one of `rollout.budget`
-    ("turns", "tokens", "seconds").
+    """A limit cut the episode: the environment's own ("env"), the context ("context"), or one of
+    `rollout.budget` ("turns", "tokens", "seconds").
 
-    An episode that goes on, of which a part is trained on already (`staleness_rule: segment`), is cut by "segment".
+    An episode that goes on, of which a part is trained on already (`staleness_rule: segment`), is
+    cut by "segment".
     """
 
     limit: str
@@ -315,8 +365,8 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The episode failed. A failure is never turned into a reward. `outage`: its server could not be reached.
-    `final`: to play it again would only repeat the failure.
+    """The episode failed. A failure is never turned into a reward. `outage`: its server could not
+    be reached. `final`: to play it again would only repeat the failure.
     """
 
     layer: Layer
@@ -341,7 +391,9 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The episode was abandoned because its weights were too old (only under a rule that drops episodes)."""
+    """The episode was abandoned because its weights were too old (only under a rule that drops
+    episodes).
+    """
 
     name: ClassVar[str] = "stale"
 
@@ -353,19 +405,22 @@ SEGMENT = Truncated("segment")
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode from the view of one agent. `messages` is the conversation as text, `turns` the same as exact tokens;
-    `seconds` is how long the episode ran. Unless its status is `SEGMENT`, it is over.
+    """One episode from the view of one agent. `messages` is the conversation as text, `turns` the
+    same as exact tokens; `seconds` is how long the episode ran. Unless its status is `SEGMENT`, it
+    is over.
 
-    `id` is the episode's. With several agents, each trained agent has its own trajectory under that id, and `agent` is
-    its name. `head_start` is the reward that the agent received before its first turn, for actions of others.
+    `id` is the episode's. With several agents, each trained agent has its own trajectory under that
+    id, and `agent` is its name. `head_start` is the reward that the agent received before its first
+    turn, for actions of others.
 
-    `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would have answered next.
-    The first `trained_turns` turns have been trained on before, in segments; here they are only context.
-    `opponent`: the version of the policy that played the other agents, where that was an earlier one (self-play).
-    `dropped`: what was sampled in the episode and is in no turn, by reason: the number of answers, and of their tokens
-    (`agentrl/gateway`).
-    `started` is when the episode began. `picture`: the environment's own picture of its last state (`Turn.picture`).
-    `begun` names what the environment showed at the beginning, to all agents ("": unknown; see `beginning`).
+    `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would
+    have answered next. The first `trained_turns` turns have been trained on before, in segments;
+    here they are only context. `opponent`: the version of the policy that played the other agents,
+    where that was an earlier one (self-play). `dropped`: what was sampled in the episode and is in
+    no turn, by reason: the number of answers, and of their tokens (`agentrl/gateway`). `started` is
+    when the episode began. `picture`: the environment's own picture of its last state
+    (`Turn.picture`). `begun` names what the environment showed at the beginning, to all agents ("":
+    unknown; see `beginning`).
     """
 
     id: str
@@ -386,7 +441,8 @@ class Trajectory:
 
     @property
     def beginning(self) -> str:
-        """A name of what the episode began with, equal in all episodes of a task; "" where it is unknown.
+        """A name of what the episode began with, equal in all episodes of a task; "" where it is
+        unknown.
 
         With a single agent, its first prompt tells that too.
         """
@@ -400,7 +456,9 @@ class Trajectory:
         Raises:
             ConfigError: one of them cannot be copied.
         """
-        turns = [replace(turn, info=unshared(turn.info, "the info of a turn")) for turn in self.turns]
+        turns = [
+            replace(turn, info=unshared(turn.info, "the info of a turn")) for turn in self.turns
+        ]
         messages = tuple(message.unshared() for message in self.messages)
         own, dropped = replace(self.task), dict(self.dropped)
         return replace(self, task=own, turns=tuple(turns), messages=messages, dropped=dropped)
@@ -418,7 +476,9 @@ class Trajectory:
 
     @property
     def success(self) -> bool | None:
-        """The environment's verdict: `info["success"]` of the last turn. `None` if it gives none: ask `succeeded`."""
+        """The environment's verdict: `info["success"]` of the last turn. `None` if it gives none:
+        ask `succeeded`.
+        """
         success = self.turns[-1].info.get("success") if self.turns else None
         return None if success is None else bool(success)
 
@@ -455,12 +515,14 @@ class Unscored:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward's verdict on a trajectory: the value, its named parts, and whether it could be computed at all.
+    """A reward's verdict on a trajectory: the value, its named parts, and whether it could be
+    computed at all.
 
-    A failed score has the value NaN, so that a mean that includes it by mistake is NaN too. `turns`: what single turns
-    contributed to the value; the last turn gets the rest (`Group.turn_rewards_G`). `worked`: from when to when rewards
-    worked on it. `words`: why, in words, by part: what a judge says of its verdict, for people who read the episode.
-    `success`: whether the episode reached its goal; `None`: a value above zero says so (`succeeded`).
+    A failed score has the value NaN, so that a mean that includes it by mistake is NaN too.
+    `turns`: what single turns contributed to the value; the last turn gets the rest
+    (`Group.turn_rewards_G`). `worked`: from when to when rewards worked on it. `words`: why, in
+    words, by part: what a judge says of its verdict, for people who read the episode. `success`:
+    whether the episode reached its goal; `None`: a value above zero says so (`succeeded`).
     """
 
     value: float
@@ -483,13 +545,15 @@ UNSCORED = Score(0.0, status=Unscored())
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scored trajectories of one task, all from the same start. Advantages are computed over a group.
+    """The scored trajectories of one task, all from the same start. Advantages are computed over a
+    group.
 
-    With several trained agents, a group holds the trajectories of all of them, agent by agent, and advantages are
-    computed over each group of `by_agent`.
+    With several trained agents, a group holds the trajectories of all of them, agent by agent, and
+    advantages are computed over each group of `by_agent`.
 
-    `admitted_version` is the policy version that was served when the group was admitted: no token in it is older.
-    If `partial`, the group goes on: its trajectories are segments, or episodes that were over when it was cut.
+    `admitted_version` is the policy version that was served when the group was admitted: no token
+    in it is older. If `partial`, the group goes on: its trajectories are segments, or episodes that
+    were over when it was cut.
     """
 
     task: Task
@@ -511,14 +575,18 @@ class Group:
     def turn_rewards_G(self) -> Sequence[Sequence[float]]:
         """The rewards of each trajectory's turns, which add up to its reward.
 
-        A turn has what its score says (the reward `environment` gives the environment's own). The rest, such as a
-        verdict on the whole episode, belongs to the last turn.
+        A turn has what its score says (the reward `environment` gives the environment's own). The
+        rest, such as a verdict on the whole episode, belongs to the last turn.
         """
-        return [_by_turn(score, len(t.turns)) for t, score in zip(self.trajectories, self.scores, strict=True)]
+        return [
+            _by_turn(score, len(t.turns))
+            for t, score in zip(self.trajectories, self.scores, strict=True)
+        ]
 
     @property
     def mixed(self) -> bool:
-        """Whether some agent's reward differs between episodes, by more than rounding (`agentrl/rounding.py`).
+        """Whether some agent's reward differs between episodes, by more than rounding
+        (`agentrl/rounding.py`).
 
         Algorithms that compare whole rewards learn nothing from other groups.
         """
@@ -526,28 +594,34 @@ class Group:
 
     @property
     def begins_alike(self) -> bool:
-        """Whether all episodes began with the same: the environment heeds its seed. True where it is unknown."""
+        """Whether all episodes began with the same: the environment heeds its seed. True where it
+        is unknown.
+        """
         return len({t.beginning for t in self.trajectories if t.beginning}) <= 1
 
     def by_agent(self) -> tuple["Group", ...]:
         """A group for each agent, in order of first appearance; with one agent, this group itself.
 
-        An agent's reward is compared with the same agent's rewards in the other episodes, since games are rarely fair
-        to each role (role-conditioned baselines, SPIRAL, arXiv:2506.24119).
+        An agent's reward is compared with the same agent's rewards in the other episodes, since
+        games are rarely fair to each role (role-conditioned baselines, SPIRAL, arXiv:2506.24119).
         """
         agents = dict.fromkeys(trajectory.agent for trajectory in self.trajectories)
         return (self,) if len(agents) == 1 else tuple(map(self._of_agent, agents))
 
     def _of_agent(self, agent: str) -> "Group":
         pairs = [p for p in zip(self.trajectories, self.scores, strict=True) if p[0].agent == agent]
-        return replace(self, trajectories=tuple(t for t, _ in pairs), scores=tuple(s for _, s in pairs))
+        return replace(
+            self, trajectories=tuple(t for t, _ in pairs), scores=tuple(s for _, s in pairs)
+        )
 
 
 def succeeded(trajectory: Trajectory, score: Score) -> bool | None:
-    """Whether an episode reached its goal; `None` if nothing tells. All that depends on success asks here.
+    """Whether an episode reached its goal; `None` if nothing tells. All that depends on success
+    asks here.
 
-    The environment's verdict (`Trajectory.success`) counts, or else the reward's (`Score.success`). If neither gives
-    one, an episode with a score above zero succeeded. A score that failed, or was not computed, tells nothing.
+    The environment's verdict (`Trajectory.success`) counts, or else the reward's (`Score.success`).
+    If neither gives one, an episode with a score above zero succeeded. A score that failed, or was
+    not computed, tells nothing.
     """
     if trajectory.success is not None:
         return trajectory.success

@@ -3,11 +3,12 @@
     python benchmarks/checkpoints.py                       # one rank, 500 MB
     python benchmarks/checkpoints.py --ranks 2 --mb 1000
 
-All figures are of one run: seconds of a step alone (the median of two before and two after), the seconds in which a
-checkpoint is begun (nothing else goes on then), the seconds until it has its name (copied, written, checked, on the
-disk), and the steps that were made meanwhile. A checkpoint blocks for as long as it is begun, and for as long as the
-steps beside it take longer than alone: the first of them also waits for the copies before its update. The second part
-says something on a quiet machine only.
+All figures are of one run: seconds of a step alone (the median of two before and two after), the
+seconds in which a checkpoint is begun (nothing else goes on then), the seconds until it has its
+name (copied, written, checked, on the disk), and the steps that were made meanwhile. A checkpoint
+blocks for as long as it is begun, and for as long as the steps beside it take longer than alone:
+the first of them also waits for the copies before its update. The second part says something on a
+quiet machine only.
 """
 
 import argparse
@@ -60,7 +61,9 @@ async def step(trainer: GroupTrainer, batch: Any) -> float:
     return time.perf_counter() - start
 
 
-async def measured(trainer: GroupTrainer, batch: Any, checkpoints: Checkpoints, number: int) -> dict[str, float]:
+async def measured(
+    trainer: GroupTrainer, batch: Any, checkpoints: Checkpoints, number: int
+) -> dict[str, float]:
     """A checkpoint, with steps while it is written."""
     single = [await step(trainer, batch) for _ in range(2)]
     start = time.perf_counter()
@@ -110,7 +113,9 @@ async def main(given: argparse.Namespace, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, default=500, help="megabytes of a checkpoint")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)

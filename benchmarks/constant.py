@@ -1,10 +1,11 @@
-"""What the best constant earns: held-out success of a player that says one and the same text in every turn.
+"""What the best constant earns: held-out success of a player that says one and the same text in
+every turn.
 
     python benchmarks/constant.py runs/real-1
 
-A policy that has collapsed to one answer earns no more than this, so a figure of learning has to be above it. Tried are
-the answers that the run's episodes have most often, before and after training, and, where tasks bring their right
-answers (the option `answer`), each of these.
+A policy that has collapsed to one answer earns no more than this, so a figure of learning has to be
+above it. Tried are the answers that the run's episodes have most often, before and after training,
+and, where tasks bring their right answers (the option `answer`), each of these.
 """
 
 import argparse
@@ -40,7 +41,9 @@ def answers_of(run: Path, at_most: int = MOST_FREQUENT) -> list[str]:
     return [text for text, _ in counts.most_common(at_most)]
 
 
-async def shares(config: RunConfig, texts: Iterable[str], tasks: Sequence[Task]) -> dict[str, float]:
+async def shares(
+    config: RunConfig, texts: Iterable[str], tasks: Sequence[Task]
+) -> dict[str, float]:
     """The success of each constant on these tasks."""
     found: dict[str, float] = {}
     renderer = TemplateRenderer(ByteTokenizer())
@@ -48,7 +51,9 @@ async def shares(config: RunConfig, texts: Iterable[str], tasks: Sequence[Task])
     async with env_host(config, shown=False) as envs, reward_of(config) as reward:
         for text in texts:
             policy = ScriptedPolicy(_Constant(text), renderer)
-            runner = EnvEpisodeRunner(policy, renderer, envs, *limits, own_budgets=config.own_budgets())
+            runner = EnvEpisodeRunner(
+                policy, renderer, envs, *limits, own_budgets=config.own_budgets()
+            )
             right = 0
             for trajectory in await play_all(runner, tasks, config, policy.turnstile):
                 if not isinstance(trajectory.status, Failed):
@@ -71,7 +76,9 @@ def best_constant(run: Path) -> tuple[float, str]:
     """(success, answer) of the best constant on the held-out tasks of a run."""
     config = load_config(run / "config.yaml").config
     tasks = held_out_tasks(config, config.evaluation.tasks)
-    right = [task.options["answer"] for task in tasks if isinstance(task.options.get("answer"), str)]
+    right = [
+        task.options["answer"] for task in tasks if isinstance(task.options.get("answer"), str)
+    ]
     texts = dict.fromkeys([*answers_of(run), *right])
     found = asyncio.run(shares(config, texts, tasks))
     return max((share, text) for text, share in found.items())
@@ -79,7 +86,9 @@ def best_constant(run: Path) -> tuple[float, str]:
 
 def main() -> int:
     """Print the best constant of each run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     for run in parser.parse_args().runs:
         share, text = best_constant(run)

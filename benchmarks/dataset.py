@@ -1,10 +1,11 @@
-"""A million rows of JSON lines: the first start, later starts, memory, and the order after ten kills.
+"""A million rows of JSON lines: the first start, later starts, memory, and the order after ten
+kills.
 
     python benchmarks/dataset.py --rows 1000000
 
-Each start is a process of its own, which opens the tasks and checks their answers as a run does, and draws 10,000 of
-them. Ten processes are killed (SIGKILL) while they draw; each next one goes on at the first index that the one before
-has not written, as a ledger would have it.
+Each start is a process of its own, which opens the tasks and checks their answers as a run does,
+and draws 10,000 of them. Ten processes are killed (SIGKILL) while they draw; each next one goes on
+at the first index that the one before has not written, as a ledger would have it.
 """
 
 import argparse
@@ -91,18 +92,26 @@ def main() -> None:
         data, cache = folder / "data.jsonl", folder / "cache"
         with data.open("w") as file:
             for number in range(arguments.rows):
-                file.write(json.dumps({"prompt": f"{number:09d}: {'what is it? ' * 12}", "answer": str(number)}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"prompt": f"{number:09d}: {'what is it? ' * 12}", "answer": str(number)}
+                    )
+                    + "\n"
+                )
         print(f"{arguments.rows:,} rows, {data.stat().st_size / 2**20:.0f} MiB")
         for which in ("first start", "later start", "later start"):
             out, _ = launch(data, cache, 0, 10_000, folder / which).communicate()
             got = json.loads(out)
             print(
-                f"{which}: {got['seconds']:.2f} s ({got['cpu']:.1f} s of CPU time), {got['mib']:.0f} MiB more memory, "
-                f"{got['micros_a_task']:.0f} microseconds a task; "
-                f"{got['sizes'][0]:,} to train on, {got['sizes'][1]:,} held out"
+                f"{which}: {got['seconds']:.2f} s ({got['cpu']:.1f} s of CPU time),"
+                f" {got['mib']:.0f} MiB more memory, {got['micros_a_task']:.0f} microseconds a"
+                f" task; {got['sizes'][0]:,} to train on, {got['sizes'][1]:,} held out"
             )
         whole, killed = lines(folder / "first start"), killed_ten_times(data, cache, folder, 10_000)
-        print(f"killed at 10 points: same order {killed == whole}, same multiset {Counter(killed) == Counter(whole)}")
+        print(
+            f"killed at 10 points: same order {killed == whole}, same multiset"
+            f" {Counter(killed) == Counter(whole)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Tokens per second of `LocalEngine` against transformers' own `generate`, on the same model, in the same run.
+"""Tokens per second of `LocalEngine` against transformers' own `generate`, on the same model, in
+the same run.
 
     python benchmarks/engines.py [--batches 16 64 128] [--prompt 64] [--new 64]
 
-Both sample at temperature 1 without stop tokens. The episodes row plays several turns, each prompt extending the last,
-as a rollout does; `generate` computes every prompt again from its start. The figures of a busy machine mean little, so
-look at the ratio: it is of medians over interleaved rounds.
+Both sample at temperature 1 without stop tokens. The episodes row plays several turns, each prompt
+extending the last, as a rollout does; `generate` computes every prompt again from its start. The
+figures of a busy machine mean little, so look at the ratio: it is of medians over interleaved
+rounds.
 """
 
 import argparse
@@ -82,7 +84,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--batches", type=int, nargs="+", default=[16, 64, 128])
     arguments.add_argument("--prompt", type=int, default=64)
     arguments.add_argument("--new", type=int, default=64)
@@ -91,7 +95,10 @@ def main() -> None:
     arguments.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = arguments.parse_args()
     largest = max(options.batches)
-    works = {f"decode, batch {batch}": Work(batch, 1, options.prompt, options.new) for batch in options.batches}
+    works = {
+        f"decode, batch {batch}": Work(batch, 1, options.prompt, options.new)
+        for batch in options.batches
+    }
     works[f"prefill, batch {largest}"] = Work(largest, 1, 6 * options.prompt, 1)
     works[f"episodes, batch {largest}"] = Work(largest, options.turns, options.prompt // 2, 8)
 
@@ -106,12 +113,15 @@ def main() -> None:
         model_dir = Path(folder) / "model"
         create_tiny_model(model_dir)
         plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, options.dtype))
-        engine = LocalEngine(LocalEngine.Config(max_batch=largest, dtype=options.dtype, prefix_cache=True), model_dir)
+        engine = LocalEngine(
+            LocalEngine.Config(max_batch=largest, dtype=options.dtype, prefix_cache=True), model_dir
+        )
         runner.run(engine.__aenter__())
         for name, work in works.items():
             ours, theirs = [], []
             for _ in range(options.rounds + 1):  # the first is a warm-up
-                # A new weight version, so that the cache of the round before does not help this one.
+                # A new weight version, so that the cache of the round before does not help this
+                # one.
                 runner.run(engine.update_weights(plain.state_dict(), engine.policy_version + 1))
                 ours.append(seconds(lambda work=work: runner.run(run_engine(engine, work))))  # type: ignore[misc]
                 theirs.append(seconds(lambda work=work: run_transformers(plain, work)))  # type: ignore[misc]

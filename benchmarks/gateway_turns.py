@@ -1,11 +1,13 @@
-"""What a turn of the gateway costs the server, beside the least that a server of the same protocol can do.
+"""What a turn of the gateway costs the server, beside the least that a server of the same protocol
+can do.
 
     python benchmarks/overhead.py --gateway
 
-256 programs live at a time, in another process. Each asks 8 times for a chat completion, with the whole conversation,
-a tool, and an answer of 32 tokens that comes at once. *The gateway* records exact tokens and their lineage. *The echo*
-is a FastAPI application that checks each request by the same types of the package `openai`, and answers with the same
-type. Both run on uvicorn in this process, with the same settings; the CPU time is that of all of its threads.
+256 programs live at a time, in another process. Each asks 8 times for a chat completion, with the
+whole conversation, a tool, and an answer of 32 tokens that comes at once. *The gateway* records
+exact tokens and their lineage. *The echo* is a FastAPI application that checks each request by the
+same types of the package `openai`, and answers with the same type. Both run on uvicorn in this
+process, with the same settings; the CPU time is that of all of its threads.
 """
 
 import asyncio
@@ -45,7 +47,11 @@ TOOL = {
     "function": {
         "name": "look",
         "description": "Says what is to be seen there.",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"where": {"type": "string"}},
+            "required": ["where"],
+        },
     },
 }
 
@@ -73,7 +79,10 @@ async def of_gateway(engine: Engine, renderer: TemplateRenderer) -> float:
     policy = EnginePolicy(engine, sampling, 60.0)
     runner = AgentEpisodeRunner(policy, renderer, desk, programs, Budget(turns=TURNS), 600.0)
     async with serving(desk), Flow("episodes") as flow:
-        episodes = [flow.start(runner.play(Episode(f"e{n}", Task("agent", n), n)), name=str(n)) for n in range(LIVE)]
+        episodes = [
+            flow.start(runner.play(Episode(f"e{n}", Task("agent", n), n)), name=str(n))
+            for n in range(LIVE)
+        ]
         await programs.all_live.wait()
         spent = await played_by_others(f"{desk.url}/v1", programs.keys)
         programs.played.set()
@@ -93,7 +102,13 @@ async def echoing() -> AsyncIterator[str]:
     """The echo's address, inside the block."""
     parser = idle_timeout(GatewayConfig().request_seconds)
     config = uvicorn.Config(
-        echo_app(), port=0, http=parser, ws="none", lifespan="off", access_log=False, log_level="warning"
+        echo_app(),
+        port=0,
+        http=parser,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
     )
     parser = idle_timeout(GatewayConfig().request_seconds)
     config = uvicorn.Config(
@@ -128,7 +143,10 @@ def echo_app() -> FastAPI:
     @app.post("/v1/chat/completions")
     async def echo(request: Request) -> Response:
         checked = adapter.validate_python(await request.json())
-        last, _ = [*checked["messages"]][-1], [*checked["tools"]]  # sequences are checked as they are read
+        last, _ = (
+            [*checked["messages"]][-1],
+            [*checked["tools"]],
+        )  # sequences are checked as they are read
         message = ChatCompletionMessage(role="assistant", content=last["content"])
         answer = ChatCompletion(
             id="chatcmpl-1",
@@ -146,7 +164,9 @@ def echo_app() -> FastAPI:
 async def played_by_others(url: str, keys: Sequence[str]) -> float:
     """CPU-ms that a turn costs this process, while another one plays an episode with each key."""
     pipe = asyncio.subprocess.PIPE
-    programs = await asyncio.create_subprocess_exec(sys.executable, __file__, url, *keys, stdin=pipe, stdout=pipe)
+    programs = await asyncio.create_subprocess_exec(
+        sys.executable, __file__, url, *keys, stdin=pipe, stdout=pipe
+    )
     assert programs.stdin is not None and programs.stdout is not None  # noqa: PT018
     await programs.stdout.readline()  # they are ready
     gc.unfreeze()  # so that neither is measured while it collects what the other has left
@@ -170,7 +190,10 @@ async def play_all(url: str, keys: Sequence[str]) -> None:
 async def _play(client: aiohttp.ClientSession, url: str, key: str, number: int) -> None:
     messages: list[Mapping[str, Any]] = [
         {"role": "system", "content": "You play. Answer with what you want to do."},
-        {"role": "user", "content": f"Game {number} begins. You see {number % 97} doors. What do you do?"},
+        {
+            "role": "user",
+            "content": f"Game {number} begins. You see {number % 97} doors. What do you do?",
+        },
     ]
     for turn in range(TURNS):
         body = {"model": "policy", "messages": messages, "tools": [TOOL], "temperature": 1.0}
@@ -182,20 +205,33 @@ async def _play(client: aiohttp.ClientSession, url: str, key: str, number: int) 
         messages = [
             *messages,
             {"role": "assistant", "content": said["content"]},
-            {"role": "user", "content": f"Turn {turn}. You see {(number * turn) % 89} at {turn % 7}. What do you do?"},
+            {
+                "role": "user",
+                "content": (
+                    f"Turn {turn}. You see {(number * turn) % 89} at {turn % 7}. What do you do?"
+                ),
+            },
         ]
 
 
-async def benchmark(engine: Engine, renderer: TemplateRenderer, repeats: int, console: Console) -> None:
+async def benchmark(
+    engine: Engine, renderer: TemplateRenderer, repeats: int, console: Console
+) -> None:
     """Both, taking turns."""
     spent: dict[str, list[float]] = {"the gateway": [], "the echo": []}
     for repeat in range(repeats + 1):  # the first is a warm-up
-        for name, cost in zip(spent, (await of_gateway(engine, renderer), await of_echo()), strict=True):
+        for name, cost in zip(
+            spent, (await of_gateway(engine, renderer), await of_echo()), strict=True
+        ):
             spent[name] += [cost] if repeat else []
-    table = Table("", "CPU-ms per turn", "ratio", title=f"{LIVE} live programs x {TURNS} turns over HTTP")
+    table = Table(
+        "", "CPU-ms per turn", "ratio", title=f"{LIVE} live programs x {TURNS} turns over HTTP"
+    )
     echo = statistics.median(spent["the echo"])
     for name, costs in spent.items():
-        table.add_row(name, f"{statistics.median(costs):.2f}", f"{statistics.median(costs) / echo:.2f}")
+        table.add_row(
+            name, f"{statistics.median(costs):.2f}", f"{statistics.median(costs) / echo:.2f}"
+        )
     console.print(table)
 
 

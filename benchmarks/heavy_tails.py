@@ -1,11 +1,13 @@
-"""What the staleness rules cost where a few environment steps take very long: seconds per step, bias, wasted tokens.
+"""What the staleness rules cost where a few environment steps take very long: seconds per step,
+bias, wasted tokens.
 
     python benchmarks/heavy_tails.py [--bound 4] [--steps 60] [--seeds 3]
 
-Each rule plays the same episodes on the production scheduler under the virtual clock: eight turns, whose environment
-steps last as a Pareto distribution says (shape 1.1, at least 1 s), or 1 s with a chance of 1 in 100 of 300 s. `oldest`
-is the age of the oldest token that carried loss, `left out` the share of tokens that were too old to carry any, and
-`duration` the mean length of trained episodes over that of all sampled ones (below 1, long ones are missing).
+Each rule plays the same episodes on the production scheduler under the virtual clock: eight turns,
+whose environment steps last as a Pareto distribution says (shape 1.1, at least 1 s), or 1 s with a
+chance of 1 in 100 of 300 s. `oldest` is the age of the oldest token that carried loss, `left out`
+the share of tokens that were too old to carry any, and `duration` the mean length of trained
+episodes over that of all sampled ones (below 1, long ones are missing).
 """
 
 import argparse
@@ -34,7 +36,9 @@ TAILS: dict[str, Callable[[Random], float]] = {
 }
 
 
-def played(rule: StalenessRuleName, tail: Callable[[Random], float], bound: int, steps: int, seed: int) -> Report:
+def played(
+    rule: StalenessRuleName, tail: Callable[[Random], float], bound: int, steps: int, seed: int
+) -> Report:
     """A run of `steps` steps under a rule."""
 
     def plan_of(task: int, member: int) -> EpisodePlan:
@@ -57,18 +61,26 @@ def played(rule: StalenessRuleName, tail: Callable[[Random], float], bound: int,
 
 def main() -> None:
     """Print a table for each distribution."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bound", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     for name, tail in TAILS.items():
-        table = Table("rule", "s/step", "oldest", "left out", "duration", title=f"{name}, K = {args.bound}")
+        table = Table(
+            "rule", "s/step", "oldest", "left out", "duration", title=f"{name}, K = {args.bound}"
+        )
         for rule, kind in STALENESS_RULES.items():
-            reports = [played(rule, tail, args.bound, args.steps, seed) for seed in range(args.seeds)]
+            reports = [
+                played(rule, tail, args.bound, args.steps, seed) for seed in range(args.seeds)
+            ]
             tokens = sum((report.staleness_tokens for report in reports), start=Counter[int]())
             old = (
-                sum(count for age, count in tokens.items() if age > args.bound) / tokens.total() if kind.masks else 0.0
+                sum(count for age, count in tokens.items() if age > args.bound) / tokens.total()
+                if kind.masks
+                else 0.0
             )
             oldest = min(args.bound, max(tokens)) if kind.masks else max(tokens)
             seconds = statistics.fmean(report.seconds / report.steps for report in reports)

@@ -2,11 +2,12 @@
 
     python benchmarks/hops.py [--root OTHER_CHECKOUT]
 
-A hop is a call from one of our classes or modules into another, on the paths from the command to the trainer's update
-of the weights and to the load of the weights in the engine. Calls inside a class or module do not count, and hops on
-both paths count once. The hops are also counted without `agentrl/flow`, which only passes calls on, as asyncio does.
-A small model trains three steps with the local engine, while every call is recorded with its caller, also across tasks
-and threads. The output is the hops, the files that they touch, and how many of our functions, in how many files, are
+A hop is a call from one of our classes or modules into another, on the paths from the command to
+the trainer's update of the weights and to the load of the weights in the engine. Calls inside a
+class or module do not count, and hops on both paths count once. The hops are also counted without
+`agentrl/flow`, which only passes calls on, as asyncio does. A small model trains three steps with
+the local engine, while every call is recorded with its caller, also across tasks and threads. The
+output is the hops, the files that they touch, and how many of our functions, in how many files, are
 entered from one batch to the next. `--root` counts in another checkout, to compare.
 """
 
@@ -52,7 +53,9 @@ class Call:
     def unit(self) -> Unit:
         """The function's file, and its class if it has one."""
         owner, dot, _ = self.code.co_qualname.partition(".")
-        return self.code.co_filename, owner if dot and not self.code.co_qualname.startswith(f"{owner}.<") else ""
+        return self.code.co_filename, owner if dot and not self.code.co_qualname.startswith(
+            f"{owner}.<"
+        ) else ""
 
 
 class Recorder:
@@ -62,7 +65,9 @@ class Recorder:
         self._root = str(root) + "/"
         self._ours: dict[CodeType, bool] = {}
         self._calls: dict[FrameType, Call] = {}
-        self._begun_by: dict[FrameType, Call | None] = {}  # frames of coroutines that tasks will run
+        self._begun_by: dict[
+            FrameType, Call | None
+        ] = {}  # frames of coroutines that tasks will run
         self._thread = threading.local()
         self.found: dict[str, list[Call]] = {UPDATED: [], LOADED: []}
         self.steps: list[set[CodeType]] = []
@@ -81,7 +86,9 @@ class Recorder:
             self.steps[-1].add(code)
 
     def caller_of(self, frame: FrameType | None) -> Call | None:
-        """The call that a frame was called from: up its stack, or where its task or thread was started."""
+        """The call that a frame was called from: up its stack, or where its task or thread was
+        started.
+        """
         while frame is not None:
             if frame in self._begun_by:
                 return self._begun_by[frame]
@@ -90,13 +97,17 @@ class Recorder:
                 return self._calls[frame]
         return getattr(self._thread, "begun_by", None)
 
-    def begin_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+    def begin_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> "asyncio.Task[Any]":
         """See `loop.set_task_factory`."""
         if getattr(coroutine, "cr_frame", None) is not None:
             self._begun_by[coroutine.cr_frame] = self.caller_of(sys._getframe())
         return asyncio.Task(coroutine, loop=loop, **options)
 
-    def in_thread(self, begun_by: Call | None, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def in_thread(
+        self, begun_by: Call | None, work: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
         """Run the work of a pool as if its submitter had called it."""
         self._thread.begun_by = begun_by
         return work(*args, **options)
@@ -104,13 +115,19 @@ class Recorder:
     def _is_ours(self, code: CodeType) -> bool:
         if code not in self._ours:
             file, name = code.co_filename, code.co_qualname
-            self._ours[code] = file.startswith(self._root) and "/.venv/" not in file and "/benchmarks/" not in file
-            self._ours[code] &= not name.endswith(("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"))
+            self._ours[code] = (
+                file.startswith(self._root) and "/.venv/" not in file and "/benchmarks/" not in file
+            )
+            self._ours[code] &= not name.endswith(
+                ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+            )
         return self._ours[code]
 
 
 def chain(call: Call | None, left_out: str) -> list[Unit]:
-    """The units on the path to a call, without files that have `left_out` in their path; repeats count once."""
+    """The units on the path to a call, without files that have `left_out` in their path; repeats
+    count once.
+    """
     units: list[Unit] = []
     while call is not None:
         if left_out not in call.unit[0] and (not units or units[-1] != call.unit):
@@ -134,7 +151,9 @@ def record(root: Path) -> Recorder:
     submit, run_forever = ThreadPoolExecutor.submit, asyncio.BaseEventLoop.run_forever
 
     def submitted(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **options: Any) -> Any:
-        return submit(pool, recorder.in_thread, recorder.caller_of(sys._getframe()), work, *args, **options)
+        return submit(
+            pool, recorder.in_thread, recorder.caller_of(sys._getframe()), work, *args, **options
+        )
 
     def running(loop: asyncio.BaseEventLoop) -> None:
         loop.set_task_factory(recorder.begin_task)
@@ -165,7 +184,9 @@ def record(root: Path) -> Recorder:
 
 def main() -> None:
     """Print the hops."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     root = parser.parse_args().root.resolve()
     recorder = record(root)
@@ -178,7 +199,9 @@ def main() -> None:
         print(f"{len(hops)} hops in {len({unit[0] for hop in hops for unit in hop})} files{text}")
     one_step = recorder.steps[1]
     entered = {code.co_filename for code in one_step}
-    print(f"{len(one_step)} functions in {len(entered)} files are entered from one batch to the next")
+    print(
+        f"{len(one_step)} functions in {len(entered)} files are entered from one batch to the next"
+    )
 
 
 if __name__ == "__main__":

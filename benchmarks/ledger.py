@@ -1,16 +1,19 @@
-"""The cost of the ledger for its caller, compared with writing each row at once, for the same operations in one run.
+"""The cost of the ledger for its caller, compared with writing each row at once, for the same
+operations in one run.
 
     python benchmarks/ledger.py [--episodes 1000000] [--each 100000] [--rounds 8]
 
-Tasks of 8 episodes are admitted, begun and trained, 64 tasks at a time. In the first table the caller does nothing
-else, so the ledger's thread cannot keep up, and the caller waits for the full queue: the worst case. CPU time is of all
-threads. "nothing" calls a ledger that does nothing, so its time is the benchmark's own.
+Tasks of 8 episodes are admitted, begun and trained, 64 tasks at a time. In the first table the
+caller does nothing else, so the ledger's thread cannot keep up, and the caller waits for the full
+queue: the worst case. CPU time is of all threads. "nothing" calls a ledger that does nothing, so
+its time is the benchmark's own.
 
-In the second table the caller begins an episode every 50 µs, faster than a scheduler does, and computes in between. It
-"stood still" between two readings of the clock, which it reads after each call and many times in between. "a thread"
-does nothing either, but runs a thread that computes for a millisecond after every 512 episodes without holding the
-interpreter lock: with few cores, that alone stops the caller. The ways take turns, in rounds of a second. Other work on
-the machine only adds time, so the best round says the most.
+In the second table the caller begins an episode every 50 µs, faster than a scheduler does, and
+computes in between. It "stood still" between two readings of the clock, which it reads after each
+call and many times in between. "a thread" does nothing either, but runs a thread that computes for
+a millisecond after every 512 episodes without holding the interpreter lock: with few cores, that
+alone stops the caller. The ways take turns, in rounds of a second. Other work on the machine only
+adds time, so the best round says the most.
 """
 
 import argparse
@@ -58,7 +61,9 @@ class Nothing:
 
 
 class Thread(Nothing):
-    """Does nothing either, but a thread computes without the interpreter lock, for as long as the ledger writes."""
+    """Does nothing either, but a thread computes without the interpreter lock, for as long as the
+    ledger writes.
+    """
 
     def __init__(self) -> None:
         self._begun = 0
@@ -91,17 +96,17 @@ class RowByRow:
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.executescript(
-            "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
-            "CREATE TABLE tasks (number INTEGER PRIMARY KEY, id TEXT UNIQUE, env TEXT, seed INTEGER, options TEXT,"
-            " admitted_version INTEGER, fate TEXT, step INTEGER, why TEXT, rewards TEXT);"
-            "CREATE TABLE episodes (launch INTEGER, id TEXT, task INTEGER, fate TEXT, step INTEGER, why TEXT,"
-            " PRIMARY KEY (launch, id));"
-            "CREATE INDEX episodes_of_task ON episodes (task, fate);"
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;CREATE TABLE tasks (number INTEGER"
+            " PRIMARY KEY, id TEXT UNIQUE, env TEXT, seed INTEGER, options TEXT, admitted_version"
+            " INTEGER, fate TEXT, step INTEGER, why TEXT, rewards TEXT);CREATE TABLE episodes"
+            " (launch INTEGER, id TEXT, task INTEGER, fate TEXT, step INTEGER, why TEXT, PRIMARY"
+            " KEY (launch, id));CREATE INDEX episodes_of_task ON episodes (task, fate);"
         )
 
     def admit(self, number: int, task: Task, version: int) -> None:
         self._db.execute(
-            "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?,"
+            " ?, ?, ?)",
             (number, task.id, task.env, task.seed, json.dumps(dict(task.options)), version),
         )
 
@@ -117,7 +122,9 @@ class RowByRow:
                     "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ?",
                     (step, json.dumps(rewards), number),
                 )
-                self._db.execute("UPDATE episodes SET fate = 'trained', step = ? WHERE task = ?", (step, number))
+                self._db.execute(
+                    "UPDATE episodes SET fate = 'trained', step = ? WHERE task = ?", (step, number)
+                )
 
     def flush(self) -> None: ...
 
@@ -127,7 +134,9 @@ class RowByRow:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one way, in seconds. `grown`: growth in resident bytes from the first tenth to the end."""
+    """The cost of one way, in seconds. `grown`: growth in resident bytes from the first tenth to
+    the end.
+    """
 
     wall: float
     cpu: float
@@ -138,7 +147,9 @@ class Cost:
 
 
 class Stopwatch:
-    """How long its caller stood still: the longest time between two readings, and how often it was over 3 ms."""
+    """How long its caller stood still: the longest time between two readings, and how often it was
+    over 3 ms.
+    """
 
     def __init__(self) -> None:
         self.last, self.longest, self.stops = time.perf_counter(), 0.0, 0
@@ -153,12 +164,20 @@ class Stopwatch:
 
 def measure(ledger: Writes, episodes: int, pause: float) -> Cost:
     """Time `episodes` episodes; compute until `pause` seconds have passed for each."""
-    start, caller, first, early, paused = time.perf_counter(), time.thread_time(), cpu_seconds(), 0, 0.0
+    start, caller, first, early, paused = (
+        time.perf_counter(),
+        time.thread_time(),
+        cpu_seconds(),
+        0,
+        0.0,
+    )
     tasks, watch, due = episodes // GROUP, Stopwatch(), start
     for step, begin in enumerate(range(0, tasks, BATCH)):
         numbers = range(begin, min(begin + BATCH, tasks))
         for number in numbers:
-            ledger.admit(number, Task("frozen_lake", number * 7919, OPTIONS, f"train-{number:06d}"), step)
+            ledger.admit(
+                number, Task("frozen_lake", number * 7919, OPTIONS, f"train-{number:06d}"), step
+            )
             watch.look()
         for number in numbers:
             for member in range(GROUP):
@@ -191,7 +210,16 @@ def resident() -> int:
 
 def cost_table(folder: Path, episodes: int, each: int) -> Table:
     """The cost of each way at full speed."""
-    table = Table("way", "episodes", "ops/s", "CPU µs/episode", "the caller's", "stood still ms", "file MB", "grown MB")
+    table = Table(
+        "way",
+        "episodes",
+        "ops/s",
+        "CPU µs/episode",
+        "the caller's",
+        "stood still ms",
+        "file MB",
+        "grown MB",
+    )
     spent: dict[str, float] = {}
     ways: list[tuple[str, Writes, int]] = [
         ("nothing", Nothing(), each),
@@ -234,13 +262,19 @@ def stops_table(folder: Path, rounds: int) -> Table:
     for name, measured in costs.items():
         longest = [cost.longest * 1e3 for cost in measured]
         stops = statistics.median(cost.stops for cost in measured)
-        table.add_row(name, f"{min(longest):.1f}", f"{statistics.median(longest):.1f}", f"{stops:g}")
+        table.add_row(
+            name, f"{min(longest):.1f}", f"{statistics.median(longest):.1f}", f"{stops:g}"
+        )
     return table
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--episodes", type=int, default=1_000_000, help="episodes of the ledger at full speed")
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
+        "--episodes", type=int, default=1_000_000, help="episodes of the ledger at full speed"
+    )
     arguments.add_argument("--each", type=int, default=100_000, help="episodes of the other ways")
     arguments.add_argument("--rounds", type=int, default=8, help="rounds of the second table")
     options = arguments.parse_args()

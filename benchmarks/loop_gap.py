@@ -1,12 +1,14 @@
-"""The longest gap of the controller's event loop while a step of many tokens is played and made into a batch.
+"""The longest gap of the controller's event loop while a step of many tokens is played and made
+into a batch.
 
     python benchmarks/loop_gap.py [--tokens 1000000 --tokens 10000000] [--live 1000]
 
-The real scheduler, renderer and ledger (on disk) play groups of 8 episodes of 20 turns, each with about 50 new prompt
-tokens and 100 sampled tokens. The engine is scripted: an answer takes lognormal(median 2 s, sigma 0.6). Then batch,
-shards for 8 ranks, trajectory file and metrics are made beside the loop, as in a run. A task on the loop wakes up every
-5 ms; a gap is its delay. The output for each size and each of the two halves, in milliseconds: the longest gap, the
-99th percentile of the gaps, and Python's longest garbage collection.
+The real scheduler, renderer and ledger (on disk) play groups of 8 episodes of 20 turns, each with
+about 50 new prompt tokens and 100 sampled tokens. The engine is scripted: an answer takes
+lognormal(median 2 s, sigma 0.6). Then batch, shards for 8 ranks, trajectory file and metrics are
+made beside the loop, as in a run. A task on the loop wakes up every 5 ms; a gap is its delay. The
+output for each size and each of the two halves, in milliseconds: the longest gap, the 99th
+percentile of the gaps, and Python's longest garbage collection.
 """
 
 import argparse
@@ -132,7 +134,9 @@ async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int)
         min_live_episodes=live,
     )
     host = EnvHost({"game": LongGame}, config.deadlines)
-    sampling = SamplingParams(max_tokens=SAMPLED, temperature=1.0, stop_token_ids=renderer.stop_token_ids)
+    sampling = SamplingParams(
+        max_tokens=SAMPLED, temperature=1.0, stop_token_ids=renderer.stop_token_ids
+    )
     policy = EnginePolicy(engine, sampling, config.deadlines.generate)
     ledger = Ledger(folder / "ledger.sqlite")
     rollouts = Rollouts(
@@ -154,10 +158,14 @@ async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int)
 
 async def write(folder: Path, groups: list[Group]) -> int:
     """Make batch, shards, file and metrics; returns the number of tokens of the batch."""
-    make = partial(batch_of, groups, Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig()), 0)
+    make = partial(
+        batch_of, groups, Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig()), 0
+    )
     batch = await asyncio.to_thread(make)
     await asyncio.to_thread(shard_batch, batch, PACKING, ranks=8)
-    pairs = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+    pairs = [
+        pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
+    ]
     await asyncio.to_thread(write_trajectories, folder / "step.parquet", pairs)
     await asyncio.to_thread(rollout_metrics, groups, 0)
     return len(batch.tokens_S)
@@ -184,20 +192,36 @@ def measure(tokens: int, live: int) -> None:
 
 def main() -> None:
     """Measure each size in its own process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--live", type=int, default=1000)
     options = parser.parse_args()
     above = ("", "playing", "", "", "writing", "", "", "playing", "")
-    below = ("tokens", "longest", "1 in 100", "collection", "longest", "1 in 100", "collection", "seconds", "CPU-s")
+    below = (
+        "tokens",
+        "longest",
+        "1 in 100",
+        "collection",
+        "longest",
+        "1 in 100",
+        "collection",
+        "seconds",
+        "CPU-s",
+    )
     for names in (above, below):
         print(" ".join(f"{name:>12}" for name in names))
     for tokens in options.tokens or [1_000_000, 10_000_000]:
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(tokens, options.live))
+        process = multiprocessing.get_context("spawn").Process(
+            target=measure, args=(tokens, options.live)
+        )
         process.start()
         process.join()
         if process.exitcode:
-            raise SystemExit(f"the measurement of {tokens:,} tokens ended with exit code {process.exitcode}")
+            raise SystemExit(
+                f"the measurement of {tokens:,} tokens ended with exit code {process.exitcode}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The environment of `benchmarks/remote_env.py` with OpenEnv's own server and client.
 
-Runs in a virtual environment that has `openenv==0.10.0` and not agentrl; `benchmarks/remote_env.py --openenv FOLDER`
-makes it and starts both. The environment is one sync class, as in OpenEnv's guides, and allows concurrent sessions. The
-client keeps its connection between episodes, which is faster.
+Runs in a virtual environment that has `openenv==0.10.0` and not agentrl; `benchmarks/remote_env.py
+--openenv FOLDER` makes it and starts both. The environment is one sync class, as in OpenEnv's
+guides, and allows concurrent sessions. The client keeps its connection between episodes, which is
+faster.
 
     python openenv_rival.py serve             prints its address
     python openenv_rival.py play URL SESSIONS SECONDS     prints the measurements as JSON
@@ -34,14 +35,18 @@ def serve() -> None:
     class Counting(Environment[Say, Seen, State]):
         SUPPORTS_CONCURRENT_SESSIONS = True
 
-        def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Seen:
+        def reset(
+            self, seed: int | None = None, episode_id: str | None = None, **more: Any
+        ) -> Seen:
             self.count = 0
             return Seen(message=f"counting from {seed}", done=False, reward=None)
 
         def step(self, action: Say, timeout_s: float | None = None, **more: Any) -> Seen:
             self.count += 1
             done = self.count == STEPS_OF_AN_EPISODE
-            return Seen(message=f"{action.message}: the counter is {self.count}", done=done, reward=1.0)
+            return Seen(
+                message=f"{action.message}: the counter is {self.count}", done=done, reward=1.0
+            )
 
         @property
         def state(self) -> State:
@@ -70,7 +75,9 @@ async def play(url: str, sessions: int, seconds: float) -> dict[str, float]:
                 done = (await client.step({"message": "go on"})).done
                 waits.append(time.perf_counter() - began)
 
-    for client in clients:  # one by one: connecting is not measured, and the server refuses some of many at once
+    for client in (
+        clients
+    ):  # one by one: connecting is not measured, and the server refuses some of many at once
         await client.connect()
     async with asyncio.TaskGroup() as group:
         for seed, client in enumerate(clients):

@@ -2,17 +2,20 @@
 
     python benchmarks/overhead.py [--repeats 3] [--live 16 256 1000 10000] [--gateway]
 
-*In process*: an instant engine and an instant environment, with the real scheduler, renderer and ledger (on disk), for
-several numbers of live episodes. *Over HTTP*: 256 trajectories of 8 turns against a server in another process, which
-answers with token ids and logprobs, 32 requests at a time in order of arrival; for comparison, a bare client that does
-the same turns with only aiohttp. In the zero model answers are instant. In the scaled model an answer takes
-(50 ms + 20 ms for each token) / 100, with tokens lognormal(median 140, sigma 0.6) in [70, 500], and the environment
-lognormal(median 0.5 s, sigma 1.5, at most 30 s) / 100. Efficiency is the lower bound of the makespan / the makespan:
-no schedule of these times is shorter than its longest trajectory, nor than the sum of all answers / 32.
+*In process*: an instant engine and an instant environment, with the real scheduler, renderer and
+ledger (on disk), for several numbers of live episodes. *Over HTTP*: 256 trajectories of 8 turns
+against a server in another process, which answers with token ids and logprobs, 32 requests at a
+time in order of arrival; for comparison, a bare client that does the same turns with only aiohttp.
+In the zero model answers are instant. In the scaled model an answer takes (50 ms + 20 ms for each
+token) / 100, with tokens lognormal(median 140, sigma 0.6) in [70, 500], and the environment
+lognormal(median 0.5 s, sigma 1.5, at most 30 s) / 100. Efficiency is the lower bound of the
+makespan / the makespan: no schedule of these times is shorter than its longest trajectory, nor than
+the sum of all answers / 32.
 
 *Programs* (`--gateway` alone; also at the end of the others): see `gateway_turns.py`.
 
-CPU time is of all threads of this process. Figures are medians; wall-clock times mean little on a shared machine.
+CPU time is of all threads of this process. Figures are medians; wall-clock times mean little on a
+shared machine.
 """
 
 import argparse
@@ -65,7 +68,11 @@ _EVER_NEW = count(10**6)
 def answer_of(seed: int) -> tuple[int, ...]:
     """The answer to a request with this seed: words of the tiny tokenizer, without a stop token."""
     random = Random(seed)
-    return tuple(random.choices(range(300, 400), k=int(min(max(random.lognormvariate(math.log(140), 0.6), 70), 500))))
+    return tuple(
+        random.choices(
+            range(300, 400), k=int(min(max(random.lognormvariate(math.log(140), 0.6), 70), 500))
+        )
+    )
 
 
 def answer_seconds(tokens: int) -> float:
@@ -79,12 +86,16 @@ def env_seconds(random: Random) -> float:
 
 
 class MockEngine:
-    """Answers after `seconds(length of the answer)`, `slots` requests at a time in order of arrival."""
+    """Answers after `seconds(length of the answer)`, `slots` requests at a time in order of
+    arrival.
+    """
 
     policy_version = 0
     max_context = MAX_CONTEXT
 
-    def __init__(self, slots: int, answer: Callable[[int], tuple[int, ...]], seconds: Callable[[int], float]) -> None:
+    def __init__(
+        self, slots: int, answer: Callable[[int], tuple[int, ...]], seconds: Callable[[int], float]
+    ) -> None:
         self._places = asyncio.Semaphore(slots)
         self._answer = answer
         self._seconds = seconds
@@ -115,7 +126,9 @@ class MockEngine:
 
 
 class InstantEngine(MockEngine):
-    """Always gives the same answer, in the loop's next iteration, so that all live episodes advance together."""
+    """Always gives the same answer, in the loop's next iteration, so that all live episodes advance
+    together.
+    """
 
     def __init__(self) -> None:
         super().__init__(1, lambda seed: (), lambda tokens: 0.0)
@@ -127,7 +140,9 @@ class InstantEngine(MockEngine):
 
 
 class Game:
-    """Begins alike for each member of a group, then returns something new in each turn. Instant, on the loop."""
+    """Begins alike for each member of a group, then returns something new in each turn. Instant, on
+    the loop.
+    """
 
     isolation = "inline"
     system_prompt = "You play. Answer with what you want to do."
@@ -138,7 +153,13 @@ class Game:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turn += 1
-        return f"Turn {self._turn}. {self._view(next(_EVER_NEW))}", 0.0, self._turn == TURNS, False, {}
+        return (
+            f"Turn {self._turn}. {self._view(next(_EVER_NEW))}",
+            0.0,
+            self._turn == TURNS,
+            False,
+            {},
+        )
 
     def close(self) -> None:
         pass
@@ -162,7 +183,9 @@ class SlowGame(Game):
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: CPU and wall-clock seconds, and each trajectory's turns as (tokens, seconds the environment slept)."""
+    """One run: CPU and wall-clock seconds, and each trajectory's turns as (tokens, seconds the
+    environment slept).
+    """
 
     cpu: float
     wall: float
@@ -191,7 +214,11 @@ async def measured(work: Awaitable[list[list[tuple[int, float]]]]) -> Measured:
 
 
 async def play(
-    engine: Engine, game: Callable[[], Any], renderer: TemplateRenderer, trajectories: int, live: int
+    engine: Engine,
+    game: Callable[[], Any],
+    renderer: TemplateRenderer,
+    trajectories: int,
+    live: int,
 ) -> list[list[tuple[int, float]]]:
     """Play one batch with the real scheduler. Only this function knows how the parts fit together."""
     config = RolloutConfig(
@@ -212,7 +239,9 @@ async def play(
         rollouts = Rollouts(
             config,
             tasks=SeededTasks(NoSettings(), "game", seed=next(_EVER_NEW)),
-            runner=EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode),
+            runner=EnvEpisodeRunner(
+                policy, renderer, host, config.budget, config.deadlines.episode
+            ),
             reward=EnvironmentReward(EnvironmentReward.Config()),
             engine=engine,
             ledger=ledger,
@@ -224,7 +253,10 @@ async def play(
         await host.close()
         ledger.close()
     played = [trajectory for group in groups for trajectory in group.trajectories]
-    return [[(len(turn.completion.token_ids), turn.info.get("seconds", 0.0)) for turn in each.turns] for each in played]
+    return [
+        [(len(turn.completion.token_ids), turn.info.get("seconds", 0.0)) for turn in each.turns]
+        for each in played
+    ]
 
 
 async def play_bare(url: str, scaled: bool) -> list[list[tuple[int, float]]]:
@@ -235,7 +267,13 @@ async def play_bare(url: str, scaled: bool) -> list[list[tuple[int, float]]]:
         prompt = [300] * 40
         turns = []
         for turn in range(TURNS):
-            body = {"model": MODEL, "prompt": prompt, "max_tokens": 512, "seed": 1000 * number + turn, "logprobs": 0}
+            body = {
+                "model": MODEL,
+                "prompt": prompt,
+                "max_tokens": 512,
+                "seed": 1000 * number + turn,
+                "logprobs": 0,
+            }
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 choice = (await response.json())["choices"][0]
             seconds = env_seconds(random) if scaled else 0.0
@@ -245,7 +283,10 @@ async def play_bare(url: str, scaled: bool) -> list[list[tuple[int, float]]]:
             turns.append((len(choice["token_ids"]), seconds))
         return turns
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as tasks:
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
         started = [tasks.create_task(trajectory(session, number)) for number in range(TRAJECTORIES)]
         for task in started:
             await task
@@ -272,8 +313,12 @@ async def server(scaled: bool) -> AsyncIterator[str]:
     await process.wait()
 
 
-async def in_process(renderer: TemplateRenderer, lives: Sequence[int], repeats: int) -> dict[int, float]:
-    """CPU-ms per turn by the number of live episodes, each over as many trajectories; the numbers take turns."""
+async def in_process(
+    renderer: TemplateRenderer, lives: Sequence[int], repeats: int
+) -> dict[int, float]:
+    """CPU-ms per turn by the number of live episodes, each over as many trajectories; the numbers
+    take turns.
+    """
     trajectories = max(1024, *lives)
     engine = InstantEngine()
     await play(engine, Game, renderer, 64, 64)
@@ -281,10 +326,15 @@ async def in_process(renderer: TemplateRenderer, lives: Sequence[int], repeats: 
     for _ in range(repeats):
         for live in lives:
             runs[live].append(await measured(play(engine, Game, renderer, trajectories, live)))
-    return {live: statistics.median(run.cpu_ms_per_turn for run in of_live) for live, of_live in runs.items()}
+    return {
+        live: statistics.median(run.cpu_ms_per_turn for run in of_live)
+        for live, of_live in runs.items()
+    }
 
 
-async def over_http(renderer: TemplateRenderer, scaled: bool, repeats: int) -> dict[str, list[Measured]]:
+async def over_http(
+    renderer: TemplateRenderer, scaled: bool, repeats: int
+) -> dict[str, list[Measured]]:
     """Our client and the bare one in turns, against the same server."""
     runs: dict[str, list[Measured]] = {"agentrl, engine=openai": [], "bare aiohttp client": []}
     random = Random(1)
@@ -309,7 +359,12 @@ def tiny_renderer() -> TemplateRenderer:
 
 async def benchmark(lives: Sequence[int], repeats: int, console: Console) -> None:
     renderer = tiny_renderer()
-    table = Table("live episodes", "CPU-ms per turn", "ratio", title="in process, instant engine and environment")
+    table = Table(
+        "live episodes",
+        "CPU-ms per turn",
+        "ratio",
+        title="in process, instant engine and environment",
+    )
     by_live = await in_process(renderer, lives, repeats)
     for live, spent in by_live.items():
         table.add_row(f"{live:,}", f"{spent:.3f}", f"{spent / by_live[lives[0]]:.2f}")
@@ -328,7 +383,9 @@ async def benchmark(lives: Sequence[int], repeats: int, console: Console) -> Non
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--live", type=int, nargs="*", default=[16, 256, 1000, 10_000])
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--serve", choices=["zero", "scaled"], help=argparse.SUPPRESS)
@@ -340,7 +397,9 @@ def main() -> None:
         return
     if not options.gateway:
         asyncio.run(benchmark(options.live, options.repeats, console))
-    run_steadily(gateway_turns.benchmark(InstantEngine(), tiny_renderer(), options.repeats, console))
+    run_steadily(
+        gateway_turns.benchmark(InstantEngine(), tiny_renderer(), options.repeats, console)
+    )
 
 
 if __name__ == "__main__":

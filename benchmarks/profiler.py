@@ -1,15 +1,17 @@
 """What the profiler finds in a run whose times are known, and what recording costs.
 
-The production scheduler plays a simulated world in real time: engine, environments, rewards, trainer and weights only
-sleep. The same world under the virtual clock says exactly how long each of them is busy. Printed are, for each
-resource, these seconds and those that a profile of the real time attributes to it; the run's seconds by the profile,
-without recording, and under the virtual clock; and the CPU time of the process with and without recording. Last, what
-spans cost a scheduler that never waits.
+The production scheduler plays a simulated world in real time: engine, environments, rewards,
+trainer and weights only sleep. The same world under the virtual clock says exactly how long each of
+them is busy. Printed are, for each resource, these seconds and those that a profile of the real
+time attributes to it; the run's seconds by the profile, without recording, and under the virtual
+clock; and the CPU time of the process with and without recording. Last, what spans cost a scheduler
+that never waits.
 
     python benchmarks/profiler.py [--steps 4] [--rounds 3]
 
-What to aim for: each resource within 2 %, the total within 5 %, recording below 3 %. On cores that others use too,
-timers are late by more than on quiet ones, and CPU times differ between rounds: all rounds are printed.
+What to aim for: each resource within 2 %, the total within 5 %, recording below 3 %. On cores that
+others use too, timers are late by more than on quiet ones, and CPU times differ between rounds: all
+rounds are printed.
 """
 
 import argparse
@@ -48,7 +50,9 @@ class SleepingReward:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A world in real time: its seconds, the CPU seconds of the process, and its trace if it was recorded."""
+    """A world in real time: its seconds, the CPU seconds of the process, and its trace if it was
+    recorded.
+    """
 
     seconds: float
     cpu_seconds: float
@@ -78,9 +82,13 @@ def in_real_time(steps: int, profiled: bool) -> Round:
         return Round(seconds, cpu, newest_trace(Path(folder), None))
 
 
-def busy_seconds(spans: dict[str, list[tuple[float, float]]], begin: float, end: float) -> dict[str, float]:
+def busy_seconds(
+    spans: dict[str, list[tuple[float, float]]], begin: float, end: float
+) -> dict[str, float]:
     sets = busy_sets({name: spans.get(name, []) for name in RESOURCES}, begin, end)
-    return {name: sum(seconds for names, seconds in sets.items() if name in names) for name in RESOURCES}
+    return {
+        name: sum(seconds for names, seconds in sets.items() if name in names) for name in RESOURCES
+    }
 
 
 def expected(steps: int) -> tuple[float, dict[str, float]]:
@@ -94,7 +102,9 @@ def expected(steps: int) -> tuple[float, dict[str, float]]:
 
 
 def never_waiting(recording: bool) -> float:
-    """CPU seconds of a scheduler that plays a thousand episodes of eight turns under the virtual clock."""
+    """CPU seconds of a scheduler that plays a thousand episodes of eight turns under the virtual
+    clock.
+    """
     rollout = RolloutConfig(groups_per_step=25, group_size=4)
     busy = World(rollout, SimulationConfig(), steps=10)
     if not recording:
@@ -104,24 +114,33 @@ def never_waiting(recording: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
     total, known = expected(chosen.steps)
     print(f"under the virtual clock: {total:.3f} s")
-    rounds = [(in_real_time(chosen.steps, False), in_real_time(chosen.steps, True)) for _ in range(chosen.rounds)]
+    rounds = [
+        (in_real_time(chosen.steps, False), in_real_time(chosen.steps, True))
+        for _ in range(chosen.rounds)
+    ]
     for plain, profiled in rounds:
         traced = profiled.traced
         assert traced is not None
         found = busy_seconds(traced.resources, traced.begin, traced.end)
-        shown = ", ".join(f"{name} {found[name]:.3f} s ({found[name] / known[name] - 1:+.1%})" for name in RESOURCES)
+        shown = ", ".join(
+            f"{name} {found[name]:.3f} s ({found[name] / known[name] - 1:+.1%})"
+            for name in RESOURCES
+        )
         print(f"attributed: {shown}")
         print(
-            f"the run: {profiled.seconds - traced.tracing:.3f} s by its profile, {plain.seconds:.3f} s without "
-            f"recording ({(profiled.seconds - traced.tracing) / plain.seconds - 1:+.1%}); CPU "
-            f"{profiled.cpu_seconds:.3f} s and {plain.cpu_seconds:.3f} s; by its own count, recording took "
-            f"{traced.tracing:.3f} s ({traced.tracing / profiled.seconds:.2%})"
+            f"the run: {profiled.seconds - traced.tracing:.3f} s by its profile,"
+            f" {plain.seconds:.3f} s without recording"
+            f" ({(profiled.seconds - traced.tracing) / plain.seconds - 1:+.1%}); CPU"
+            f" {profiled.cpu_seconds:.3f} s and {plain.cpu_seconds:.3f} s; by its own count,"
+            f" recording took {traced.tracing:.3f} s ({traced.tracing / profiled.seconds:.2%})"
         )
     costs = [profiled.seconds / plain.seconds - 1 for plain, profiled in rounds]
     print(f"recording makes the run longer by {median(costs):+.2%} (median)")

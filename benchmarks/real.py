@@ -1,10 +1,12 @@
-"""The table of `make real`: held-out success of a pretrained model before and after training, for each seed.
+"""The table of `make real`: held-out success of a pretrained model before and after training, for
+each seed.
 
     python benchmarks/real.py runs/real-1 runs/real-2 runs/real-3
 
-It ends with status 1 unless success rose in all runs: the interval of the difference is above 0 (Newcombe 1998, method
-10: from the Wilson intervals of both shares), and the interval of success after training is above what the best
-constant answer earns (`benchmarks/constant.py`). The commit is that of the code that prints the table.
+It ends with status 1 unless success rose in all runs: the interval of the difference is above 0
+(Newcombe 1998, method 10: from the Wilson intervals of both shares), and the interval of success
+after training is above what the best constant answer earns (`benchmarks/constant.py`). The commit
+is that of the code that prints the table.
 """
 
 import json
@@ -33,7 +35,9 @@ def summary_of(run: str) -> dict[str, Any]:
     """The summary of a run that has ended and was evaluated before and after."""
     path = Path(run) / "summary.json"
     if not path.exists():
-        sys.exit(f"{path} is missing: the run has not ended. `agentrl train --resume {run}` ends it.")
+        sys.exit(
+            f"{path} is missing: the run has not ended. `agentrl train --resume {run}` ends it."
+        )
     summary: dict[str, Any] = json.loads(path.read_text())
     ended = summary.get("ended")  # before 0.2.0 only runs that were complete had a summary
     if ended is not None and ended["how"] != "completed":
@@ -46,7 +50,9 @@ def summary_of(run: str) -> dict[str, Any]:
 def commit() -> str:
     """The commit of the code, with a mark if files differ from it."""
     described = ["git", "describe", "--always", "--dirty=*", "--exclude=*"]
-    asked = subprocess.run(described, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
+    asked = subprocess.run(
+        described, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     return asked.stdout.strip() or "?"
 
 
@@ -67,8 +73,8 @@ def main(runs: Sequence[str]) -> int:
             bounds = " to ".join(f"{end:.1%}" for end in summary[f"{when}_interval"])
             shares.append(f"{summary[when]:.1%} ({bounds})")
         print(
-            f"| {Path(run).name} | {' | '.join(shares)} | {constant:.1%} | {low:+.1%} to {high:+.1%} "
-            f"| {summary['steps']} | {summary['seconds'] / 60:.1f} | {commit()} |",
+            f"| {Path(run).name} | {' | '.join(shares)} | {constant:.1%} | {low:+.1%} to"
+            f" {high:+.1%} | {summary['steps']} | {summary['seconds'] / 60:.1f} | {commit()} |",
             flush=True,
         )
     return 0 if all_rose else 1

@@ -1,16 +1,21 @@
-"""The cost of a step of a remote environment: steps per second, and CPU time of client and server processes.
+"""The cost of a step of a remote environment: steps per second, and CPU time of client and server
+processes.
 
-    python benchmarks/remote_env.py [--sessions 1 32 128 1024] [--seconds 3] [--rounds 3] [--openenv FOLDER]
+    python benchmarks/remote_env.py [--sessions 1 32 128 1024] [--seconds 3] [--rounds 3] [--openenv
+    FOLDER]
 
 Every session plays an environment that counts to 8, without pause, so this measures the round trip.
 
 - "remote": `RemoteEnv` and `agentrl serve`, with the environment inline;
-- "threads": the same, but each environment has its own thread, as an environment that may block does;
-- "http": a POST for each step, with aiohttp and a connection for each session (at most 128: more gain nothing);
-- "openenv": OpenEnv 0.10's own client and server (`benchmarks/openenv_rival.py`), in a virtual environment in FOLDER,
-  which uv makes if it is missing.
+- "threads": the same, but each environment has its own thread, as an environment that may block
+  does;
+- "http": a POST for each step, with aiohttp and a connection for each session (at most 128: more
+  gain nothing);
+- "openenv": OpenEnv 0.10's own client and server (`benchmarks/openenv_rival.py`), in a virtual
+  environment in FOLDER, which uv makes if it is missing.
 
-The ways take turns, and the table shows the best round of each, since the machine may do other work.
+The ways take turns, and the table shows the best round of each, since the machine may do other
+work.
 """
 
 import argparse
@@ -58,7 +63,13 @@ class Counting(TextEnv):
     def step(self, action: str) -> StepResult:
         """Count on."""
         self.count += 1
-        return f"{action}: the counter is {self.count}", 1.0, self.count == STEPS_OF_AN_EPISODE, False, {}
+        return (
+            f"{action}: the counter is {self.count}",
+            1.0,
+            self.count == STEPS_OF_AN_EPISODE,
+            False,
+            {},
+        )
 
 
 class CountingInThread(Counting):
@@ -102,12 +113,16 @@ class PostEnv:
 
 def serve(pipe: Connection, factory: Callable[[], Env]) -> None:
     """The server's process."""
-    EnvServer(factory, limits=ServerLimits(max_sessions=4096, drain_seconds=0), on_start=pipe.send).run()
+    EnvServer(
+        factory, limits=ServerLimits(max_sessions=4096, drain_seconds=0), on_start=pipe.send
+    ).run()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: steps per second; CPU milliseconds per step of client and server; milliseconds of a step; threads."""
+    """One run: steps per second; CPU milliseconds per step of client and server; milliseconds of a
+    step; threads.
+    """
 
     rate: float
     client: float
@@ -122,7 +137,9 @@ def cpu_seconds(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:2])
 
 
-async def measure(make: Callable[[], Env], sessions: int, seconds: float, server: psutil.Process) -> Measured:
+async def measure(
+    make: Callable[[], Env], sessions: int, seconds: float, server: psutil.Process
+) -> Measured:
     """Play `sessions` at once for some seconds."""
     lives = [LiveEnv(make(), EnvDeadlines()) for _ in range(sessions)]
     waits: list[float] = []
@@ -144,7 +161,11 @@ async def measure(make: Callable[[], Env], sessions: int, seconds: float, server
         waits.clear()
         began, own, others = time.perf_counter(), time.process_time(), cpu_seconds(server)
         await asyncio.sleep(seconds)
-        took, own, others = time.perf_counter() - began, time.process_time() - own, cpu_seconds(server) - others
+        took, own, others = (
+            time.perf_counter() - began,
+            time.process_time() - own,
+            cpu_seconds(server) - others,
+        )
         steps, threads = len(waits), server.num_threads()
         stop = True
     for live in lives:
@@ -166,7 +187,9 @@ async def by_http(url: str, sessions: int, seconds: float, server: psutil.Proces
         return await measure(lambda: PostEnv(url, http), sessions, seconds, server)
 
 
-def by_openenv(python: Path, url: str, sessions: int, seconds: float, server: psutil.Process) -> Measured:
+def by_openenv(
+    python: Path, url: str, sessions: int, seconds: float, server: psutil.Process
+) -> Measured:
     """Measure OpenEnv's own client."""
     with subprocess.Popen(
         [python, RIVAL, "play", url, str(sessions), str(seconds)], stdout=subprocess.PIPE, text=True
@@ -202,9 +225,14 @@ def openenv_python(folder: Path) -> Path:
         subprocess.CalledProcessError: uv could not install it.
     """
     python = folder / "bin" / "python"
-    if not python.exists() or subprocess.run([python, "-c", "import openenv"], check=False).returncode != 0:
+    if (
+        not python.exists()
+        or subprocess.run([python, "-c", "import openenv"], check=False).returncode != 0
+    ):
         uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
-        subprocess.run([uv, "venv", "--quiet", "--allow-existing", "--python", "3.11", folder], check=True)
+        subprocess.run(
+            [uv, "venv", "--quiet", "--allow-existing", "--python", "3.11", folder], check=True
+        )
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, OPENENV], check=True)
     return python
 
@@ -213,7 +241,9 @@ def openenv_python(folder: Path) -> Path:
 def ours(factory: Callable[[], Env]) -> Iterator[tuple[str, psutil.Process]]:
     """A server of ours: its address and its process."""
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, factory), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(theirs, factory), daemon=True
+    )
     process.start()
     try:
         yield mine.recv(), psutil.Process(process.pid)
@@ -237,11 +267,15 @@ def theirs(python: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 32, 128, 1024])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--openenv", type=Path, metavar="FOLDER", help="also measure OpenEnv, installed there")
+    parser.add_argument(
+        "--openenv", type=Path, metavar="FOLDER", help="also measure OpenEnv, installed there"
+    )
     arguments = parser.parse_args()
     seconds = arguments.seconds
     console = Console()
@@ -249,7 +283,9 @@ def main() -> None:
         url, server = stack.enter_context(ours(Counting))
         thread_url, thread_server = stack.enter_context(ours(CountingInThread))
         ways: dict[str, Callable[[int], Measured]] = {
-            "remote": lambda sessions: asyncio.run(measure(lambda: RemoteEnv([url]), sessions, seconds, server)),
+            "remote": lambda sessions: asyncio.run(
+                measure(lambda: RemoteEnv([url]), sessions, seconds, server)
+            ),
             "threads": lambda sessions: asyncio.run(
                 measure(lambda: RemoteEnv([thread_url]), sessions, seconds, thread_server)
             ),
@@ -261,19 +297,38 @@ def main() -> None:
             try:
                 python = openenv_python(arguments.openenv)
                 rival_url, rival_server = stack.enter_context(theirs(python))
-                ways["openenv"] = lambda sessions: by_openenv(python, rival_url, sessions, seconds, rival_server)
+                ways["openenv"] = lambda sessions: by_openenv(
+                    python, rival_url, sessions, seconds, rival_server
+                )
             except (OSError, subprocess.CalledProcessError) as error:
                 console.print(f"OpenEnv is not measured: {OPENENV} cannot be installed: {error}")
-        table = Table(title=f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}", box=None)
-        columns = ("sessions", "way", "steps/s", "client CPU ms/step", "server CPU ms/step", "p50 ms", "p99 ms")
+        table = Table(
+            title=f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}", box=None
+        )
+        columns = (
+            "sessions",
+            "way",
+            "steps/s",
+            "client CPU ms/step",
+            "server CPU ms/step",
+            "p50 ms",
+            "p99 ms",
+        )
         for column in (*columns, "server's threads"):
             table.add_column(column, justify="right")
         for sessions in arguments.sessions:
-            rounds = [{way: run(sessions) for way, run in ways.items()} for _ in range(arguments.rounds)]
+            rounds = [
+                {way: run(sessions) for way, run in ways.items()} for _ in range(arguments.rounds)
+            ]
             for way in ways:
                 best = max((found[way] for found in rounds), key=lambda measured: measured.rate)
                 figures = (best.client, best.server, best.p50, best.p99)
-                row = (str(sessions), way, f"{best.rate:,.0f}", *(f"{figure:.3f}" for figure in figures))
+                row = (
+                    str(sessions),
+                    way,
+                    f"{best.rate:,.0f}",
+                    *(f"{figure:.3f}" for figure in figures),
+                )
                 table.add_row(*row, str(best.threads))
         console.print(table)
 

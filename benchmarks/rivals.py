@@ -1,10 +1,12 @@
-"""Small models of other schedulers: discrete events on a heap, with the same random episodes for every rule.
+"""Small models of other schedulers: discrete events on a heap, with the same random episodes for
+every rule.
 
     python benchmarks/rivals.py [--settings gauss lognormal-1.0] [--seeds 5]
 
-A model keeps only what decides throughput and staleness: which part waits for which. Each favours its rival: no
-overhead, and weights and cancellations arrive at once. K is the bound on staleness, G the groups of a step. Versions
-count from 0; a group's version is that of the oldest first token among its members.
+A model keeps only what decides throughput and staleness: which part waits for which. Each favours
+its rival: no overhead, and weights and cancellations arrive at once. K is the bound on staleness, G
+the groups of a step. Versions count from 0; a group's version is that of the oldest first token
+among its members.
 """
 
 import argparse
@@ -24,12 +26,16 @@ from agentrl.rollout.seeds import derive_seed
 from agentrl.simulate.latency import NO_TIME, Latency, Lognormal, Normal
 
 Turns = tuple[tuple[int, float], ...]
-"""An episode: for each turn, the number of sampled tokens and the seconds of the environment after them."""
+"""An episode: for each turn, the number of sampled tokens and the seconds of the environment after
+them.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The episodes to play. They depend only on (seed, task, member), so every rule plays the same population."""
+    """The episodes to play. They depend only on (seed, task, member), so every rule plays the same
+    population.
+    """
 
     name: str
     seed: int = 0
@@ -50,7 +56,9 @@ class Workload:
     """Requests that the engine decodes at once."""
     seconds_per_token: float = 0.02
     slowdown: float = 0.0
-    """As in `SimulatedEngine`: beyond `knee` requests at once, each further `knee` slows all of them by this much."""
+    """As in `SimulatedEngine`: beyond `knee` requests at once, each further `knee` slows all of
+    them by this much.
+    """
     knee: int = 64
 
     def turns(self, task: int, member: int) -> Turns:
@@ -64,8 +72,12 @@ class Workload:
             return turns
         rng = Random(derive_seed(self.seed, "trouble", task, member))
         drawn, unlucky = rng.random(), rng.randrange(len(turns))
-        late = math.inf if drawn < self.hung else 600.0 if drawn < self.hung + self.fail_slow else 0.0
-        return tuple((tokens, env + (late if i == unlucky else 0.0)) for i, (tokens, env) in enumerate(turns))
+        late = (
+            math.inf if drawn < self.hung else 600.0 if drawn < self.hung + self.fail_slow else 0.0
+        )
+        return tuple(
+            (tokens, env + (late if i == unlucky else 0.0)) for i, (tokens, env) in enumerate(turns)
+        )
 
     def seconds(self, turns: Turns) -> float:
         """How long an episode takes without competition for the engine."""
@@ -86,7 +98,9 @@ def _turns(w: Workload, task: int, member: int) -> Turns:
 
 
 def _drawn(w: Workload, rng: Random) -> Turns:
-    return tuple((round(w.tokens.sample(rng)), w.env_seconds.sample(rng)) for _ in range(w.num_turns))
+    return tuple(
+        (round(w.tokens.sample(rng)), w.env_seconds.sample(rng)) for _ in range(w.num_turns)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -108,9 +122,13 @@ class Result:
     largest_staleness: int
     """Versions between a trained group's oldest first token and the weights it trained."""
     discarded: float
-    """Share of the played seconds that belong to episodes not trained on, among episodes that ended or were dropped."""
+    """Share of the played seconds that belong to episodes not trained on, among episodes that ended
+    or were dropped.
+    """
     duration_ratio: float
-    """Mean duration of trained episodes / that of the population: below 1, short episodes are favoured."""
+    """Mean duration of trained episodes / that of the population: below 1, short episodes are
+    favoured.
+    """
     stalled_after: int | None = None
 
 
@@ -119,7 +137,9 @@ class Result:
 
 @dataclass(eq=False, slots=True)
 class Episode:
-    """A running episode. `turn`: the number of finished turns. `version`: the version of its first token."""
+    """A running episode. `turn`: the number of finished turns. `version`: the version of its first
+    token.
+    """
 
     turns: Turns
     turn: int = 0
@@ -128,7 +148,9 @@ class Episode:
 
 
 class Floor:
-    """Plays episodes. `next` advances the clock to the next end of an episode or `alarm`, and returns it."""
+    """Plays episodes. `next` advances the clock to the next end of an episode or `alarm`, and
+    returns it.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -173,7 +195,11 @@ class Floor:
             while self._decoding and self._decoding[0][2] not in self._running:
                 heapq.heappop(self._decoding)  # cancelled
             rate = self.workload.rate(len(self._running))
-            decoded = self.now + (self._decoding[0][0] - self._clock) / rate if self._decoding else math.inf
+            decoded = (
+                self.now + (self._decoding[0][0] - self._clock) / rate
+                if self._decoding
+                else math.inf
+            )
             due = self._timers[0][0] if self._timers else math.inf
             if decoded == due == math.inf:
                 return None
@@ -255,7 +281,9 @@ class Books:
         self.finished_at = floor.now
         for group in groups:
             version = group.version
-            self.staleness = max(self.staleness, floor.version - (floor.version if version is None else version))
+            self.staleness = max(
+                self.staleness, floor.version - (floor.version if version is None else version)
+            )
             self.episodes += len(group.ended)
             self.trained_seconds += sum(self.workload.seconds(e.turns) for e in group.ended)
 
@@ -273,13 +301,16 @@ class Books:
             self.episodes / self.finished_at if self.finished_at else 0.0,
             floor.slot_seconds / (floor.now * w.slots) if floor.slot_seconds else math.nan,
             self.staleness,
-            self.lost_seconds / (self.lost_seconds + self.trained_seconds) if self.episodes else 0.0,
+            self.lost_seconds / (self.lost_seconds + self.trained_seconds)
+            if self.episodes
+            else 0.0,
             trained / w.mean_seconds(),
             self.steps if self.steps < w.steps else None,
         )
 
 
-# Asynchronous rules share one loop. A rule decides which groups start, which are trained on, and which are dropped.
+# Asynchronous rules share one loop. A rule decides which groups start, which are trained on, and
+# which are dropped.
 
 
 class Synchronous:
@@ -308,17 +339,20 @@ class Synchronous:
 
 
 class Gate(Synchronous):
-    """AReaL (arXiv 2505.24298, eq. 3), SkyRL: at most (version + K + 1) G groups are admitted in all.
+    """AReaL (arXiv 2505.24298, eq. 3), SkyRL: at most (version + K + 1) G groups are admitted in
+    all.
 
-    So at most (K + 1) G exist at once, since each version uses up G. Finished groups are trained on first come, first
-    served. A straggler does not delay others, and may be older than K.
+    So at most (K + 1) G exist at once, since each version uses up G. Finished groups are trained on
+    first come, first served. A straggler does not delay others, and may be older than K.
     """
 
     name = "gate"
 
 
 class Drop(Synchronous):
-    """prime-rl, verl: groups that are older than K at the next step are cancelled and replaced by new tasks."""
+    """prime-rl, verl: groups that are older than K at the next step are cancelled and replaced by
+    new tasks.
+    """
 
     name = "drop"
 
@@ -433,13 +467,17 @@ def synchronous(workload: Workload) -> Result:
 # Synchronous rules that differ in how a batch is played.
 
 
-def _batches(name: str, workload: Workload, play_all: Callable[[Floor, list[Episode]], bool]) -> Result:
+def _batches(
+    name: str, workload: Workload, play_all: Callable[[Floor, list[Episode]], bool]
+) -> Result:
     """Play a batch with `play_all` (which returns whether it ended), train on it, and repeat."""
     floor, books = Floor(workload), Books(workload)
     for step in range(workload.steps):
         first = step * workload.groups_per_step
         groups = [Group(first + i, workload.group_size) for i in range(workload.groups_per_step)]
-        if not play_all(floor, [group.begin(workload) for group in groups for _ in range(group.needed)]):
+        if not play_all(
+            floor, [group.begin(workload) for group in groups for _ in range(group.needed)]
+        ):
             break
         floor.alarm(workload.train_seconds, "trained")
         while floor.next() != "trained":
@@ -453,7 +491,9 @@ def _batches(name: str, workload: Workload, play_all: Callable[[Floor, list[Epis
 
 
 def lockstep(workload: Workload) -> Result:
-    """Vectorised stepping: every turn, all environments wait for the longest answer and the slowest step."""
+    """Vectorised stepping: every turn, all environments wait for the longest answer and the slowest
+    step.
+    """
 
     def play_all(floor: Floor, episodes: list[Episode]) -> bool:
         for turn in range(workload.num_turns):
@@ -498,8 +538,9 @@ class _Core:
 def ring(workload: Workload, size: int = 4, *, strict: bool = True) -> Result:
     """SRL: a worker visits its `size` environments in a fixed order.
 
-    At each it waits for the environment's answer, steps it (and does nothing else meanwhile), requests the next answer,
-    and goes on. If not `strict`, it takes any environment that has its answer.
+    At each it waits for the environment's answer, steps it (and does nothing else meanwhile),
+    requests the next answer, and goes on. If not `strict`, it takes any environment that has its
+    answer.
     """
 
     def play_all(floor: Floor, episodes: list[Episode]) -> bool:
@@ -549,13 +590,15 @@ def ring(workload: Workload, size: int = 4, *, strict: bool = True) -> Result:
 
 
 class GroupQueue:
-    """ROLL (roll/distributed/scheduler/rollout_scheduler.py): teams of environments, each with a queue of groups.
+    """ROLL (roll/distributed/scheduler/rollout_scheduler.py): teams of environments, each with a
+    queue of groups.
 
-    There are G + `extra_groups` teams of size + `extra_members` environments. Each step opens one group for every team;
-    the start opens `ahead` more. An environment plays once for each group of its team, in order (we tried two readings
-    of this; this one is nearer to the known figures). The first `size` episodes to end make the group; the others play
-    on for nothing, unless `cancel_losers`. A group opened more than `ahead` steps ago expires. The trainer takes one
-    group from each team, then the next from each.
+    There are G + `extra_groups` teams of size + `extra_members` environments. Each step opens one
+    group for every team; the start opens `ahead` more. An environment plays once for each group of
+    its team, in order (we tried two readings of this; this one is nearer to the known figures). The
+    first `size` episodes to end make the group; the others play on for nothing, unless
+    `cancel_losers`. A group opened more than `ahead` steps ago expires. The trainer takes one group
+    from each team, then the next from each.
     """
 
     def __init__(
@@ -571,13 +614,19 @@ class GroupQueue:
         self.team_size = workload.group_size + extra_members
         self.floor, self.books = Floor(workload), Books(workload)
         teams = workload.groups_per_step + extra_groups
-        self.open: list[list[tuple[int, Group]]] = [[] for _ in range(teams)]  # (step it was opened at, group)
-        self.idle = [[-1] * self.team_size for _ in range(teams)]  # the task that each idle environment played last
+        self.open: list[list[tuple[int, Group]]] = [
+            [] for _ in range(teams)
+        ]  # (step it was opened at, group)
+        self.idle = [
+            [-1] * self.team_size for _ in range(teams)
+        ]  # the task that each idle environment played last
         self.owing: set[int] = set()  # teams that the trainer waits for in this round
         self.of: dict[Episode, tuple[int, Group]] = {}
         self.next_task = 0
         cancelled = ", losers cancelled" if cancel_losers else ""
-        self.name = f"group queue {teams}x({workload.group_size}+{extra_members}) K={ahead}{cancelled}"
+        self.name = (
+            f"group queue {teams}x({workload.group_size}+{extra_members}) K={ahead}{cancelled}"
+        )
 
     def result(self) -> Result:
         """Run all steps, or until the run stalls."""
@@ -600,7 +649,9 @@ class GroupQueue:
         return self.books.result(self.name, self.floor)
 
     def _advance(self) -> list[Group]:
-        """Begin the next step: expire old groups, open a group for each team, and return an empty batch."""
+        """Begin the next step: expire old groups, open a group for each team, and return an empty
+        batch.
+        """
         for groups in self.open:
             for opened, group in list(groups):
                 if self.floor.version - opened > self.ahead:
@@ -614,7 +665,9 @@ class GroupQueue:
 
     def _open_one_for_each(self) -> None:
         for team in range(len(self.open)):
-            self.open[team].append((self.floor.version, Group(self.next_task, self.workload.group_size)))
+            self.open[team].append(
+                (self.floor.version, Group(self.next_task, self.workload.group_size))
+            )
             self.next_task += 1
             self._assign(team)
 
@@ -656,7 +709,9 @@ class GroupQueue:
             self.owing = self.owing or set(range(len(self.open)))
             found = False
             for team in sorted(self.owing):
-                done = next((each for each in self.open[team] if len(each[1].ended) == each[1].needed), None)
+                done = next(
+                    (each for each in self.open[team] if len(each[1].ended) == each[1].needed), None
+                )
                 if done is not None and len(batch) < self.workload.groups_per_step:
                     self.open[team].remove(done)
                     self.owing.discard(team)
@@ -680,23 +735,30 @@ def group_queue(
 
 
 def lower_bound(workload: Workload, max_staleness: int | None = None) -> float:
-    """Fewest seconds of any schedule that trains on the first `steps * G` tasks, in any order, dropping none.
+    """Fewest seconds of any schedule that trains on the first `steps * G` tasks, in any order,
+    dropping none.
 
     Trouble is left out: a schedule that plays a slow or hung episode again may avoid it.
 
-    - Work: all tokens are sampled, by an engine whose best speed is the max over n <= slots of n * rate(n); then one
-      step must still be trained.
+    - Work: all tokens are sampled, by an engine whose best speed is the max over n <= slots of n *
+      rate(n); then one step must still be trained.
     - Chain: the longest episode alone, then the training of one step.
-    - Trainer: its steps follow each other. The first waits for G groups, so at least for the G-th quickest group.
-    - Staleness, if `max_staleness` = K is given: of the groups of the steps up to K + v, at least G begin when version
-      v is live, since at most (K + 1) G exist at once. So with L(v) the time when version v goes live, and q the
-      duration of the G-th quickest group: L(v + K + 1) >= L(v) + q + train.
+    - Trainer: its steps follow each other. The first waits for G groups, so at least for the G-th
+      quickest group.
+    - Staleness, if `max_staleness` = K is given: of the groups of the steps up to K + v, at least G
+      begin when version v is live, since at most (K + 1) G exist at once. So with L(v) the time
+      when version v goes live, and q the duration of the G-th quickest group: L(v + K + 1) >= L(v)
+      + q + train.
     """
     w, G = workload, workload.groups_per_step
     members = range(w.group_size)
     groups = [[w.turns(task, member) for member in members] for task in range(w.steps * G)]
     fastest = max(n * w.rate(n) for n in range(1, min(w.slots, 100_000) + 1))
-    work = sum(tokens for group in groups for turns in group for tokens, _ in turns) * w.seconds_per_token / fastest
+    work = (
+        sum(tokens for group in groups for turns in group for tokens, _ in turns)
+        * w.seconds_per_token
+        / fastest
+    )
     chains = sorted(max(w.seconds(turns) for turns in group) for group in groups)
     live = [0.0]
     for step in range(w.steps):
@@ -722,9 +784,12 @@ def _gauss(name: str, sd: float = 5.0, **changes: float) -> Callable[[int], Work
     return lambda seed: replace(Workload(name, seed, num_turns=10, env_seconds=env), **changes)  # type: ignore[arg-type]
 
 
-def _lognormal(name: str, tokens: Latency, *, groups: int, size: int, share: float = 1.0) -> Callable[[int], Workload]:
+def _lognormal(
+    name: str, tokens: Latency, *, groups: int, size: int, share: float = 1.0
+) -> Callable[[int], Workload]:
     return lambda seed: _balanced(
-        Workload(name, seed, groups_per_step=groups, group_size=size, tokens=tokens, slots=64), share
+        Workload(name, seed, groups_per_step=groups, group_size=size, tokens=tokens, slots=64),
+        share,
     )
 
 
@@ -740,7 +805,9 @@ def _lognormals() -> dict[str, Callable[[int], Workload]]:
         for cap_name, cap in (("", 5000.0), (" uncapped", None)):
             for shape, groups, size in (("", 32, 8), (" singles", 256, 1)):
                 name = f"lognormal-{sigma}{cap_name}{shape}"
-                made[name] = _lognormal(name, Lognormal(median=500, sigma=sigma, cap=cap), groups=groups, size=size)
+                made[name] = _lognormal(
+                    name, Lognormal(median=500, sigma=sigma, cap=cap), groups=groups, size=size
+                )
     return made
 
 
@@ -750,10 +817,15 @@ SETTINGS: dict[str, Callable[[int], Workload]] = {
     "hung": _gauss("gauss", hung=0.001),
     **{f"env-var-{sd}": _gauss(f"env-var-{sd}", sd=sd, train_seconds=0.0) for sd in (1, 3, 5, 10)},
     **_lognormals(),
-    # A batch that just fills the slots, so that every straggler empties the engine. Its shape and the 1.45 were fitted
-    # so that the models give the known figures of the same rules, whose exact setting is not known.
+    # A batch that just fills the slots, so that every straggler empties the engine. Its shape and
+    # the 1.45 were fitted so that the models give the known figures of the same rules, whose exact
+    # setting is not known.
     "lognormal-1.0 tight": _lognormal(
-        "lognormal-1.0 tight", Lognormal(median=500, sigma=1.0, cap=5000), groups=8, size=8, share=1.45
+        "lognormal-1.0 tight",
+        Lognormal(median=500, sigma=1.0, cap=5000),
+        groups=8,
+        size=8,
+        share=1.45,
     ),
     "long-decode": _long_decode,
 }
@@ -798,8 +870,12 @@ def mean(results: Sequence[Result]) -> Result:
 
 def main() -> None:
     """Print a table per setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME"
+    )
     parser.add_argument("--bounds", nargs="*", type=int, default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
@@ -818,16 +894,39 @@ def main() -> None:
     for name in args.settings:
         workloads = [SETTINGS[name](seed) for seed in range(args.seeds)]
         floor = statistics.fmean(lower_bound(w) / w.steps for w in workloads)
-        table = Table(*columns, title=f"{name}: at least {floor:.1f} s/step unless work is dropped or left over")
+        table = Table(
+            *columns,
+            title=f"{name}: at least {floor:.1f} s/step unless work is dropped or left over",
+        )
         base = mean([synchronous(w) for w in workloads]).seconds_per_step
         for bound in args.bounds:
             for rule, run in rivals(bound).items():
-                if bound != args.bounds[0] and rule in ("synchronous", "lockstep", "workers", "ring"):
+                if bound != args.bounds[0] and rule in (
+                    "synchronous",
+                    "lockstep",
+                    "workers",
+                    "ring",
+                ):
                     continue  # they have no K
                 r = mean([run(w) for w in workloads])
-                figures = (r.seconds_per_step, base / r.seconds_per_step, r.episodes_per_second, r.slot_utilisation)
-                shares = (f"{r.discarded:.2f}", f"{r.duration_ratio:.2f}", str(r.stalled_after or ""))
-                table.add_row(rule, str(bound), *(f"{x:.2f}" for x in figures), str(r.largest_staleness), *shares)
+                figures = (
+                    r.seconds_per_step,
+                    base / r.seconds_per_step,
+                    r.episodes_per_second,
+                    r.slot_utilisation,
+                )
+                shares = (
+                    f"{r.discarded:.2f}",
+                    f"{r.duration_ratio:.2f}",
+                    str(r.stalled_after or ""),
+                )
+                table.add_row(
+                    rule,
+                    str(bound),
+                    *(f"{x:.2f}" for x in figures),
+                    str(r.largest_staleness),
+                    *shares,
+                )
         Console(width=130).print(table)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/sandbox.py [--seconds 3] [--rounds 3] [--size 2]
 
-"plain" is a new Python for each program, without isolation: the obvious first solution. "numpy" is a program that
-imports numpy, in a warm jail that has not imported it yet, and in one that has (`preload`). The table shows the best
-round.
+"plain" is a new Python for each program, without isolation: the obvious first solution. "numpy" is
+a program that imports numpy, in a warm jail that has not imported it yet, and in one that has
+(`preload`). The table shows the best round.
 """
 
 import argparse
@@ -31,7 +31,9 @@ Run = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Milliseconds to the first answer and of a run alone; runs per second; CPU ms per run; MiB per jail."""
+    """Milliseconds to the first answer and of a run alone; runs per second; CPU ms per run; MiB per
+    jail.
+    """
 
     name: str
     cold: float
@@ -77,7 +79,9 @@ def cpu() -> float:
     """CPU seconds so far of this process and all its descendants."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
+    return float(
+        sum(each.user + each.system + each.children_user + each.children_system for each in times)
+    )
 
 
 def memory(jails: int) -> float:
@@ -105,7 +109,9 @@ async def rows(seconds: float, size: int) -> list[Row]:
     """One round."""
     found = [await measure("plain", plain, time.perf_counter(), seconds, size)]
     for backend in BACKENDS:
-        found.append(await sandboxed(backend, SandboxConfig(backend=backend, size=size), SQUARE, seconds))
+        found.append(
+            await sandboxed(backend, SandboxConfig(backend=backend, size=size), SQUARE, seconds)
+        )
     packages = (sysconfig.get_path("purelib"),)
     for name, preload in (("numpy", ()), ("numpy, preloaded", ("numpy",))):
         config = SandboxConfig(size=size, paths=packages, preload=preload)
@@ -128,18 +134,30 @@ def best(rounds: Sequence[Sequence[Row]]) -> list[Row]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, default=2)
     arguments = parser.parse_args()
     rounds = [asyncio.run(rows(arguments.seconds, arguments.size)) for _ in range(arguments.rounds)]
     table = Table(
-        "", "cold start, ms", "a run, ms", f"runs/s, {arguments.size} at a time", "CPU ms a run", "MiB a jail"
+        "",
+        "cold start, ms",
+        "a run, ms",
+        f"runs/s, {arguments.size} at a time",
+        "CPU ms a run",
+        "MiB a jail",
     )
     for row in best(rounds):
         table.add_row(
-            row.name, f"{row.cold:.0f}", f"{row.alone:.1f}", f"{row.rate:.0f}", f"{row.cpu:.1f}", f"{row.memory:.1f}"
+            row.name,
+            f"{row.cold:.0f}",
+            f"{row.alone:.1f}",
+            f"{row.rate:.0f}",
+            f"{row.cpu:.1f}",
+            f"{row.memory:.1f}",
         )
     Console().print(table)
 

@@ -1,14 +1,17 @@
-"""Compares the production scheduler with the rules of others, on the same random episodes, with five seeds, in one run.
+"""Compares the production scheduler with the rules of others, on the same random episodes, with
+five seeds, in one run.
 
-    python benchmarks/scheduler.py [--settings gauss lognormal-1.0] [--bounds 1 2 4] [--seeds 5] [--steps 50]
+    python benchmarks/scheduler.py [--settings gauss lognormal-1.0] [--bounds 1 2 4] [--seeds 5]
+    [--steps 50]
 
-`agentrl` is `Rollouts` itself with a simulated engine and simulated environments (`agentrl.simulate`), with its
-deadlines, retries and ledger; `agentrl mask` is the same with `rollout.staleness_rule=mask`, whose masked tokens count
-as discarded. The others are the models of `rivals.py`. Every run stops after its last step as if more steps followed,
-so some groups are still running. Three columns give our seconds per step / theirs (below 1, ours is faster): `at K`,
-with the same bound; `at kept`, with our bound set to the largest staleness that the other rule reached, which is the
-fair comparison if that rule exceeds its bound; `mask`, with our mask rule at the same K. `at least` is the lower bound
-of any schedule that drops nothing and leaves nothing over.
+`agentrl` is `Rollouts` itself with a simulated engine and simulated environments
+(`agentrl.simulate`), with its deadlines, retries and ledger; `agentrl mask` is the same with
+`rollout.staleness_rule=mask`, whose masked tokens count as discarded. The others are the models of
+`rivals.py`. Every run stops after its last step as if more steps followed, so some groups are still
+running. Three columns give our seconds per step / theirs (below 1, ours is faster): `at K`, with
+the same bound; `at kept`, with our bound set to the largest staleness that the other rule reached,
+which is the fair comparison if that rule exceeds its bound; `mask`, with our mask rule at the same
+K. `at least` is the lower bound of any schedule that drops nothing and leaves nothing over.
 """
 
 import argparse
@@ -80,7 +83,10 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
     )
     troubles = SimulatedEnvs.Config(hung=workload.hung, fail_slow=workload.fail_slow)
     simulation = SimulationConfig(
-        engine=engine, env=troubles, prompt_tokens=1, train_seconds=Constant(value=workload.train_seconds)
+        engine=engine,
+        env=troubles,
+        prompt_tokens=1,
+        train_seconds=Constant(value=workload.train_seconds),
     )
     parts = {"tasks": IndexedTasks(), "plan_of": plan_of, "length_of": length_of}
     return World(rollout, simulation, workload.steps, workload.seed, goes_on=True, **parts)
@@ -102,8 +108,12 @@ def ours(workload: Workload, bound: int, rule: StalenessRuleName = "deadline_fir
     )
 
 
-def rows(workloads: Sequence[Workload], bounds: Sequence[int]) -> Iterator[tuple[Result, float, Sequence[float]]]:
-    """(a rule's result, half its range over seeds, our seconds / its seconds: at K, at the bound kept, by `mask`)."""
+def rows(
+    workloads: Sequence[Workload], bounds: Sequence[int]
+) -> Iterator[tuple[Result, float, Sequence[float]]]:
+    """(a rule's result, half its range over seeds, our seconds / its seconds: at K, at the bound
+    kept, by `mask`).
+    """
 
     @cache
     def all_of_ours(bound: int, rule: StalenessRuleName = "deadline_first") -> tuple[Result, float]:
@@ -121,8 +131,16 @@ def rows(workloads: Sequence[Workload], bounds: Sequence[int]) -> Iterator[tuple
             result, spread = summary([run(workload) for workload in workloads])
             result = replace(result, rule=name if name in WITHOUT_K else f"{name}, K = {bound}")
             same = 0 if name in WITHOUT_K else bound
-            against = [ours_at(same), ours_at(max(result.largest_staleness, 0)), all_of_ours(same, "mask")[0]]
-            yield result, spread, [ours.seconds_per_step / result.seconds_per_step for ours in against]
+            against = [
+                ours_at(same),
+                ours_at(max(result.largest_staleness, 0)),
+                all_of_ours(same, "mask")[0],
+            ]
+            yield (
+                result,
+                spread,
+                [ours.seconds_per_step / result.seconds_per_step for ours in against],
+            )
 
 
 def summary(results: Sequence[Result]) -> tuple[Result, float]:
@@ -133,8 +151,12 @@ def summary(results: Sequence[Result]) -> tuple[Result, float]:
 
 def main() -> None:
     """Print a table per setting."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME"
+    )
     parser.add_argument("--bounds", nargs="*", type=int, default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
@@ -156,16 +178,29 @@ def main() -> None:
             "trained/all",
             "stalls",
         )
-        table = Table(*columns, title=f"{name}: at least {floor:.1f} s/step unless work is left over or dropped")
+        table = Table(
+            *columns,
+            title=f"{name}: at least {floor:.1f} s/step unless work is left over or dropped",
+        )
         for result, spread, against in rows(workloads, args.bounds):
             ratios = [f"{ratio:.2f}" for ratio in against] or [""] * 3
-            figures = (f"{result.slot_utilisation:.2f}", str(result.largest_staleness), f"{result.discarded:.2f}")
+            figures = (
+                f"{result.slot_utilisation:.2f}",
+                str(result.largest_staleness),
+                f"{result.discarded:.2f}",
+            )
             stalls = "" if result.stalled_after is None else f"after {result.stalled_after}"
             style = "bold" if result.rule.startswith("agentrl") else ""
             table.add_row(
-                result.rule, f"{result.seconds_per_step:.1f}", f"{spread:.1f}", *ratios, *figures,
-                f"{result.duration_ratio:.2f}", stalls, style=style,
-            )  # fmt: skip
+                result.rule,
+                f"{result.seconds_per_step:.1f}",
+                f"{spread:.1f}",
+                *ratios,
+                *figures,
+                f"{result.duration_ratio:.2f}",
+                stalls,
+                style=style,
+            )
         console.print(table)
 
 

@@ -1,14 +1,16 @@
-"""The cost of a token in the controller, from an engine's answer to a batch, and how long it blocks the event loop.
+"""The cost of a token in the controller, from an engine's answer to a batch, and how long it blocks
+the event loop.
 
     python benchmarks/tokens.py [--tokens 1000000 --tokens 10000000]
 
-Episodes have 20 turns, each with 50 new prompt tokens and 100 sampled tokens, in groups of 8. The output for each size:
+Episodes have 20 turns, each with 50 new prompt tokens and 100 sampled tokens, in groups of 8. The
+output for each size:
 
-- microseconds per token to make the turns (from the lists of an engine), to make the batch of them, and to cut it into
-  shards for 8 ranks;
+- microseconds per token to make the turns (from the lists of an engine), to make the batch of them,
+  and to cut it into shards for 8 ranks;
 - bytes per token: the growth of the process while the groups and their batch exist;
-- the longest gap of the event loop, in milliseconds, while other threads make and cut the batch and write the
-  trajectories, and how long the gap would be if the loop itself did so.
+- the longest gap of the event loop, in milliseconds, while other threads make and cut the batch and
+  write the trajectories, and how long the gap would be if the loop itself did so.
 """
 
 import argparse
@@ -42,11 +44,14 @@ def group_of(number: int, rng: random.Random) -> Group:
 
     def turn() -> Turn:
         tokens = [rng.randrange(150_000) for _ in range(SAMPLED)]
-        answer = Completion(ints(tokens), floats([-0.5] * SAMPLED), ints([number] * SAMPLED), "stop")
+        answer = Completion(
+            ints(tokens), floats([-0.5] * SAMPLED), ints([number] * SAMPLED), "stop"
+        )
         return Turn(ints(range(PROMPT)), answer, 0.0, {})
 
     members = [
-        Trajectory(f"{number}/{m}", task, tuple(turn() for _ in range(TURNS)), Terminated()) for m in range(MEMBERS)
+        Trajectory(f"{number}/{m}", task, tuple(turn() for _ in range(TURNS)), Terminated())
+        for m in range(MEMBERS)
     ]
     return Group(task, tuple(members), tuple(Score(float(m % 2)) for m in range(MEMBERS)))
 
@@ -66,7 +71,9 @@ def measure(tokens: int) -> None:
     """Measure a size, and print its row."""
     process, rng = psutil.Process(), random.Random(0)
     algorithm, processing = Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig())
-    batch_of([group_of(0, rng)], algorithm, processing, 0)  # warm-up: imports and one-time allocations
+    batch_of(
+        [group_of(0, rng)], algorithm, processing, 0
+    )  # warm-up: imports and one-time allocations
     before, begun = process.memory_info().rss, time.perf_counter()
     groups = [group_of(number, rng) for number in range(tokens // (EPISODE * MEMBERS))]
     made, count = time.perf_counter(), len(groups) * EPISODE * MEMBERS
@@ -80,7 +87,11 @@ def measure(tokens: int) -> None:
 
     def record() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            pairs = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+            pairs = [
+                pair
+                for group in groups
+                for pair in zip(group.trajectories, group.scores, strict=True)
+            ]
             write_trajectories(Path(folder) / "step.parquet", pairs)
             rollout_metrics(groups, 0)
 
@@ -98,10 +109,32 @@ def measure(tokens: int) -> None:
 
 def main() -> None:
     """Measure each size in its own process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, action="append")
-    above = ("", "turns", "batch", "shards", "", "batch, ms", "of the loop", "files, ms", "of the loop")
-    below = ("tokens", "us/token", "us/token", "us/token", "B/token", "beside", "on it", "beside", "on it")
+    above = (
+        "",
+        "turns",
+        "batch",
+        "shards",
+        "",
+        "batch, ms",
+        "of the loop",
+        "files, ms",
+        "of the loop",
+    )
+    below = (
+        "tokens",
+        "us/token",
+        "us/token",
+        "us/token",
+        "B/token",
+        "beside",
+        "on it",
+        "beside",
+        "on it",
+    )
     for names in (above, below):
         print(" ".join(f"{name:>12}" for name in names))
     for tokens in parser.parse_args().tokens or [1_000_000, 10_000_000]:
@@ -109,7 +142,9 @@ def main() -> None:
         process.start()
         process.join()
         if process.exitcode:
-            raise SystemExit(f"the measurement of {tokens:,} tokens ended with exit code {process.exitcode}")
+            raise SystemExit(
+                f"the measurement of {tokens:,} tokens ended with exit code {process.exitcode}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Seconds per training step, tokens per second and model FLOP utilisation of each trainer, in one run.
+"""Seconds per training step, tokens per second and model FLOP utilisation of each trainer, in one
+run.
 
     python benchmarks/trainer.py [--device cpu|cuda] [--ranks 2] [--dtype float32|bfloat16] [--layers 8] [--hidden 256]
     python benchmarks/trainer.py --peers     (beside TRL and a plain loop: benchmarks/trainer_peers.py)
 
-Each trainer makes the same steps on the same batches, with a random model of the given sizes. A step is one pass with
-one update. The model's work is 6 N FLOPs for each token that is not padding (Kaplan et al. 2020, arXiv:2001.08361,
-section 2.1), where N is the number of parameters of the layers and the output head; attention and recomputation do not
-count. Utilisation is the share of a peak: `--peak` in FLOP/s for each rank, or else the speed of a large matrix product
-on the same device with as many threads as a rank has. Figures are medians.
+Each trainer makes the same steps on the same batches, with a random model of the given sizes. A
+step is one pass with one update. The model's work is 6 N FLOPs for each token that is not padding
+(Kaplan et al. 2020, arXiv:2001.08361, section 2.1), where N is the number of parameters of the
+layers and the output head; attention and recomputation do not count. Utilisation is the share of a
+peak: `--peak` in FLOP/s for each rank, or else the speed of a large matrix product on the same
+device with as many threads as a rank has. Figures are medians.
 """
 
 import argparse
@@ -45,7 +47,10 @@ def trainers(given: argparse.Namespace) -> dict[str, tuple[type[GroupTrainer], d
         "local, adapters of rank 16": (LocalTrainer, {"device": given.device, "lora": {}}),
         "fsdp": (FsdpTrainer, ranks),
         "fsdp, weights kept": (FsdpTrainer, {**ranks, "reshard_after_forward": False}),
-        **{f"deepspeed, ZeRO {stage}": (DeepSpeedTrainer, {**ranks, "zero_stage": stage}) for stage in (1, 2, 3)},
+        **{
+            f"deepspeed, ZeRO {stage}": (DeepSpeedTrainer, {**ranks, "zero_stage": stage})
+            for stage in (1, 2, 3)
+        },
     }
 
 
@@ -97,7 +102,9 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -108,7 +115,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peak", type=float, help="FLOP/s of a device; by default measured")
     parser.add_argument("--only", nargs="*", help="names of trainers; by default all")
-    parser.add_argument("--peers", action="store_true", help="compare a step with TRL's and with a plain loop's")
+    parser.add_argument(
+        "--peers", action="store_true", help="compare a step with TRL's and with a plain loop's"
+    )
     given = parser.parse_args()
     if given.peers:
         import trainer_peers
@@ -118,9 +127,22 @@ def main() -> None:
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     peak = given.peak or peak_of(given.device, given.dtype)
-    batches = [collate(random_samples(VOCAB, seed=seed, count=given.samples)) for seed in range(WARM_UP + given.steps)]
-    table = Table(title=f"{given.device}, {given.dtype}, a peak of {peak / 1e9:,.0f} GFLOP/s for each rank")
-    for column in ("trainer", "ranks", "start, s", "step, s", "tokens/s", "utilisation", "loss of the last step"):
+    batches = [
+        collate(random_samples(VOCAB, seed=seed, count=given.samples))
+        for seed in range(WARM_UP + given.steps)
+    ]
+    table = Table(
+        title=f"{given.device}, {given.dtype}, a peak of {peak / 1e9:,.0f} GFLOP/s for each rank"
+    )
+    for column in (
+        "trainer",
+        "ranks",
+        "start, s",
+        "step, s",
+        "tokens/s",
+        "utilisation",
+        "loss of the last step",
+    ):
         table.add_column(column, justify="left" if column == "trainer" else "right")
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_model(Path(folder), given)
@@ -134,7 +156,13 @@ def main() -> None:
             rate = statistics.median(m["tokens"] / s for m, s in zip(metrics, seconds, strict=True))
             used = 6 * parameters * rate / (peak * ranks)
             step = statistics.median(seconds)
-            figures = (f"{started:.1f}", f"{step:.3f}", f"{rate:,.0f}", f"{used:.1%}", f"{metrics[-1]['loss']:.6f}")
+            figures = (
+                f"{started:.1f}",
+                f"{step:.3f}",
+                f"{rate:,.0f}",
+                f"{used:.1%}",
+                f"{metrics[-1]['loss']:.6f}",
+            )
             table.add_row(name, str(ranks), *figures)
     console = Console()
     console.print(table)

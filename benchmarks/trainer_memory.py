@@ -1,11 +1,14 @@
-"""Peak memory of a training step by the length of a sample, and by the number of its loss tokens, with a picture.
+"""Peak memory of a training step by the length of a sample, and by the number of its loss tokens,
+with a picture.
 
-    python benchmarks/trainer_memory.py [--device cpu|cuda] [--vocab 151936 4096] [--lengths 2048 ...] [--picture FILE]
+    python benchmarks/trainer_memory.py [--device cpu|cuda] [--vocab 151936 4096] [--lengths 2048
+    ...] [--picture FILE]
 
-A forward and a backward pass of a random model on one sample, with recomputed activations, beyond what the process had
-before, as torch's allocator counts it. In the first table every 16th token carries loss; in the second the length is
-fixed (`--length`). `linear` is the peak that the first one would grow to if memory were proportional to the tokens. The
-picture has a line for each vocabulary.
+A forward and a backward pass of a random model on one sample, with recomputed activations, beyond
+what the process had before, as torch's allocator counts it. In the first table every 16th token
+carries loss; in the second the length is fixed (`--length`). `linear` is the peak that the first
+one would grow to if memory were proportional to the tokens. The picture has a line for each
+vocabulary.
 """
 
 import argparse
@@ -57,7 +60,9 @@ def sample(length: int, loss_tokens: int) -> MicroBatch:
     rng, loss = np.random.default_rng(length), np.zeros(length, bool)
     loss[np.linspace(1, length - 1, loss_tokens).astype(int)] = True
     zeros = np.zeros(length)
-    made = TrainingSample(rng.integers(0, 1000, length), loss, zeros, zeros, np.where(loss, 0, -1), zeros)
+    made = TrainingSample(
+        rng.integers(0, 1000, length), loss, zeros, zeros, np.where(loss, 0, -1), zeros
+    )
     return MicroBatch(collate([made]), np.zeros(1, np.int32))
 
 
@@ -86,7 +91,9 @@ def measured(model: Predictor, device: torch.device, length: int, loss_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Peaks of a model with one vocabulary, in bytes, by the tokens and by the loss tokens of a sample."""
+    """Peaks of a model with one vocabulary, in bytes, by the tokens and by the loss tokens of a
+    sample.
+    """
 
     vocabulary: int
     by_length: Mapping[int, int]
@@ -99,21 +106,30 @@ def peaks_of(vocabulary: int, given: argparse.Namespace) -> Peaks:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), vocabulary)
         config = LocalTrainer.Config(device=given.device, activation_checkpointing="full")
-        model = open_sharding(TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, 1, "")).model
+        model = open_sharding(
+            TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, 1, "")
+        ).model
     measured(model, device, 256, 16)  # makes the gradients
     return Peaks(
         vocabulary,
         {tokens: measured(model, device, tokens, tokens // 16) for tokens in given.lengths},
-        {count: measured(model, device, length, count) for count in (length // n for n in (256, 64, 16, 4, 2))},
+        {
+            count: measured(model, device, length, count)
+            for count in (length // n for n in (256, 64, 16, 4, 2))
+        },
     )
 
 
 def tables(found: Peaks, length: int) -> Iterator[Table]:
     """The two tables of a vocabulary."""
     (first, least), *_ = found.by_length.items()
-    by_length = Table("tokens", "peak, MiB", "linear, MiB", title=f"by length; vocabulary of {found.vocabulary:,}")
+    by_length = Table(
+        "tokens", "peak, MiB", "linear, MiB", title=f"by length; vocabulary of {found.vocabulary:,}"
+    )
     for tokens, peak in found.by_length.items():
-        by_length.add_row(f"{tokens:,}", f"{peak / MIB:,.0f}", f"{least / MIB * tokens / first:,.0f}")
+        by_length.add_row(
+            f"{tokens:,}", f"{peak / MIB:,.0f}", f"{least / MIB * tokens / first:,.0f}"
+        )
     yield by_length
     by_loss = Table("loss tokens", "peak, MiB", title=f"by loss tokens, of {length:,}")
     for count, peak in found.by_loss.items():
@@ -130,7 +146,9 @@ def picture(path: Path, all_found: Sequence[Peaks], length: int) -> None:
     for found, marker in zip(all_found, "osv^D", strict=False):
         label = f"vocabulary of {found.vocabulary:,}"
         for axis, peaks in ((left, found.by_length), (right, found.by_loss)):
-            axis.plot(list(peaks), [peak / MIB for peak in peaks.values()], f"{marker}-", label=label)
+            axis.plot(
+                list(peaks), [peak / MIB for peak in peaks.values()], f"{marker}-", label=label
+            )
     left.set(
         xlabel="tokens of a sample, 1 in 16 with loss",
         ylabel="peak of a step, MiB",
@@ -159,11 +177,17 @@ def _short(count: float, _: object) -> str:
 
 def main() -> None:
     """Print the tables, and draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--vocab", type=int, nargs="+", default=[151_936, 4096])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--length", type=int, default=8192, help="tokens of the second table's sample")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536]
+    )
+    parser.add_argument(
+        "--length", type=int, default=8192, help="tokens of the second table's sample"
+    )
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     console, all_found = Console(), []

@@ -1,13 +1,15 @@
-"""The same GRPO step in agentrl, in TRL's trainer and in a plain loop around transformers: `trainer.py --peers`.
+"""The same GRPO step in agentrl, in TRL's trainer and in a plain loop around transformers:
+`trainer.py --peers`.
 
-Needs TRL and what it needs: `pip install trl==1.16.0 accelerate datasets`. Each contender runs in a process of its own,
-one after another, from the same weights on the same conversations: groups of conversations with tools, of which only
-the calls carry loss. All of them begin with the same instructions, and those of a group with the same task; in the
-second table no two have a beginning in common. Each makes the same updates: the weights after them are compared.
+Needs TRL and what it needs: `pip install trl==1.16.0 accelerate datasets`. Each contender runs in a
+process of its own, one after another, from the same weights on the same conversations: groups of
+conversations with tools, of which only the calls carry loss. All of them begin with the same
+instructions, and those of a group with the same task; in the second table no two have a beginning
+in common. Each makes the same updates: the weights after them are compared.
 
-Contenders other than agentrl pad `ROWS` conversations at a time, compute no old logprobs, and keep their activations.
-Seconds and CPU seconds are of the fastest step after the first; the peak is what the process's memory grew by during
-the steps.
+Contenders other than agentrl pad `ROWS` conversations at a time, compute no old logprobs, and keep
+their activations. Seconds and CPU seconds are of the fastest step after the first; the peak is what
+the process's memory grew by during the steps.
 """
 
 import argparse
@@ -53,7 +55,9 @@ def conversations(vocab: int, groups: int, *, shared: bool) -> list[TrainingSamp
     for number in range(groups):
         task = rng.integers(10, vocab, TASK)
         for advantage in rng.permutation(np.linspace(-1.5, 1.5, MEMBERS)):
-            begun = [instructions, task] if shared else [rng.integers(10, vocab, INSTRUCTIONS + TASK)]
+            begun = (
+                [instructions, task] if shared else [rng.integers(10, vocab, INSTRUCTIONS + TASK)]
+            )
             pieces, loss = [*begun], [np.zeros(len(piece), bool) for piece in begun]
             for turn in range(TURNS):
                 pieces.append(said(CALL))
@@ -63,7 +67,9 @@ def conversations(vocab: int, groups: int, *, shared: bool) -> list[TrainingSamp
                     loss.append(np.zeros(len(pieces[-1]), bool))
             ids, loss_T = np.concatenate(pieces), np.concatenate(loss)
             none = np.zeros(len(ids))
-            sample = TrainingSample(ids, loss_T, none, advantage * loss_T, loss_T.astype(int) - 1, none, group=number)
+            sample = TrainingSample(
+                ids, loss_T, none, advantage * loss_T, loss_T.astype(int) - 1, none, group=number
+            )
             made.append(sample)
     return made
 
@@ -116,8 +122,12 @@ def run_agentrl(model: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
     """The local trainer."""
 
     async def main() -> dict[str, Any]:
-        config = LocalTrainer.Config(lr=LR, betas=BETAS, device="cpu", dtype="float32", micro_batch_tokens=4096)
-        algorithm = Grpo(Grpo.Config(importance_cap=None))  # the others have no engine whose logprobs differ
+        config = LocalTrainer.Config(
+            lr=LR, betas=BETAS, device="cpu", dtype="float32", micro_batch_tokens=4096
+        )
+        algorithm = Grpo(
+            Grpo.Config(importance_cap=None)
+        )  # the others have no engine whose logprobs differ
         async with LocalTrainer(config, model, total_steps=steps) as trainer:
             watch = Watch()
             for _ in range(steps):
@@ -130,7 +140,9 @@ def run_agentrl(model: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
 
 
 def padded(batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """All conversations, padded at their ends: ids, whether a token is one, loss mask, and advantages."""
+    """All conversations, padded at their ends: ids, whether a token is one, loss mask, and
+    advantages.
+    """
     ends = np.cumsum(batch.lengths_M)[:-1]
     ids = [torch.from_numpy(row.astype(np.int64)) for row in np.split(batch.tokens_S, ends)]
     loss = [torch.from_numpy(row.copy()) for row in np.split(batch.loss_mask_S, ends)]
@@ -157,11 +169,20 @@ def run_plain(model_dir: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
         for first in range(0, len(rows["ids"]), ROWS):
             part = {name: value[first : first + ROWS] for name, value in rows.items()}
             longest = int(part["is_token"].sum(1).max())
-            ids, is_token, loss_mask = (part[name][:, :longest] for name in ("ids", "is_token", "loss"))
-            logits = model(input_ids=ids, attention_mask=is_token, use_cache=False).logits[:, :-1].float()
+            ids, is_token, loss_mask = (
+                part[name][:, :longest] for name in ("ids", "is_token", "loss")
+            )
+            logits = (
+                model(input_ids=ids, attention_mask=is_token, use_cache=False)
+                .logits[:, :-1]
+                .float()
+            )
             logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
             ratio = (logprobs - logprobs.detach()).exp()
-            loss = -(ratio * part["advantages"][:, None] * loss_mask[:, 1:]).sum() / batch.num_loss_tokens
+            loss = (
+                -(ratio * part["advantages"][:, None] * loss_mask[:, 1:]).sum()
+                / batch.num_loss_tokens
+            )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -229,7 +250,10 @@ def run_trl(model_dir: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
         )
         data = Dataset.from_dict({"prompt": ["go"] * batch.num_samples})
         trainer = Given(
-            str(model_dir), lambda completions, **_: [0.0] * len(completions), args=config, train_dataset=data
+            str(model_dir),
+            lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=data,
         )
         trainer.add_callback(Timed())
         watch = Watch()
@@ -243,7 +267,16 @@ RUNS = dict(zip(CONTENDERS, (run_agentrl, run_trl, run_plain), strict=True))
 def measured(folder: Path, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each contender's figures."""
     for name in CONTENDERS:
-        command = [sys.executable, __file__, "--contender", name, "--folder", str(folder), "--steps", str(steps)]
+        command = [
+            sys.executable,
+            __file__,
+            "--contender",
+            name,
+            "--folder",
+            str(folder),
+            "--steps",
+            str(steps),
+        ]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
@@ -259,14 +292,28 @@ def compare(steps: int, groups: int = GROUPS) -> None:
         with tempfile.TemporaryDirectory() as given:
             folder = Path(given)
             create_tiny_model(folder / "model")
-            vocab = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+            vocab = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))[
+                "vocab_size"
+            ]
             batch = collate(conversations(vocab, groups, shared=shared))
             (folder / "batch").write_bytes(pickle.dumps(batch))
             found = dict(measured(folder, steps))
         what = "shared instructions and tasks" if shared else "nothing in common"
-        size = f"{batch.num_samples} conversations, {len(batch.tokens_S):,} tokens, {batch.num_loss_tokens:,} with loss"
+        size = (
+            f"{batch.num_samples} conversations, {len(batch.tokens_S):,} tokens,"
+            f" {batch.num_loss_tokens:,} with loss"
+        )
         table = Table(title=f"{what}: {size}")
-        for column in ("", "step, s", "CPU-s", "peak, MiB", "x time", "x CPU", "x peak", "weights off by"):
+        for column in (
+            "",
+            "step, s",
+            "CPU-s",
+            "peak, MiB",
+            "x time",
+            "x CPU",
+            "x peak",
+            "weights off by",
+        ):
             table.add_column(column, justify="right" if column else "left")
         own = found["agentrl"]
         for name, one in found.items():
@@ -279,11 +326,15 @@ def compare(steps: int, groups: int = GROUPS) -> None:
 
 def main() -> None:
     """Run one contender, for the process of `compare`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--contender", choices=CONTENDERS)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=GROUPS, help=f"each of {MEMBERS} conversations")
+    parser.add_argument(
+        "--groups", type=int, default=GROUPS, help=f"each of {MEMBERS} conversations"
+    )
     given = parser.parse_args()
     if given.contender is None:
         compare(max(2, given.steps), given.groups)

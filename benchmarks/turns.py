@@ -1,11 +1,13 @@
-"""The cost of a turn without the model as its context grows: an early and a late turn with equally many new tokens.
+"""The cost of a turn without the model as its context grows: an early and a late turn with equally
+many new tokens.
 
     python benchmarks/turns.py [--new 650] [--sessions 64] [--turns 80]
 
-"local" is `LocalEngine` with a model that computes nothing: microseconds from a request to its answer, for the checks,
-copies and lookups of its prompt and for the event loop. "wire" is the way to an engine in an actor: microseconds to
-pickle and unpickle the request, and its bytes. Each is measured for requests that say how much of their prompt is
-known, as those of episodes do, and for requests that do not. Figures are medians over the sessions, which take turns.
+"local" is `LocalEngine` with a model that computes nothing: microseconds from a request to its
+answer, for the checks, copies and lookups of its prompt and for the event loop. "wire" is the way
+to an engine in an actor: microseconds to pickle and unpickle the request, and its bytes. Each is
+measured for requests that say how much of their prompt is known, as those of episodes do, and for
+requests that do not. Figures are medians over the sessions, which take turns.
 """
 
 import argparse
@@ -79,7 +81,13 @@ async def play(engine: Any, sessions: int, turns: int, new: int, known: bool) ->
             seen = len(context)
             context.append(ints(rng.integers(0, 150_000, new)))
             request = GenerateRequest(
-                f"{session}/{turn}", context.values, SAMPLING, 0, 0, str(session), seen if known else 0
+                f"{session}/{turn}",
+                context.values,
+                SAMPLING,
+                0,
+                0,
+                str(session),
+                seen if known else 0,
             )
             begun = time.perf_counter()
             completion = await engine.generate(request)
@@ -109,13 +117,21 @@ async def benchmark(sessions: int, turns: int, new: int) -> None:
         wire = Wire()
         medians = await play(wire, sessions, turns, new, known)
         early, late = medians[EARLY - 1], medians[-1]
-        table.add_row(f"wire, {said}", f"{early:.0f}", f"{late:.0f}", f"{late / early:.2f}", f"{wire.bytes[-1]:,}")
+        table.add_row(
+            f"wire, {said}",
+            f"{early:.0f}",
+            f"{late:.0f}",
+            f"{late / early:.2f}",
+            f"{wire.bytes[-1]:,}",
+        )
     Console().print(table)
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--new", type=int, default=650)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=80)

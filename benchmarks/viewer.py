@@ -2,11 +2,12 @@
 
     python benchmarks/viewer.py [--episodes 100000] [--turns 8] [--tokens 64] [--folder FOLDER]
 
-A run is made up in the format of real ones: 1,000 episodes a step, in groups of 8, all with tokens and texts of their
-own. Then the server is started in its own process and asked over HTTP. Printed are seconds until the first page stands
-(process start, page, list of runs, metrics), of the first table of episodes (which reads the whole index), of later
-tables with filters, of a search through all texts, of single episodes drawn at random (the median and the slowest of
-50), each with the CPU time that the server took, and the server's largest resident memory.
+A run is made up in the format of real ones: 1,000 episodes a step, in groups of 8, all with tokens
+and texts of their own. Then the server is started in its own process and asked over HTTP. Printed
+are seconds until the first page stands (process start, page, list of runs, metrics), of the first
+table of episodes (which reads the whole index), of later tables with filters, of a search through
+all texts, of single episodes drawn at random (the median and the slowest of 50), each with the CPU
+time that the server took, and the server's largest resident memory.
 """
 
 import argparse
@@ -37,7 +38,9 @@ HELD_OUT = 200
 
 def main() -> None:
     """Make up a run unless it is there already, and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of a turn")
@@ -53,14 +56,26 @@ def main() -> None:
 
 
 def make_run(folder: Path, steps: int, turns: int, tokens: int) -> None:
-    """Write a run of so many steps. The first one is made up in full; the others have its tokens under other names."""
-    run = MadeUpRun(folder, groups=GROUPS, members=MEMBERS, turns=turns, tokens=tokens, tools=("search", "submit"))
+    """Write a run of so many steps. The first one is made up in full; the others have its tokens
+    under other names.
+    """
+    run = MadeUpRun(
+        folder,
+        groups=GROUPS,
+        members=MEMBERS,
+        turns=turns,
+        tokens=tokens,
+        tools=("search", "submit"),
+    )
     run.begin()
     run.step()
     for done in range(0, steps, max(1, steps // 10)):
         run._done = done
         run.evaluate([float((number + done) % 3 > 0) for number in range(HELD_OUT)])
-    first = {kind: pq.read_table(folder / kind / "step_000000.parquet") for kind in ("trajectories", "samples")}
+    first = {
+        kind: pq.read_table(folder / kind / "step_000000.parquet")
+        for kind in ("trajectories", "samples")
+    }
     metrics = MetricsFile(folder / "metrics.jsonl")
     row = metrics.rows()[0]
     with Ledger(folder / "ledger.sqlite") as ledger:
@@ -93,7 +108,8 @@ def _renamed(table: pa.Table, columns: tuple[str, ...], shift: int) -> pa.Table:
     """The table with other numbers of tasks in these columns."""
     for name in columns:
         texts = [
-            re.sub(r"\d{6}", lambda found: f"{int(found[0]) + shift:06d}", text) for text in table[name].to_pylist()
+            re.sub(r"\d{6}", lambda found: f"{int(found[0]) + shift:06d}", text)
+            for text in table[name].to_pylist()
         ]
         table = _replaced(table, name, pa.array(texts))
     return table
@@ -106,7 +122,15 @@ def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
 def measure(folder: Path) -> None:
     """Start the server over the run, ask it, and print."""
     began = time.perf_counter()
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "view", str(folder), "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        "from agentrl.cli import main; main()",
+        "view",
+        str(folder),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -133,19 +157,33 @@ def _ask_all(client: httpx.Client, process: psutil.Process, started: float) -> N
         nonlocal used
         used, before = _cpu_seconds(process), used
         memory = process.memory_info().rss / 2**20
-        print(f"{what:44} {1e3 * value:8,.0f} ms   CPU {1e3 * (used - before):7,.0f} ms   memory {memory:4,.0f} MiB")
+        print(
+            f"{what:44} {1e3 * value:8,.0f} ms   CPU {1e3 * (used - before):7,.0f} ms   memory"
+            f" {memory:4,.0f} MiB"
+        )
 
     line("start of the process", started)
-    page = seconds("/") + seconds("/main.js") + seconds("/api/runs") + seconds("/api/metrics", run="long")
+    page = (
+        seconds("/")
+        + seconds("/main.js")
+        + seconds("/api/runs")
+        + seconds("/api/metrics", run="long")
+    )
     line("first page: page, runs, metrics", page)
     line("first table: reads the index", seconds("/api/episodes", run="long"))
-    line("a table, filtered and sorted", seconds("/api/episodes", run="long", low=0.4, sort="num_tokens"))
+    line(
+        "a table, filtered and sorted",
+        seconds("/api/episodes", run="long", low=0.4, sort="num_tokens"),
+    )
     line("choices of the filters", seconds("/api/choices", run="long"))
     line("search for a text in all messages", seconds("/api/episodes", run="long", text="13 37"))
     found = {"run": "long", "fate": "trained", "limit": 1}
     total = client.get("/api/episodes", params=found).json()["total"]
     places = random.Random(0).sample(range(total), 50)
-    names = [client.get("/api/episodes", params={**found, "offset": at}).json()["rows"][0]["id"] for at in places]
+    names = [
+        client.get("/api/episodes", params={**found, "offset": at}).json()["rows"][0]["id"]
+        for at in places
+    ]
     taken = [seconds("/api/episode", run="long", id=name) for name in names]
     line("an episode, median of 50 (CPU: of all)", statistics.median(taken))
     line("an episode, the slowest of 50", max(taken))

@@ -1,11 +1,14 @@
-"""Seconds per GiB of new weights, from a trainer to two engines, compared with a plain copy of the same bytes.
+"""Seconds per GiB of new weights, from a trainer to two engines, compared with a plain copy of the
+same bytes.
 
-    python benchmarks/weights.py [--engine local|vllm] [--mib 200] [--updates 20] [--transport shared_memory|disk]
+    python benchmarks/weights.py [--engine local|vllm] [--mib 200] [--updates 20] [--transport
+    shared_memory|disk]
 
-Every weight of a random model of about `--mib` MiB changes, and the model is published. After each update the checksums
-must be equal everywhere: those of the trainer's weights, of the published files, which each engine has checked, and,
-for engines in this process, of the weights that they sample from. The two engines must also give the same answer. The
-plain copy goes into memory that is already allocated, and is repeated for each update. Figures are medians.
+Every weight of a random model of about `--mib` MiB changes, and the model is published. After each
+update the checksums must be equal everywhere: those of the trainer's weights, of the published
+files, which each engine has checked, and, for engines in this process, of the weights that they
+sample from. The two engines must also give the same answer. The plain copy goes into memory that is
+already allocated, and is repeated for each update. Figures are medians.
 """
 
 import argparse
@@ -67,16 +70,22 @@ def make_model(folder: Path, mib: int) -> torch.nn.Module:
     return made
 
 
-async def assert_equal_everywhere(engines: list[Engine], source: Source, bundle: WeightBundle, number: int) -> None:
+async def assert_equal_everywhere(
+    engines: list[Engine], source: Source, bundle: WeightBundle, number: int
+) -> None:
     """Compare the checksums, and an answer of each engine."""
     sums = {checksum(await source.weights()), checksum(WeightBundle.open(bundle.folder))}
     for engine in engines:
         if isinstance(engine, LocalEngine):
             sums.add(checksum({name: engine.weights[name] for name in bundle}))
-    request = GenerateRequest(f"after update {number}", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0))
+    request = GenerateRequest(
+        f"after update {number}", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0)
+    )
     answers = {await engine.generate(request) for engine in engines}
     if len(sums) != 1 or len(answers) != 1:
-        raise SystemExit(f"update {number}: the engines differ: checksums {sums}, answers {answers}")
+        raise SystemExit(
+            f"update {number}: the engines differ: checksums {sums}, answers {answers}"
+        )
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
@@ -107,24 +116,40 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, f
             copied = time.perf_counter()
             published = await publisher.publish(source, number)  # type: ignore[arg-type]
             done = time.perf_counter()
-            phases = {"plain copy": copied - start, "publish, all in all": done - copied, **published.seconds}
+            phases = {
+                "plain copy": copied - start,
+                "publish, all in all": done - copied,
+                **published.seconds,
+            }
             seconds.append({phase: spent / (size / GIB) for phase, spent in phases.items()})
             assert isinstance(published.weights, WeightBundle)
             await assert_equal_everywhere(engines, source, published.weights, number)
-    print(f"{size / 2**20:.0f} MiB, {options.updates} updates, two engines: all checksums and answers were equal")
+    print(
+        f"{size / 2**20:.0f} MiB, {options.updates} updates, two engines: all checksums and answers"
+        " were equal"
+    )
     return seconds[1:]
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--engine", choices=["local", "vllm"], default="local")
     arguments.add_argument("--mib", type=int, default=200)
     arguments.add_argument("--updates", type=int, default=20)
-    arguments.add_argument("--transport", choices=["shared_memory", "disk"], default="shared_memory")
+    arguments.add_argument(
+        "--transport", choices=["shared_memory", "disk"], default="shared_memory"
+    )
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seconds = asyncio.run(measure(options, Path(folder) / "model"))
-    table = Table("phase", "s/GiB", "times a copy", title=f"engine={options.engine}, through {options.transport}")
+    table = Table(
+        "phase",
+        "s/GiB",
+        "times a copy",
+        title=f"engine={options.engine}, through {options.transport}",
+    )
     for phase in seconds[0]:
         spent = statistics.median(each[phase] for each in seconds)
         ratio = statistics.median(each[phase] / each["plain copy"] for each in seconds)

@@ -36,7 +36,14 @@ _SIMPLE = {
     RewardsConfig: "as `reward`",
 }
 _CONTAINERS = {tuple: "list of {0}", list: "list of {0}", dict: "map of {0} to {1}"}
-_BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "max_length": "length ≤"}
+_BOUNDS = {
+    "ge": "≥",
+    "gt": ">",
+    "le": "≤",
+    "lt": "<",
+    "min_length": "length ≥",
+    "max_length": "length ≤",
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ class Setting:
 
     def __str__(self) -> str:
         cells = f"`{self.path}`", self.type, self.default, self.meaning
-        return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+        return (
+            "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+        )
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
@@ -66,15 +75,23 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
 
 
 def _settings_of_forms(annotation: Any, path: str) -> Iterator[Setting]:
-    """The settings of each form that a section may have, such as those of `rollout.context: {name: last_k}`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and _form_of(annotation).startswith("name: "):
+    """The settings of each form that a section may have, such as those of `rollout.context: {name:
+    last_k}`.
+    """
+    if (
+        isinstance(annotation, type)
+        and issubclass(annotation, BaseModel)
+        and _form_of(annotation).startswith("name: ")
+    ):
         for name, field in list(annotation.model_fields.items())[1:]:
             meaning = f"With `{_form_of(annotation)}`: {field.description or ''}"
             yield Setting(f"{path}.{name}", _type_of(field), _default_of(field), meaning)
     listed = _section(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
     if listed is not None:
         for name, field in listed.model_fields.items():
-            yield Setting(f"{path}.N.{name}", _type_of(field), _default_of(field), field.description or "")
+            yield Setting(
+                f"{path}.N.{name}", _type_of(field), _default_of(field), field.description or ""
+            )
     for inner in get_args(annotation):
         yield from _settings_of_forms(inner, path)
 
@@ -88,7 +105,9 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _form_of(model: type[BaseModel]) -> str:
-    """The field that tells a form of a section from its other forms, as it is written: "name: last_k"."""
+    """The field that tells a form of a section from its other forms, as it is written: "name:
+    last_k".
+    """
     name, field = next(iter(model.model_fields.items()), ("", None))
     values = get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
     return f"{name}: {values[0]}" if len(values) == 1 else ""
@@ -142,7 +161,13 @@ def _written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_written, value)) + "]"
     named = {None: "null", True: "true", False: "false"}
-    return named[value] if value is None or isinstance(value, bool) else str(value) if value != "" else '""'
+    return (
+        named[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
+        if value != ""
+        else '""'
+    )
 
 
 def _table(rows: list[Setting]) -> list[str]:
@@ -154,8 +179,14 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "This page lists every setting of a config file with its type, its default and its meaning. The command line",
-        "takes each one too, as `section.name=value`. `python docs/generate.py` writes it from the `Config` classes.",
+        (
+            "This page lists every setting of a config file with its type, its default and its"
+            " meaning. The command line"
+        ),
+        (
+            "takes each one too, as `section.name=value`. `python docs/generate.py` writes it from"
+            " the `Config` classes."
+        ),
         "Numbers are finite, and at most 1e30, also in the settings of your own plug-ins.",
         "",
     ]
@@ -169,21 +200,29 @@ def settings_page() -> str:
         lines += [f"## {section}", "", *_table(of_section)]
     for section, kind in KINDS.items():
         lines += [f"## {section}: plug-ins", "", _names_of(section, kind), ""]
-        for plugin in [plugin for plugin in plugins.installed(kind) if plugin.origin.startswith("agentrl-train ")]:
+        for plugin in [
+            plugin
+            for plugin in plugins.installed(kind)
+            if plugin.origin.startswith("agentrl-train ")
+        ]:
             config = plugins.settings_of(plugins.load(kind, plugin.name))
             rows = (
                 []
                 if config is NoSettings
                 else list(settings_of(config, f"{section}." if kind in COMPONENTS.values() else ""))
             )
-            lines += [f"### {section}: {plugin.name}", "", *(_table(rows) if rows else ["It has no settings.", ""])]
+            lines += [
+                f"### {section}: {plugin.name}",
+                "",
+                *(_table(rows) if rows else ["It has no settings.", ""]),
+            ]
     return "\n".join(lines)
 
 
 def _names_of(section: str, kind: str) -> str:
     return (
-        f"`{section}: NAME` or `{section}: {{name: NAME, setting: value}}` chooses one of these, or one of your own by "
-        "`package.module:Name`."
+        f"`{section}: NAME` or `{section}: {{name: NAME, setting: value}}` chooses one of these, or"
+        " one of your own by `package.module:Name`."
     )
 
 
@@ -192,8 +231,14 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "This page says what each metric means. A run writes them to `metrics.jsonl` in its folder, a line a step,",
-        "and to its trackers. Steps count from 0; evaluations have lines of their own. The page is written from",
+        (
+            "This page says what each metric means. A run writes them to `metrics.jsonl` in its"
+            " folder, a line a step,"
+        ),
+        (
+            "and to its trackers. Steps count from 0; evaluations have lines of their own. The page"
+            " is written from"
+        ),
         "`agentrl/observe/meanings.py` by `python docs/generate.py`.",
         "",
     ]

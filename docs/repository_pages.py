@@ -1,7 +1,7 @@
 """A hook of MkDocs: links from a page to files outside docs/ lead to copies of them in the site.
 
-A Markdown file becomes a page, any other file a page that shows its text. So the site can be read where the repository
-is not.
+A Markdown file becomes a page, any other file a page that shows its text. So the site can be read
+where the repository is not.
 """
 
 import posixpath
@@ -18,7 +18,9 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every file outside docs/ that a page links to, directly or through another such file."""
+    """Add a page for every file outside docs/ that a page links to, directly or through another
+    such file.
+    """
     pages = [DOCS / file.src_uri for file in files.documentation_pages()]
     seen: set[Path] = set()
     while pages:
@@ -48,8 +50,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _outside(page: Path) -> set[Path]:
     """The files of the repository outside docs/ that a page links to."""
-    targets = {(page.parent / link[1]).resolve() for link in _LINK.findall(page.read_text()) if "://" not in link[1]}
-    return {path for path in targets if path.is_file() and ROOT in path.parents and DOCS not in path.parents}
+    targets = {
+        (page.parent / link[1]).resolve()
+        for link in _LINK.findall(page.read_text())
+        if "://" not in link[1]
+    }
+    return {
+        path
+        for path in targets
+        if path.is_file() and ROOT in path.parents and DOCS not in path.parents
+    }
 
 
 def _address(path: Path) -> str:

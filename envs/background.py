@@ -12,7 +12,9 @@ _Result = TypeVar("_Result")
 
 
 def start(work: Coroutine[Any, Any, _Result]) -> "Future[_Result]":
-    """Run a coroutine in the background; cancelling the future cancels it. The whole process shares one loop."""
+    """Run a coroutine in the background; cancelling the future cancels it. The whole process shares
+    one loop.
+    """
     return asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
 
 
@@ -23,7 +25,9 @@ def call_soon(work: Callable[[], object]) -> None:
 
 @functools.cache
 def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """This process's loop, cached by process id, since a fork does not inherit its parent's threads."""
+    """This process's loop, cached by process id, since a fork does not inherit its parent's
+    threads.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=f"background-{pid}", daemon=True).start()
     return loop

@@ -11,10 +11,9 @@ class Safe(ToolEnv):
         \"\"\"Say whether the code is higher or lower than a number.\"\"\"
         return "higher" if self.code > number else "lower or equal"
 
-    def open(self, code: int) -> ToolResult:
-        \"\"\"Try a code. There is only one try.\"\"\"
-        right = code == self.code
-        return ToolResult("open" if right else "locked", reward=float(right), terminated=True, success=right)
+    def open(self, code: int) -> ToolResult: \"\"\"Try a code. There is only one try.\"\"\" right =
+        code == self.code return ToolResult("open" if right else "locked", reward=float(right),
+        terminated=True, success=right)
 """
 
 import difflib
@@ -66,7 +65,8 @@ def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
     except ValidationError as error:
         wrong = [_wrong_option(shape, fault) for fault in faults(error, options)]
         raise ConfigError(
-            f"env.options, with what the task adds: {'; '.join(wrong)}. Options are: {', '.join(shape.model_fields)}"
+            f"env.options, with what the task adds: {'; '.join(wrong)}. Options are:"
+            f" {', '.join(shape.model_fields)}"
         ) from error
 
 
@@ -80,9 +80,11 @@ def _wrong_option(shape: type[Settings], fault: Fault) -> str:
 def plays(
     kind: type[_Env],
 ) -> Callable[
-    [Callable[Concatenate[_Env, random.Random, _P], str]], Callable[Concatenate[Env, random.Random, _P], str]
+    [Callable[Concatenate[_Env, random.Random, _P], str]],
+    Callable[Concatenate[Env, random.Random, _P], str],
 ]:
-    """Decorates a scripted player that reads the internals of one environment class and plays only that class.
+    """Decorates a scripted player that reads the internals of one environment class and plays only
+    that class.
 
         @plays(HigherLower)
         def careful_player(env: HigherLower, rng: random.Random) -> str:
@@ -122,9 +124,13 @@ class TextEnv(ABC):
 
     @abstractmethod
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Take the model's message; return (observation, reward, terminated, truncated, info). May be async."""
+        """Take the model's message; return (observation, reward, terminated, truncated, info). May
+        be async.
+        """
 
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any]
+    ) -> ResetResult | Awaitable[ResetResult]:
         """Seed `rng` and begin an episode with `start`."""
         self.rng = random.Random(seed)
         observation = self.start(seed, options)
@@ -141,7 +147,8 @@ async def _first(observation: Awaitable[str]) -> ResetResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call: the text for the model, the reward, and whether the episode is over.
+    """The result of a tool call: the text for the model, the reward, and whether the episode is
+    over.
 
     `success`: whether the goal was reached; `None` leaves it open.
     """
@@ -165,26 +172,30 @@ class ToolResult:
 
 
 class ToolEnv(TextEnv):
-    """An environment whose tools are its typed public methods, sync or async (see the head of this module).
+    """An environment whose tools are its typed public methods, sync or async (see the head of this
+    module).
 
-    A tool returns the observation (text, or a number, list or dict, which is written as JSON), or a `ToolResult` that
-    can also give a reward and end the episode. It raises `ToolError` to tell the model that something cannot be done;
-    any other exception is a failure of the environment. A call that is malformed, names no tool or has wrong arguments
-    costs a turn, and the model gets a text that says why. The calls of a message run in order until one ends the
-    episode.
+    A tool returns the observation (text, or a number, list or dict, which is written as JSON), or a
+    `ToolResult` that can also give a reward and end the episode. It raises `ToolError` to tell the
+    model that something cannot be done; any other exception is a failure of the environment. A call
+    that is malformed, names no tool or has wrong arguments costs a turn, and the model gets a text
+    that says why. The calls of a message run in order until one ends the episode.
 
-    If any tool is async, the whole environment runs on the event loop, and its sync tools must not block.
+    If any tool is async, the whole environment runs on the event loop, and its sync tools must not
+    block.
     """
 
     short_calls: bool = False
-    """Whether a message is one call in words, such as `open 42`: far fewer tokens, for models too small for JSON.
+    """Whether a message is one call in words, such as `open 42`: far fewer tokens, for models too
+    small for JSON.
 
     Only the first parameter can be given. Set by `call_shortly`.
     """
 
     calls_made: Sequence[MadeCall] | None = None
-    """What the last step took for calls, up to the one that ended the episode: a new list for each step. Rewards that
-    watch calls see these. None where a subclass with a `step` of its own does not say.
+    """What the last step took for calls, up to the one that ended the episode: a new list for each
+    step. Rewards that watch calls see these. None where a subclass with a `step` of its own does
+    not say.
     """
 
     _specs: tuple[ToolSpec, ...] = ()
@@ -192,18 +203,23 @@ class ToolEnv(TextEnv):
     _base: ClassVar[type]  # its public methods are not tools
 
     def __init_subclass__(cls, no_tools: bool = False) -> None:
-        """Collect the tools. `no_tools` marks a base class: its public methods are never tools, also in subclasses."""
+        """Collect the tools. `no_tools` marks a base class: its public methods are never tools,
+        also in subclasses.
+        """
         super().__init_subclass__()
         if no_tools:
             cls._base = cls
         cls._specs = tools_of(cls, base=cls._base)
         cls.tools = tuple(spec.schema for spec in cls._specs)
         cls._is_async = any(
-            inspect.iscoroutinefunction(getattr(cls, name)) for name in ("reply", *(spec.name for spec in cls._specs))
+            inspect.iscoroutinefunction(getattr(cls, name))
+            for name in ("reply", *(spec.name for spec in cls._specs))
         )
 
     def call_shortly(self, short: bool) -> None:
-        """Choose short calls or JSON, in `start`. The system prompt lists short calls; there are then no schemas."""
+        """Choose short calls or JSON, in `start`. The system prompt lists short calls; there are
+        then no schemas.
+        """
         self.short_calls = short
         self.tools = () if short else type(self).tools
         own = type(self).system_prompt
@@ -214,7 +230,9 @@ class ToolEnv(TextEnv):
         return short_call(call) if self.short_calls else call.render()
 
     def reply(self, text: str) -> str | ToolResult | Awaitable[str | ToolResult]:
-        """Answer a message without tool calls; override it if plain text has a meaning. May be async."""
+        """Answer a message without tool calls; override it if plain text has a meaning. May be
+        async.
+        """
         return how_to_call(self.tools)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
@@ -291,6 +309,6 @@ def _as_result(value: Any, tool: str) -> ToolResult:
     if isinstance(value, bool | int | float | list | dict):
         return ToolResult(json.dumps(value, ensure_ascii=False))
     raise EnvError(
-        f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of these, "
-        "or a ToolResult(observation, reward=..., terminated=..., success=...)"
+        f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of"
+        " these, or a ToolResult(observation, reward=..., terminated=..., success=...)"
     )

@@ -8,21 +8,26 @@ _PLAIN = "#eef1f4"
 _INK = "#22303c"
 
 
-def board_html(rows: Sequence[str], colours: Mapping[str, str], signs: Mapping[str, str] | None = None) -> str:
+def board_html(
+    rows: Sequence[str], colours: Mapping[str, str], signs: Mapping[str, str] | None = None
+) -> str:
     """A board as HTML: a square for each letter of the rows, in the colour of the letter.
 
-    `signs` is what stands in a square, by letter; letters that have none there stand for themselves, and a space for
-    nothing.
+    `signs` is what stands in a square, by letter; letters that have none there stand for
+    themselves, and a space for nothing.
     """
     signs = signs or {}
     width, height = _CELL * max(map(len, rows), default=0), _CELL * len(rows)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="15" text-anchor="middle">{"".join(_squares(rows, colours, signs))}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0'
+        f' {width} {height}" font-family="sans-serif" font-size="15"'
+        f' text-anchor="middle">{"".join(_squares(rows, colours, signs))}</svg>'
     )
 
 
-def _squares(rows: Sequence[str], colours: Mapping[str, str], signs: Mapping[str, str]) -> Iterable[str]:
+def _squares(
+    rows: Sequence[str], colours: Mapping[str, str], signs: Mapping[str, str]
+) -> Iterable[str]:
     for row, cells in enumerate(rows):
         for column, letter in enumerate(cells):
             x, y = _CELL * column, _CELL * row

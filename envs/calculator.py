@@ -10,12 +10,15 @@ from agentrl.protocols import Settings
 
 
 class Calculator(ToolEnv):
-    """A word problem with numbers too large to guess; each public method below is a tool for the model.
+    """A word problem with numbers too large to guess; each public method below is a tool for the
+    model.
 
     Reward 1 for the right answer, given with `submit`, which ends the episode.
     """
 
-    system_prompt = "Solve the problem with the tools. Compute every step with a tool, then submit the result."
+    system_prompt = (
+        "Solve the problem with the tools. Compute every step with a tool, then submit the result."
+    )
     # It answers in microseconds, so it needs no thread.
     isolation = "inline"
 
@@ -33,11 +36,12 @@ class Calculator(ToolEnv):
         lost = min(lost, boxes * each)
         self.answer = boxes * each - lost
         return (
-            f"A shop gets {boxes} boxes of {each} apples each. {lost} apples are bad. How many good apples are there?"
+            f"A shop gets {boxes} boxes of {each} apples each. {lost} apples are bad. How many good"
+            " apples are there?"
         )
 
-    # The signature becomes the schema that the model sees, the docstring its description. Arguments are checked
-    # against the types before the method is called.
+    # The signature becomes the schema that the model sees, the docstring its description. Arguments
+    # are checked against the types before the method is called.
 
     def add(self, a: int, b: int) -> int:
         """Compute a + b."""

@@ -1,4 +1,6 @@
-"""Turns a loop that calls the model into `reset` and `step`, for libraries that own the rollout loop."""
+"""Turns a loop that calls the model into `reset` and `step`, for libraries that own the rollout
+loop.
+"""
 
 import asyncio
 import queue
@@ -22,7 +24,9 @@ Ask = Callable[[Sequence[Line], Sequence[Mapping[str, Any]]], Awaitable[ParsedRe
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request for the model's next message: the new lines of the conversation, the tools, and the answer's future."""
+    """A request for the model's next message: the new lines of the conversation, the tools, and the
+    answer's future.
+    """
 
     lines: Sequence[Line]
     tools: tuple[Mapping[str, Any], ...]
@@ -41,7 +45,9 @@ class CallbackEnv(Generic[Output]):
         self._done.add_done_callback(self._heard.put)
 
     def next(self) -> Asked | Output:
-        """Wait for the next request to the model, or for the run's output. Raises the run's exception, if any."""
+        """Wait for the next request to the model, or for the run's output. Raises the run's
+        exception, if any.
+        """
         heard = self._heard.get()
         if isinstance(heard, Asked):
             self._asked = heard
@@ -68,8 +74,8 @@ class CallbackEnv(Generic[Output]):
     async def _ask(self, lines: Sequence[Line], tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         if list(lines[: len(self._seen)]) != self._seen:
             raise EnvError(
-                "the environment's prompt does not continue the model's conversation: it rewrites the history, or "
-                "asks models of its own. Neither is supported"
+                "the environment's prompt does not continue the model's conversation: it rewrites"
+                " the history, or asks models of its own. Neither is supported"
             )
         asked = Asked(lines[len(self._seen) :], tuple(tools), Future())
         self._heard.put(asked)
@@ -82,10 +88,14 @@ class CallbackEnv(Generic[Output]):
 
 
 def opening(lines: Sequence[Line]) -> tuple[str, str]:
-    """The system prompt and the first observation. If it has several messages, each is prefixed with its role."""
+    """The system prompt and the first observation. If it has several messages, each is prefixed
+    with its role.
+    """
     system = "\n".join(text for role, text in lines if role == "system")
     rest = [(role, text) for role, text in lines if role != "system"]
-    return system, rest[0][1] if len(rest) == 1 else "\n\n".join(f"{role}: {text}" for role, text in rest)
+    return system, (
+        rest[0][1] if len(rest) == 1 else "\n\n".join(f"{role}: {text}" for role, text in rest)
+    )
 
 
 def line(message: Mapping[str, Any]) -> Line:
@@ -99,12 +109,16 @@ def line(message: Mapping[str, Any]) -> Line:
         return str(message["role"]), content
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
-        raise EnvError("the environment shows the model something other than text, which is not supported")
+        raise EnvError(
+            "the environment shows the model something other than text, which is not supported"
+        )
     return str(message["role"]), "".join(texts)
 
 
 def tenths(count: int, test: bool) -> Sequence[int]:
-    """Every tenth row for the test, the others for training. With fewer than ten rows, the last is for the test."""
+    """Every tenth row for the test, the others for training. With fewer than ten rows, the last is
+    for the test.
+    """
     if count < 2:
         return range(count)
     held_out = range(count - 1, -1, -10)

@@ -17,21 +17,25 @@ from agentrl.distribution import install_command
 from agentrl.errors import EnvError, PluginError
 
 GLOBAL_RNG_SECONDS = 25.0
-"""How long a call waits for the global generators, in seconds: a little less than the default deadline of a step."""
+"""How long a call waits for the global generators, in seconds: a little less than the default
+deadline of a step.
+"""
 
 _installed = threading.Lock()
 _silencing = threading.Lock()
 
 
 class GlobalRng:
-    """States of the process-global `random` and `numpy.random`, installed for one call of a foreign environment.
+    """States of the process-global `random` and `numpy.random`, installed for one call of a foreign
+    environment.
 
         rng = GlobalRng(seed)
         with rng.installed():
             game.step(action)
 
-    Each environment has its own states, so that interleaved games draw the same numbers as games played alone. The
-    caller's states are restored after each call. Threads wait for each other, even for a call that hangs.
+    Each environment has its own states, so that interleaved games draw the same numbers as games
+    played alone. The caller's states are restored after each call. Threads wait for each other,
+    even for a call that hangs.
     """
 
     def __init__(self, seed: int) -> None:
@@ -47,8 +51,9 @@ class GlobalRng:
         """
         if not _installed.acquire(timeout=GLOBAL_RNG_SECONDS):
             raise EnvError(
-                f"another game of this process has held the global random state for {GLOBAL_RNG_SECONDS:g} s and does "
-                "not return. Play games that hang with env.isolation=process: then each is killed at its deadline"
+                "another game of this process has held the global random state for"
+                f" {GLOBAL_RNG_SECONDS:g} s and does not return. Play games that hang with"
+                " env.isolation=process: then each is killed at its deadline"
             )
         try:
             python, numpy = random.getstate(), np.random.get_state()
@@ -80,15 +85,17 @@ class _Silence:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Drop what this thread prints inside the block, but not what others print. Threads wait for each other.
+    """Drop what this thread prints inside the block, but not what others print. Threads wait for
+    each other.
 
     Raises:
         EnvError: another call has been inside for `GLOBAL_RNG_SECONDS`.
     """
     if not _silencing.acquire(timeout=GLOBAL_RNG_SECONDS):
         raise EnvError(
-            f"another environment of this process has not returned from reset for {GLOBAL_RNG_SECONDS:g} s. "
-            "Play environments that hang with env.isolation=process: then each is killed at its deadline"
+            "another environment of this process has not returned from reset for"
+            f" {GLOBAL_RNG_SECONDS:g} s. Play environments that hang with env.isolation=process:"
+            " then each is killed at its deadline"
         )
     try:
         with redirect_stdout(_Silence(sys.stdout)):
@@ -109,7 +116,8 @@ def load_package(name: str) -> ModuleType:
             return importlib.import_module(name)
     except ImportError as error:
         raise PluginError(
-            f"the package {name!r} cannot be imported: {error}. Install it by: {install_command('envs')}"
+            f"the package {name!r} cannot be imported: {error}. Install it by:"
+            f" {install_command('envs')}"
         ) from error
 
 
@@ -123,5 +131,9 @@ def check_known(address: str, name: str, known: Iterable[str]) -> None:
     if name in there:
         return
     near = difflib.get_close_matches(name, there, n=3, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Some of them: {', '.join(there[:12])}"
+    hint = (
+        f"Did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else f"Some of them: {', '.join(there[:12])}"
+    )
     raise PluginError(f"{address!r}: there is no {name!r} among {len(there)}. {hint}")

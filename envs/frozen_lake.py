@@ -1,8 +1,9 @@
 """Gymnasium's FrozenLake as text, with a new solvable map for every seed, made for tiny models.
 
-The observation is the grid, then a line with the cells left, down, right and up of the player. Each cell is a space and
-a letter, so that a byte-level tokenizer makes one token of it, the same at every position. P is the player, S the
-start, F frozen, H a hole, G the goal, W the wall around the lake.
+The observation is the grid, then a line with the cells left, down, right and up of the player. Each
+cell is a space and a letter, so that a byte-level tokenizer makes one token of it, the same at
+every position. P is the player, S the start, F frozen, H a hole, G the goal, W the wall around the
+lake.
 """
 
 import random
@@ -32,10 +33,11 @@ Map = tuple[str, ...]
 
 
 class FrozenLake(TextEnv):
-    """Walk from the start to the goal (reward 1) without falling into a hole (reward 0); either ends the episode.
+    """Walk from the start to the goal (reward 1) without falling into a hole (reward 0); either
+    ends the episode.
 
-    A message that is not exactly one legal word costs a turn; the answer is the same grid and a hint. Only the run
-    limits the number of turns.
+    A message that is not exactly one legal word costs a turn; the answer is the same grid and a
+    hint. Only the run limits the number of turns.
     """
 
     system_prompt = (
@@ -50,7 +52,9 @@ class FrozenLake(TextEnv):
         size: int = Field(4, ge=2, le=16)
         """Cells per side."""
         p: float = Field(0.8, ge=0.6, le=1.0)
-        """Probability that a cell is frozen. Below 0.6 a large map almost never has a path to the goal."""
+        """Probability that a cell is frozen. Below 0.6 a large map almost never has a path to the
+        goal.
+        """
         slippery: bool = False
         """Whether two of three moves go sideways, as in Gymnasium's default."""
 
@@ -66,8 +70,8 @@ class FrozenLake(TextEnv):
         chosen = read_options(self.Options, options)
         desc = _map(chosen.size, chosen.p, seed)
         if self._lake is None or (desc, chosen.slippery) != (self._desc, self._slippery):
-            # gymnasium.make would only add its time limit and its checks, at several times the cost. All state of
-            # an episode is set by reset, so the environment can be reused.
+            # gymnasium.make would only add its time limit and its checks, at several times the
+            # cost. All state of an episode is set by reset, so the environment can be reused.
             self._lake = FrozenLakeEnv(desc=list(desc), is_slippery=chosen.slippery)
             self._desc, self._slippery = desc, chosen.slippery
         self._state, _ = self._lake.reset(seed=seed)
@@ -93,17 +97,28 @@ class FrozenLake(TextEnv):
         return _picture(self._desc, self._state)
 
     def shortest_moves(self) -> list[str]:
-        """The legal words that begin a shortest path from the player to the goal (on ice that is not slippery)."""
+        """The legal words that begin a shortest path from the player to the goal (on ice that is
+        not slippery).
+        """
         to_goal = _distances(self._desc)
         far = len(to_goal)
-        moves = {word: to_goal.get(_move(self._desc, self._state, index), far) for index, word in enumerate(ACTIONS)}
+        moves = {
+            word: to_goal.get(_move(self._desc, self._state, index), far)
+            for index, word in enumerate(ACTIONS)
+        }
         return [word for word, distance in moves.items() if distance == min(moves.values())]
 
     def safe_moves(self) -> list[str]:
-        """The legal words that lead to another cell that is not a hole (on ice that is not slippery)."""
+        """The legal words that lead to another cell that is not a hole (on ice that is not
+        slippery).
+        """
         cells = "".join(self._desc)
-        reached = {word: _move(self._desc, self._state, index) for index, word in enumerate(ACTIONS)}
-        return [word for word, state in reached.items() if state != self._state and cells[state] != "H"]
+        reached = {
+            word: _move(self._desc, self._state, index) for index, word in enumerate(ACTIONS)
+        }
+        return [
+            word for word, state in reached.items() if state != self._state and cells[state] != "H"
+        ]
 
     def _grid(self) -> str:
         return _grid(self._desc, self._state)
@@ -111,13 +126,17 @@ class FrozenLake(TextEnv):
 
 @plays(FrozenLake)
 def weak_player(env: FrozenLake, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` the first word of a shortest path, else any legal word. For warm starts."""
+    """With probability `skill` the first word of a shortest path, else any legal word. For warm
+    starts.
+    """
     return rng.choice(env.shortest_moves() if rng.random() < skill else ACTIONS)
 
 
 @plays(FrozenLake)
 def careful_player(env: FrozenLake, rng: random.Random) -> str:
-    """Any move to another cell that is not a hole: it avoids danger but does not know the way. A `ScriptedPlayer`."""
+    """Any move to another cell that is not a hole: it avoids danger but does not know the way. A
+    `ScriptedPlayer`.
+    """
     return rng.choice(env.safe_moves())
 
 
@@ -154,7 +173,9 @@ def _move(desc: Map, state: int, action: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _distances(desc: Map) -> dict[int, int]:
-    """Number of moves to the goal from each cell that can reach it, by breadth-first search from the goal."""
+    """Number of moves to the goal from each cell that can reach it, by breadth-first search from
+    the goal.
+    """
     cells = "".join(desc)
     goal = cells.index("G")
     distances = {goal: 0}

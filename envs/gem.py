@@ -30,7 +30,9 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class Gem(TextEnv):
-    r"""A GEM environment. Actions are written in \boxed{}; a game that ends with a reward of 1 is a success."""
+    r"""A GEM environment. Actions are written in \boxed{}; a game that ends with a reward of 1 is a
+    success.
+    """
 
     system_prompt = "You play a game. Write each action in \\boxed{}, as the rules say."
 
@@ -59,8 +61,8 @@ class Gem(TextEnv):
                 self._env = gem.make(self._name, **chosen.kwargs)
             except Exception as error:
                 raise ConfigError(
-                    f"gem cannot make {self._name!r} with kwargs={chosen.kwargs!r}: {error!r}. Install or download "
-                    "what it needs, or correct options['kwargs']"
+                    f"gem cannot make {self._name!r} with kwargs={chosen.kwargs!r}: {error!r}."
+                    " Install or download what it needs, or correct options['kwargs']"
                 ) from error
             observation, _ = self._env.reset(seed=seed % 2**32)
         return str(observation)
@@ -78,7 +80,13 @@ class Gem(TextEnv):
         reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
         if terminated or truncated:
             self._env = None
-        return str(observation), reward, terminated, truncated, {"success": terminated and reward >= 1}
+        return (
+            str(observation),
+            reward,
+            terminated,
+            truncated,
+            {"success": terminated and reward >= 1},
+        )
 
     def close(self) -> None:
         """Drop the environment."""
@@ -87,7 +95,9 @@ class Gem(TextEnv):
 
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    """Undo what the import of gem does to the logging of the whole process, which the program configures itself."""
+    """Undo what the import of gem does to the logging of the whole process, which the program
+    configures itself.
+    """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

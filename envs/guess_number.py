@@ -12,7 +12,9 @@ from agentrl.protocols import Settings, StepResult
 
 
 class GuessNumber(TextEnv):
-    """A secret number from 1 to `high`; after each guess a hint, higher or lower. Reward 1 for the right guess."""
+    """A secret number from 1 to `high`; after each guess a hint, higher or lower. Reward 1 for the
+    right guess.
+    """
 
     system_prompt = "Guess the secret number. Answer with one number."
     # It answers in microseconds, so it needs no thread.
@@ -24,13 +26,15 @@ class GuessNumber(TextEnv):
         high: int = Field(16, ge=1)
         """The secret number is from 1 to this one."""
         prefixes: int = Field(1, ge=1)
-        """How many prefixes the numbers of a task may have, for many more tasks: with `high` 16 and the prefix 37 they
-        are 3701 to 3716."""
+        """How many prefixes the numbers of a task may have, for many more tasks: with `high` 16 and
+        the prefix 37 they are 3701 to 3716."""
         max_turns: int = Field(8, ge=1)
         """Guesses before the episode is truncated; a message without a number counts as one."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Draw the secret. All state of the episode is set here, so nothing is left over from the last one."""
+        """Draw the secret. All state of the episode is set here, so nothing is left over from the
+        last one.
+        """
         self.options = read_options(self.Options, options)
         # The base class has seeded `rng`: never use the global `random`.
         secret = self.rng.randint(1, self.options.high)

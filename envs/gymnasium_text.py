@@ -2,14 +2,15 @@
 
     env.reset(seed=7, options={"id": "Taxi-v4", "kwargs": {"is_rainy": True}})
 
-`env: gymnasium:Taxi-v4` in a config chooses this environment with that id. Packages that register in the entry-point
-group `gymnasium.envs`, which Gymnasium itself no longer reads, work too; so do MiniGrid and BabyAI, as
-`gymnasium:minigrid:MiniGrid-DoorKey-5x5-v0`.
+`env: gymnasium:Taxi-v4` in a config chooses this environment with that id. Packages that register
+in the entry-point group `gymnasium.envs`, which Gymnasium itself no longer reads, work too; so do
+MiniGrid and BabyAI, as `gymnasium:minigrid:MiniGrid-DoorKey-5x5-v0`.
 
-The observation is the environment's own text drawing ("ansi") if it has one, with the highlighted cell in square
-brackets; otherwise its observation as text. The action is the one action word in the model's message, or its numbers
-(`agentrl/envs/spaces_text.py`). A reward of several parts (MO-Gymnasium) is summed with the weights of
-`options["reward_weights"]`; the parts are in `info["reward_parts"]`. Images are refused.
+The observation is the environment's own text drawing ("ansi") if it has one, with the highlighted
+cell in square brackets; otherwise its observation as text. The action is the one action word in the
+model's message, or its numbers (`agentrl/envs/spaces_text.py`). A reward of several parts
+(MO-Gymnasium) is summed with the weights of `options["reward_weights"]`; the parts are in
+`info["reward_parts"]`. Images are refused.
 """
 
 import difflib
@@ -44,8 +45,8 @@ GymEnv = gymnasium.Env[Any, Any]
 class Game:
     """What agentrl knows about a Gymnasium environment: words for its actions, and instructions.
 
-    `success(reward, terminated)` judges the last step of an episode; most games pay only for reaching the goal.
-    A `noisy` game prints during reset.
+    `success(reward, terminated)` judges the last step of an episode; most games pay only for
+    reaching the goal. A `noisy` game prints during reset.
     """
 
     actions: tuple[str, ...]
@@ -58,7 +59,9 @@ class Game:
 def _describe_taxi(env: GymEnv, observation: Any) -> str:
     row, column, passenger, destination = env.unwrapped.decode(int(observation))  # type: ignore[attr-defined]
     where = "in the taxi" if passenger == 4 else f"at {'RGYB'[passenger]}"
-    return f"Taxi: row {row}, column {column}. Passenger: {where}. Destination: {'RGYB'[destination]}."
+    return (
+        f"Taxi: row {row}, column {column}. Passenger: {where}. Destination: {'RGYB'[destination]}."
+    )
 
 
 def _describe_blackjack(env: GymEnv, observation: Any) -> str:
@@ -77,7 +80,11 @@ def _lasted(reward: float, terminated: bool) -> bool:
 
 
 _MOVES = ("left", "down", "right", "up")
-_LAKE = Game(_MOVES, "You walk on a frozen lake: S start, F ice, H hole, G goal. You are in the cell in [ ]. Reach G.")
+_LAKE = Game(
+    _MOVES,
+    "You walk on a frozen lake: S start, F ice, H hole, G goal. You are in the cell in [ ]."
+    " Reach G.",
+)
 _CLIFF = Game(
     ("up", "right", "down", "left"),
     "You are x. Reach T. Stepping on the cliff C costs 100 and takes you back to the start.",
@@ -90,8 +97,8 @@ GAMES: Mapping[str, Game] = {
     "CliffWalkingSlippery": _CLIFF,
     "Taxi": Game(
         ("south", "north", "east", "west", "pickup", "dropoff"),
-        "You drive the taxi, the cell in [ ]. Fetch the passenger and drop them off at the destination. "
-        "The stands are R, G, Y and B; | is a wall, : is open.",
+        "You drive the taxi, the cell in [ ]. Fetch the passenger and drop them off at the"
+        " destination. The stands are R, G, Y and B; | is a wall, : is open.",
         _describe_taxi,
     ),
     "Blackjack": Game(
@@ -101,36 +108,46 @@ GAMES: Mapping[str, Game] = {
     ),
     "CartPole": Game(
         ("left", "right"),
-        "Keep the pole upright. You see the cart's position and speed, then the pole's angle and speed.",
+        "Keep the pole upright. You see the cart's position and speed, then the pole's angle and"
+        " speed.",
         None,
         _lasted,
     ),
     "MountainCar": Game(
-        ("left", "coast", "right"), "Drive the car up the right hill. You see its position and speed.", None, _reached
+        ("left", "coast", "right"),
+        "Drive the car up the right hill. You see its position and speed.",
+        None,
+        _reached,
     ),
     "MountainCarContinuous": Game(
         (),
-        "Drive the car up the right hill. You see its position and speed, and say its acceleration.",
+        "Drive the car up the right hill. You see its position and speed, and say its"
+        " acceleration.",
         None,
         _reached,
     ),
     "Pendulum": Game(
         (),
-        "Swing the pendulum up and keep it there. You see cosine and sine of its angle and its speed, and say the "
-        "torque.",
+        "Swing the pendulum up and keep it there. You see cosine and sine of its angle and its"
+        " speed, and say the torque.",
     ),
     "Acrobot": Game(
         ("minus", "none", "plus"),
-        "Swing the lower link above the line. You see cosine and sine of both angles, then both speeds.",
+        "Swing the lower link above the line. You see cosine and sine of both angles, then both"
+        " speeds.",
         None,
         _reached,
     ),
-    "LunarLander": Game(("nothing", "left", "main", "right"), "Land between the flags by firing engines."),
+    "LunarLander": Game(
+        ("nothing", "left", "main", "right"), "Land between the flags by firing engines."
+    ),
 }
 """By environment name, without the version."""
 
 FAMILIES: Mapping[str, Callable[[GymEnv], Game]] = {
-    "minigrid": lambda env: Game(minigrid.action_words(env), minigrid.RULES, minigrid.describe, noisy=True),
+    "minigrid": lambda env: Game(
+        minigrid.action_words(env), minigrid.RULES, minigrid.describe, noisy=True
+    ),
 }
 """By package, for packages with too many environments to list."""
 
@@ -149,10 +166,12 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class GymnasiumText(TextEnv):
-    """Gymnasium in text. A message without exactly one action costs a turn; the answer says what an action is.
+    """Gymnasium in text. A message without exactly one action costs a turn; the answer says what an
+    action is.
 
-    `info["success"]` is decided in the last step of an episode (it is false before): by the game's own rule if it is
-    known, otherwise by whether the episode terminated with a last reward above zero.
+    `info["success"]` is decided in the last step of an episode (it is false before): by the game's
+    own rule if it is known, otherwise by whether the episode terminated with a last reward above
+    zero.
     """
 
     system_prompt = "You play a game. Answer each turn with one of the actions told at its start."
@@ -161,13 +180,19 @@ class GymnasiumText(TextEnv):
         """What `reset(options=...)` takes."""
 
         id: Annotated[str, OwnerOnly()]
-        """A registered Gymnasium id, such as "FrozenLake-v1" ("package:Name-v0" imports `package` first)."""
+        """A registered Gymnasium id, such as "FrozenLake-v1" ("package:Name-v0" imports `package`
+        first).
+        """
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `gymnasium.make`."""
         actions: tuple[str, ...] = ()
-        """A word for each action of a discrete space, in its order. Default: known games have words, others numbers."""
+        """A word for each action of a discrete space, in its order. Default: known games have
+        words, others numbers.
+        """
         reward_weights: tuple[float, ...] = ()
-        """For an environment whose reward is a vector: the weight of each part in the sum that counts."""
+        """For an environment whose reward is a vector: the weight of each part in the sum that
+        counts.
+        """
 
     def __init__(self, env_id: str = "") -> None:
         """`env_id` is the id if the options give none."""
@@ -211,11 +236,23 @@ class GymnasiumText(TextEnv):
         terminated, truncated = bool(terminated), bool(truncated)
         self._over = terminated or truncated
         success = self._over and self._game.success(reward, terminated)
-        return _as_text(self._env, self._game, observation), reward, terminated, truncated, {"success": success} | parts
+        return (
+            _as_text(self._env, self._game, observation),
+            reward,
+            terminated,
+            truncated,
+            {"success": success} | parts,
+        )
 
     def render_html(self) -> str:
-        """The environment's own text drawing, with the player's cell highlighted; "" if it has none."""
-        drawing = self._env.render() if self._env is not None and self._env.render_mode == "ansi" else None
+        """The environment's own text drawing, with the player's cell highlighted; "" if it has
+        none.
+        """
+        drawing = (
+            self._env.render()
+            if self._env is not None and self._env.render_mode == "ansi"
+            else None
+        )
         return _with_highlight(drawing) if isinstance(drawing, str) else ""
 
     def close(self) -> None:
@@ -241,8 +278,8 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
         env = gymnasium.make(spec, **arguments)
     except Exception as error:
         raise ConfigError(
-            f"gymnasium cannot make {options.id!r} with kwargs={options.kwargs!r}: {error}. Install what it needs, "
-            "or correct options['kwargs']"
+            f"gymnasium cannot make {options.id!r} with kwargs={options.kwargs!r}: {error}. Install"
+            " what it needs, or correct options['kwargs']"
         ) from error
     try:
         game = _game(spec, env)
@@ -258,15 +295,17 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
 
 
 def _find(env_id: str) -> EnvSpec:
-    """The registered environment. Unlike `gymnasium.make(id)`, this does not warn about old versions."""
+    """The registered environment. Unlike `gymnasium.make(id)`, this does not warn about old
+    versions.
+    """
     module, _, name = env_id.rpartition(":")
     if module:
         try:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"gymnasium cannot find {env_id!r}: the package {module!r} cannot be imported: {error}. Install it "
-                f"(minigrid comes with {install_command('envs')})"
+                f"gymnasium cannot find {env_id!r}: the package {module!r} cannot be imported:"
+                f" {error}. Install it (minigrid comes with {install_command('envs')})"
             ) from error
     failed = () if name in gymnasium.registry else _register_installed()
     if name in gymnasium.registry:
@@ -276,7 +315,9 @@ def _find(env_id: str) -> EnvSpec:
     if not module and name.startswith(("MiniGrid-", "BabyAI-")):
         near = [f"minigrid:{name}"]
     hint = (
-        f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Some of {len(there)}: {', '.join(there[:12])}."
+        f"Did you mean {' or '.join(map(repr, near))}?"
+        if near
+        else f"Some of {len(there)}: {', '.join(there[:12])}."
     )
     also = f" Packages that failed to register theirs: {'; '.join(failed)}" if failed else ""
     raise ConfigError(f"gymnasium has no environment {name!r}. {hint}{also}")
@@ -284,10 +325,12 @@ def _find(env_id: str) -> EnvSpec:
 
 @cache
 def _register_installed() -> tuple[str, ...]:
-    """Let all packages in the entry-point group `gymnasium.envs` register their environments; returns the failures.
+    """Let all packages in the entry-point group `gymnasium.envs` register their environments;
+    returns the failures.
 
-    The name of an entry point is the namespace of the ids ("MyGames" in "MyGames/Maze-v0"); a name that begins with
-    `__` means no namespace. The entry point is a module, or a function that registers.
+    The name of an entry point is the namespace of the ids ("MyGames" in "MyGames/Maze-v0"); a name
+    that begins with `__` means no namespace. The entry point is a module, or a function that
+    registers.
     """
     failed = []
     for point in entry_points(group="gymnasium.envs"):
@@ -296,8 +339,8 @@ def _register_installed() -> tuple[str, ...]:
                 found = point.load()
                 if callable(found):
                     found()
-            # Another package's failure must not affect this environment, and no exception may pass through
-            # Gymnasium's `namespace`.
+            # Another package's failure must not affect this environment, and no exception may pass
+            # through Gymnasium's `namespace`.
             except Exception as error:
                 failed.append(f"{point.value} ({error!r})")
     return tuple(failed)
@@ -310,15 +353,21 @@ def _game(spec: EnvSpec, env: GymEnv) -> Game:
 
 
 def _check_reward(options: Options, env: GymEnv) -> None:
-    """Check that there is a weight for each part of the reward, where the environment says that it has parts."""
+    """Check that there is a weight for each part of the reward, where the environment says that it
+    has parts.
+    """
     space = getattr(env.unwrapped, "reward_space", None)
     parts = math.prod(getattr(space, "shape", None) or ())
-    if space is None or parts == len(options.reward_weights) or (parts == 1 and not options.reward_weights):
+    if (
+        space is None
+        or parts == len(options.reward_weights)
+        or (parts == 1 and not options.reward_weights)
+    ):
         return
     raise ConfigError(
-        f"the reward of {options.id} has {parts} parts, and options['reward_weights'] has "
-        f"{len(options.reward_weights)} weights: write one for each, such as {[1.0] * parts}, and their weighted sum "
-        "is the reward"
+        f"the reward of {options.id} has {parts} parts, and options['reward_weights'] has"
+        f" {len(options.reward_weights)} weights: write one for each, such as {[1.0] * parts}, and"
+        " their weighted sum is the reward"
     )
 
 
@@ -329,8 +378,9 @@ def _summed(paid: Any, weights: tuple[float, ...]) -> tuple[float, dict[str, Any
         return float(parts[0]), {}
     if len(parts) != len(weights):
         raise EnvError(
-            f"the reward has {len(parts)} parts, {paid!r:.80}, and options['reward_weights'] {len(weights)} weights: "
-            "write one for each part, and their weighted sum is the reward"
+            f"the reward has {len(parts)} parts, {paid!r:.80}, and options['reward_weights']"
+            f" {len(weights)} weights: write one for each part, and their weighted sum is the"
+            " reward"
         )
     return float(parts @ np.array(weights)), {"reward_parts": parts.tolist()}
 
@@ -352,7 +402,10 @@ _BACKGROUND = re.compile(r"(?:^|;)(?:4[0-8]|10[0-7])(?:;|$)")
 
 def _with_highlight(drawing: str) -> str:
     """A text drawing as HTML, with the cell that ANSI colours highlight, which is the player's."""
-    text = _COLOUR.sub(lambda code: _HIGHLIGHT if _BACKGROUND.search(code[1]) else "</b>", escape(drawing.strip("\n")))
+    text = _COLOUR.sub(
+        lambda code: _HIGHLIGHT if _BACKGROUND.search(code[1]) else "</b>",
+        escape(drawing.strip("\n")),
+    )
     return f'<pre style="font-size: 16px">{text}</pre>'
 
 

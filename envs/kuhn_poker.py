@@ -1,8 +1,9 @@
 """Kuhn poker in text: two agents, three cards, one bet. The smallest game of bluffing.
 
-It is solved (Kuhn, "A simplified two-person poker", 1950), so a learned policy can be compared with optimal play:
-between two perfect players, the one who acts first loses 1/18 of a chip per hand. Copy this environment for a game of
-several agents: `reset` names them, each `step` names the next one, and each agent sees only what is new to it.
+It is solved (Kuhn, "A simplified two-person poker", 1950), so a learned policy can be compared with
+optimal play: between two perfect players, the one who acts first loses 1/18 of a chip per hand.
+Copy this environment for a game of several agents: `reset` names them, each `step` names the next
+one, and each agent sees only what is new to it.
 """
 
 import random
@@ -37,18 +38,19 @@ TIMID = {"jack": 0.05, "queen": 0.1, "king": 0.6}
 
 
 class KuhnPoker(TextEnv):
-    """Kuhn poker for two agents, north and south. Rewards are the chips won or lost in each hand: 1 or 2.
+    """Kuhn poker for two agents, north and south. Rewards are the chips won or lost in each hand: 1
+    or 2.
 
-    The agents take turns in acting first, hand by hand. A message that is not a legal word folds. Success means winning
-    chips over all hands.
+    The agents take turns in acting first, hand by hand. A message that is not a legal word folds.
+    Success means winning chips over all hands.
     """
 
     isolation = "inline"
     reward_range = (-2.0, 2.0)
     system_prompt = (
-        "You play poker with three cards: jack, queen and king. Each player antes 1 chip and gets one card. A player "
-        "may check, or bet 1 chip; who faces a bet may call it or fold. The higher card wins what was put in. "
-        "Answer with one word. Any other message folds."
+        "You play poker with three cards: jack, queen and king. Each player antes 1 chip and gets"
+        " one card. A player may check, or bet 1 chip; who faces a bet may call it or fold. The"
+        " higher card wins what was put in. Answer with one word. Any other message folds."
     )
 
     actor: str
@@ -60,8 +62,8 @@ class KuhnPoker(TextEnv):
         hands: int = Field(1, ge=1, le=50)
         """Hands in an episode."""
         strict: bool = False
-        """Only the exact word acts, so that ` Bet` folds as any other message does. With this and a single hand, the
-        exploitability of the policy that is trained is a metric of the run."""
+        """Only the exact word acts, so that ` Bet` folds as any other message does. With this and a
+        single hand, the exploitability of the policy that is trained is a metric of the run."""
 
     def enumeration(self, options: Mapping[str, Any]) -> Enumeration:
         """How exploitable a policy is in a single hand; see `Enumerable`.
@@ -71,7 +73,10 @@ class KuhnPoker(TextEnv):
         """
         read = read_options(self.Options, options)
         if read.hands != 1 or not read.strict:
-            raise ConfigError("they are exact for a single hand whose words are exact: write env.options.strict=true")
+            raise ConfigError(
+                "they are exact for a single hand whose words are exact: write"
+                " env.options.strict=true"
+            )
         return KuhnOracle()
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
@@ -110,14 +115,19 @@ class KuhnPoker(TextEnv):
         return self._tell(), float(winnings[actor]), False, False, {**info, "agent": self.actor}
 
     def render_html(self) -> str:
-        """Both cards, which the players do not see, what was said in this hand, and the chips so far."""
+        """Both cards, which the players do not see, what was said in this hand, and the chips so
+        far.
+        """
         rows = "".join(
-            f"<tr><td>{agent}{' (to act)' if agent == self.actor else ''}</td><td><b>{self.cards[agent]}</b></td>"
-            f"<td>{self.chips[agent]:+d} chips</td></tr>"
+            f"<tr><td>{agent}{' (to act)' if agent == self.actor else ''}</td>"
+            f"<td><b>{self.cards[agent]}</b></td><td>{self.chips[agent]:+d} chips</td></tr>"
             for agent in AGENTS
         )
         said = ", ".join(self.history) or "nothing was said yet"
-        return f'<p>Hand {self.hand} of {self.options.hands}: {said}</p><table cellpadding="6">{rows}</table>'
+        return (
+            f"<p>Hand {self.hand} of {self.options.hands}: {said}</p><table"
+            f' cellpadding="6">{rows}</table>'
+        )
 
     def _deal(self) -> None:
         self.actor = AGENTS[self.hand % 2]
@@ -125,7 +135,9 @@ class KuhnPoker(TextEnv):
         self.history = ()
         self.cards = dict(zip(AGENTS, self.rng.sample(CARDS, 2), strict=True))
         for agent in AGENTS:
-            self._news[agent].append(f"Hand {self.hand} of {self.options.hands}. You hold the {self.cards[agent]}.")
+            self._news[agent].append(
+                f"Hand {self.hand} of {self.options.hands}. You hold the {self.cards[agent]}."
+            )
 
     def _tell(self) -> str:
         """What is new to the acting agent, and its legal words."""
@@ -158,7 +170,9 @@ def chips_won(cards: Sequence[str], history: tuple[str, ...]) -> int | None:
 
 
 def moves(history: tuple[str, ...]) -> tuple[str, ...]:
-    """All that a message can do after a history: its legal words, and to fold, which any other message does."""
+    """All that a message can do after a history: its legal words, and to fold, which any other
+    message does.
+    """
     return tuple(dict.fromkeys((*LEGAL[history], "fold")))
 
 
@@ -168,7 +182,9 @@ def situation(card: str, history: tuple[str, ...]) -> str:
 
 
 def kuhn_game() -> "ZeroSumGame":
-    """One hand as a game whose strategies can be judged exactly. Its information sets are named by `situation`."""
+    """One hand as a game whose strategies can be judged exactly. Its information sets are named by
+    `situation`.
+    """
     from agentrl.oracles.games import ChanceNode, ChoiceNode, Payoff, ZeroSumGame
 
     def after(cards: tuple[str, str], history: tuple[str, ...]) -> "GameNode":
@@ -184,11 +200,15 @@ def kuhn_game() -> "ZeroSumGame":
 
 
 class KuhnOracle:
-    """`Enumeration` of one strict hand: how far a policy that plays both seats is from optimal play."""
+    """`Enumeration` of one strict hand: how far a policy that plays both seats is from optimal
+    play.
+    """
 
     @cached_property
     def situations(self) -> Mapping[str, Question]:
-        """What an agent has seen in each situation, as the environment shows it, and the legal words."""
+        """What an agent has seen in each situation, as the environment shows it, and the legal
+        words.
+        """
         found: dict[str, Question] = {}
         env, unseen = KuhnPoker(), set(permutations(CARDS, 2))
         for seed in count():
@@ -196,7 +216,10 @@ class KuhnOracle:
             cards = (env.cards["north"], env.cards["south"])
             if cards in unseen:
                 unseen.remove(cards)
-                found |= {situation(cards[len(line) % 2], line): _question(env, seed, line) for line in LEGAL}
+                found |= {
+                    situation(cards[len(line) % 2], line): _question(env, seed, line)
+                    for line in LEGAL
+                }
             if not unseen:
                 break
         return found
@@ -209,7 +232,8 @@ class KuhnOracle:
     def metrics(self, probabilities: Sequence[Sequence[float]]) -> dict[str, float]:
         """Exploitability of the policy, and what the first player wins, in chips a hand.
 
-        What is missing to 1 is the probability of other messages, which fold, as the word itself does.
+        What is missing to 1 is the probability of other messages, which fold, as the word itself
+        does.
         """
         strategy, legal = {}, {}
         for (name, question), of_words in zip(self.situations.items(), probabilities, strict=True):
@@ -237,11 +261,12 @@ def _question(env: KuhnPoker, seed: int, line: tuple[str, ...]) -> Question:
 
 
 def best_play(card: str, history: tuple[str, ...], bluff: float = 1 / 3) -> float:
-    """Probability of the bolder word (bet, or call) in equilibrium; `bluff` is the first player's choice, 0 to 1/3.
+    """Probability of the bolder word (bet, or call) in equilibrium; `bluff` is the first player's
+    choice, 0 to 1/3.
 
-    Kuhn (1950): the first player bets the jack with probability `bluff`, the king with three times that probability and
-    the queen never, and calls with the queen with probability `bluff` + 1/3. The second player bluffs with the jack and
-    calls with the queen, each with probability 1/3.
+    Kuhn (1950): the first player bets the jack with probability `bluff`, the king with three times
+    that probability and the queen never, and calls with the queen with probability `bluff` + 1/3.
+    The second player bluffs with the jack and calls with the queen, each with probability 1/3.
     """
     bold = {
         (): {"jack": bluff, "queen": 0, "king": 3 * bluff},
@@ -260,7 +285,9 @@ def strong_player(env: KuhnPoker, rng: random.Random) -> str:
 
 @plays(KuhnPoker)
 def weak_player(env: KuhnPoker, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` optimal play, else any legal word. A `ScriptedPlayer` for opponents and warm starts."""
+    """With probability `skill` optimal play, else any legal word. A `ScriptedPlayer` for opponents
+    and warm starts.
+    """
     meek, bold = sorted(LEGAL[env.history], key=lambda word: word in ("bet", "call"))
     chance = best_play(env.cards[env.actor], env.history) if rng.random() < skill else 0.5
     return bold if rng.random() < chance else meek
@@ -268,7 +295,8 @@ def weak_player(env: KuhnPoker, rng: random.Random, skill: float = 0.3) -> str:
 
 @plays(KuhnPoker)
 def timid_player(env: KuhnPoker, rng: random.Random) -> str:
-    """Bets and calls with three kings in five, and hardly ever with another card. A `ScriptedPlayer` for warm starts.
+    """Bets and calls with three kings in five, and hardly ever with another card. A
+    `ScriptedPlayer` for warm starts.
 
     It shows that cards matter, and is easily exploited: by 0.35 chips a hand.
     """

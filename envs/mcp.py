@@ -1,7 +1,8 @@
 """MCP servers as environments: `env: mcp:stdio:COMMAND ARGS`, `env: mcp:http://HOST:PORT/mcp`.
 
-A plain server has tools, but no task and no reward. With an address, the options supply both. A subclass of
-`McpToolEnv` sets `server = "..."`, begins with a task and gives rewards; it may add tools to the server's:
+A plain server has tools, but no task and no reward. With an address, the options supply both. A
+subclass of `McpToolEnv` sets `server = "..."`, begins with a task and gives rewards; it may add
+tools to the server's:
 
     class Librarian(McpToolEnv):
         server = "mcp:stdio:python -m my_library"
@@ -15,9 +16,9 @@ A plain server has tools, but no task and no reward. With an address, the option
             right = SHELVES[self.wanted] in text
             return ToolResult("", reward=float(right), terminated=True, success=right)
 
-The environment reads these keys of a tool result's structured content: `reward` (a number), `terminated`, `truncated`,
-`success`. The model reads the text of the result. Each episode has its own session and so, with `stdio`, its own
-process.
+The environment reads these keys of a tool result's structured content: `reward` (a number),
+`terminated`, `truncated`, `success`. The model reads the text of the result. Each episode has its
+own session and so, with `stdio`, its own process.
 """
 
 import asyncio
@@ -56,7 +57,8 @@ def scheme(rest: str) -> Callable[[], Env]:
     """mcp:stdio:python my_server.py: the tools of an MCP server (or mcp:http://host:8000/mcp).
 
     Raises:
-        PluginError: the address cannot be read, there is no such command, or the package `mcp` is missing.
+        PluginError: the address cannot be read, there is no such command, or the package `mcp` is
+        missing.
     """
     _check_server(f"mcp:{rest}")
     load_package("mcp")
@@ -64,12 +66,13 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class McpToolEnv(ToolEnv, no_tools=True):
-    """An environment whose tools are those of the MCP server `server` and its own typed public methods.
+    """An environment whose tools are those of the MCP server `server` and its own typed public
+    methods.
 
-    `reply` answers a message without tool calls; by default it asks for one. `hidden` names tools of the server that
-    the model is not shown; `call` can call every tool of the server, also from `start`. If the server dies or breaks
-    the protocol, its episode fails with `EnvError`. A call that misses its deadline drops the connection and ends a
-    `stdio` server.
+    `reply` answers a message without tool calls; by default it asks for one. `hidden` names tools
+    of the server that the model is not shown; `call` can call every tool of the server, also from
+    `start`. If the server dies or breaks the protocol, its episode fails with `EnvError`. A call
+    that misses its deadline drops the connection and ends a `stdio` server.
     """
 
     server: str = ""
@@ -87,7 +90,8 @@ class McpToolEnv(ToolEnv, no_tools=True):
 
         Raises:
             EnvError: the server cannot be started or reached, or does not speak MCP.
-            ConfigError: the server and this class both have a tool of some name, or a hidden tool does not exist.
+            ConfigError: the server and this class both have a tool of some name, or a hidden tool
+            does not exist.
         """
         await self.close()
         self._session = session = _Session(self.server)
@@ -136,10 +140,14 @@ class McpToolEnv(ToolEnv, no_tools=True):
         there = [_name(tool) for tool in self._session.tools] if self._session else []
         if twice := sorted(set(own) & set(there)):
             raise ConfigError(
-                f"{type(self).__name__} and {self.server} both have a tool {', '.join(twice)}: rename the method"
+                f"{type(self).__name__} and {self.server} both have a tool {', '.join(twice)}:"
+                " rename the method"
             )
         if missing := sorted(set(self.hidden) - set(there)):
-            raise ConfigError(f"{self.server} has no tool {', '.join(missing)} to hide; its tools: {', '.join(there)}")
+            raise ConfigError(
+                f"{self.server} has no tool {', '.join(missing)} to hide; its tools:"
+                f" {', '.join(there)}"
+            )
 
 
 class McpEnv(McpToolEnv):
@@ -155,9 +163,10 @@ class McpEnv(McpToolEnv):
         setup: str = ""
         """A tool that begins an episode. It is called with `seed`; the model does not see it."""
         judge: str = ""
-        """A tool that scores the model's last message. It is called with `answer` and returns a number, or `reward` in
-        its structured content; the model does not see it. Without a judge, rewards come from tool results with a
-        `reward`, or from your own reward of the trajectory (`reward: ...`)."""
+        """A tool that scores the model's last message. It is called with `answer` and returns a
+        number, or `reward` in its structured content; the model does not see it. Without a judge,
+        rewards come from tool results with a `reward`, or from your own reward of the trajectory
+        (`reward: ...`)."""
         hidden: tuple[str, ...] = Field(default=())
         """Tools that the model is not shown."""
 
@@ -173,8 +182,9 @@ class McpEnv(McpToolEnv):
         chosen = read_options(self.Options, options)
         if not (chosen.task or chosen.setup):
             raise ConfigError(
-                f"{self.server}: an MCP server has tools but no task. Write options: {{task: ...}}, "
-                "or {setup: TOOL} with a tool that is called with the seed and answers with the task"
+                f"{self.server}: an MCP server has tools but no task. Write options: {{task: ...}},"
+                " or {setup: TOOL} with a tool that is called with the seed and answers with the"
+                " task"
             )
         self._options = chosen
         self.system_prompt = chosen.system_prompt
@@ -188,7 +198,9 @@ class McpEnv(McpToolEnv):
             try:
                 begun, _ = await self._ask(chosen.setup, {"seed": seed})
             except ToolError as error:
-                raise EnvError(f"{self.server}: the setup {chosen.setup!r} says: {error}") from error
+                raise EnvError(
+                    f"{self.server}: the setup {chosen.setup!r} says: {error}"
+                ) from error
         return chosen.task or begun
 
     async def reply(self, text: str) -> ToolResult:
@@ -196,13 +208,22 @@ class McpEnv(McpToolEnv):
         if not self._options.judge:
             return ToolResult("", terminated=True)
         try:
-            readable = text.encode(errors="replace").decode()  # a model may write half of a surrogate pair
+            readable = text.encode(
+                errors="replace"
+            ).decode()  # a model may write half of a surrogate pair
             text, content = await self._ask(self._options.judge, {"answer": readable})
         except ToolError as error:
-            raise EnvError(f"{self.server}: the judge {self._options.judge!r} says: {error}") from error
+            raise EnvError(
+                f"{self.server}: the judge {self._options.judge!r} says: {error}"
+            ) from error
         reward = content.get("reward", content.get("result", text))
         success = content.get("success")
-        return ToolResult("", _number(self.server, reward), True, success=None if success is None else bool(success))
+        return ToolResult(
+            "",
+            _number(self.server, reward),
+            True,
+            success=None if success is None else bool(success),
+        )
 
 
 class _Session:
@@ -231,7 +252,9 @@ class _Session:
         Raises:
             ToolError: the tool reports an error.
         """
-        result = await self._result_of(background.start(self._client.call_tool(name, dict(arguments))))
+        result = await self._result_of(
+            background.start(self._client.call_tool(name, dict(arguments)))
+        )
         text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolError(text)
@@ -268,7 +291,9 @@ class _Session:
                 self._gone.set_result(None)
 
     async def _result_of(self, answer: Future[Any]) -> Any:
-        """The server's answer. An error is raised as the model's (`ToolError`) or the server's (`EnvError`)."""
+        """The server's answer. An error is raised as the model's (`ToolError`) or the server's
+        (`EnvError`).
+        """
         from mcp import MCPError
 
         try:
@@ -280,11 +305,17 @@ class _Session:
             if isinstance(error, MCPError) and error.error.code == _INVALID_PARAMS:
                 raise ToolError(str(error)) from raised
             proxy = proxy_note(self._parts[0], used=True) if self._kind == "http" else ""
-            raise EnvError(f"{self._server}: {type(error).__name__}: {error}{proxy}{self._last_words()}") from raised
+            raise EnvError(
+                f"{self._server}: {type(error).__name__}: {error}{proxy}{self._last_words()}"
+            ) from raised
 
     def _last_words(self, lines: int = 8) -> str:
         size = os.fstat(self._stderr.fileno()).st_size
-        text = os.pread(self._stderr.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip()
+        text = (
+            os.pread(self._stderr.fileno(), 2000, max(0, size - 2000))
+            .decode(errors="replace")
+            .strip()
+        )
         words = "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
         stray = "\n  ".join(self._stray)
         return f"{words}\n{_MISPLACED}:\n  {stray}" if stray else words
@@ -300,7 +331,10 @@ class _Session:
             logger.warning("%s: %s, such as %r. They are skipped", self._server, _MISPLACED, line)
 
 
-_MISPLACED = "on stdout, where only messages of MCP belong (logs belong on stderr), it wrote lines that are none"
+_MISPLACED = (
+    "on stdout, where only messages of MCP belong (logs belong on stderr), it wrote lines that are"
+    " none"
+)
 _warned: set[str] = set()
 """The servers that a warning of such lines was logged for."""
 
@@ -335,13 +369,18 @@ def _check_server(address: str) -> tuple[str, list[str]]:
 
 
 @asynccontextmanager
-async def _client(kind: str, parts: Sequence[str], stderr: TextIO, on_message: Any) -> AsyncIterator[Any]:
+async def _client(
+    kind: str, parts: Sequence[str], stderr: TextIO, on_message: Any
+) -> AsyncIterator[Any]:
     from mcp import Client, StdioServerParameters, stdio_client
 
     target: Any = parts[0]
     if kind == "stdio":
-        target = stdio_client(StdioServerParameters(command=parts[0], args=list(parts[1:])), errlog=stderr)
-        # The package logs a traceback for each line of stdout that is no message; `on_message` gets the same error.
+        target = stdio_client(
+            StdioServerParameters(command=parts[0], args=list(parts[1:])), errlog=stderr
+        )
+        # The package logs a traceback for each line of stdout that is no message; `on_message` gets
+        # the same error.
         logging.getLogger("mcp.client.stdio").addFilter(_no_parse_errors)
     async with Client(target, message_handler=on_message) as client:
         yield client
@@ -357,7 +396,11 @@ async def _list_tools(client: Any) -> tuple[Schema, ...]:
     return tuple(
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
         }
         for tool in tools
     )

@@ -1,8 +1,10 @@
-"""The problems of the oracles as text: environments so small that a policy's mean return is an exact number.
+"""The problems of the oracles as text: environments so small that a policy's mean return is an
+exact number.
 
-A problem is a tree of decisions (`agentrl/oracles/problems.py`). Each answer that is one of the offered words goes one
-step down; any other message ends the episode with the reward `other`. So the probabilities of the words at every point
-of every conversation say all about a policy, and a run on such a problem reports its exact return (docs/oracles.md).
+A problem is a tree of decisions (`agentrl/oracles/problems.py`). Each answer that is one of the
+offered words goes one step down; any other message ends the episode with the reward `other`. So the
+probabilities of the words at every point of every conversation say all about a policy, and a run on
+such a problem reports its exact return (docs/oracles.md).
 """
 
 import json
@@ -21,12 +23,16 @@ from agentrl.protocols import Credit, Question, ResetResult, Settings, StepResul
 from agentrl.settings.faults import faults
 from agentrl.trajectory import Message, Trajectory
 
-SYSTEM_PROMPT = "Answer with one of the offered words, and nothing else. Any other message ends the episode."
+SYSTEM_PROMPT = (
+    "Answer with one of the offered words, and nothing else. Any other message ends the episode."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A decision at one point of a conversation. `then`: the numbers of the points after it, by action and result."""
+    """A decision at one point of a conversation. `then`: the numbers of the points after it, by
+    action and result.
+    """
 
     decision: Decision
     messages: tuple[Message, ...]
@@ -38,7 +44,9 @@ class _Point:
 
 
 class PlayedProblem:
-    """A problem as conversations: an `Enumeration`. Points have numbers, by which `info["decision"]` names them."""
+    """A problem as conversations: an `Enumeration`. Points have numbers, by which
+    `info["decision"]` names them.
+    """
 
     def __init__(self, root: Decision, other: float) -> None:
         self.other = other
@@ -53,7 +61,9 @@ class PlayedProblem:
         return [Question(point.messages, point.words) for point in self.points]
 
     def metrics(self, probabilities: Sequence[Sequence[float]]) -> Mapping[str, float]:
-        """The mean return, that of the best policy, their difference, and how often an episode ends by other words."""
+        """The mean return, that of the best policy, their difference, and how often an episode ends
+        by other words.
+        """
         value = self._worth(probabilities)[0][0]
         return {
             "return": value,
@@ -62,7 +72,9 @@ class PlayedProblem:
             "other": self._leaving(probabilities),
         }
 
-    def credit(self, probabilities: Sequence[Sequence[float]], trajectory: Trajectory) -> Sequence[Credit] | None:
+    def credit(
+        self, probabilities: Sequence[Sequence[float]], trajectory: Trajectory
+    ) -> Sequence[Credit] | None:
         """The exact value and advantage of each turn, from what its info says was decided."""
         worth = self._worth(probabilities)
         found = []
@@ -79,16 +91,26 @@ class PlayedProblem:
     def best_words(self, number: int) -> Sequence[str]:
         """The words of the best policy at a point."""
         _, of_words = self._worth(None)[number]
-        return [word for word, q in zip(self.points[number].words, of_words, strict=True) if q >= max(of_words) - 1e-9]
+        return [
+            word
+            for word, q in zip(self.points[number].words, of_words, strict=True)
+            if q >= max(of_words) - 1e-9
+        ]
 
-    def _worth(self, probabilities: Sequence[Sequence[float]] | None) -> list[tuple[float, list[float]]]:
+    def _worth(
+        self, probabilities: Sequence[Sequence[float]] | None
+    ) -> list[tuple[float, list[float]]]:
         """The value of each point and of its words, under a policy; `None`: under the best one."""
         worth: list[tuple[float, list[float]]] = [(0.0, [])] * len(self.points)
         for number in reversed(range(len(self.points))):  # what comes later has a higher number
             point = self.points[number]
             of_words = [
                 sum(
-                    result.probability * (result.reward + (worth[point.then[a, r]][0] if (a, r) in point.then else 0.0))
+                    result.probability
+                    * (
+                        result.reward
+                        + (worth[point.then[a, r]][0] if (a, r) in point.then else 0.0)
+                    )
                     for r, result in enumerate(action.results)
                 )
                 for a, action in enumerate(point.decision.actions)
@@ -97,7 +119,10 @@ class PlayedProblem:
                 value = max(*of_words, self.other)
             else:
                 chances = probabilities[number]
-                value = sum(p * q for p, q in zip(chances, of_words, strict=True)) + _rest(chances) * self.other
+                value = (
+                    sum(p * q for p, q in zip(chances, of_words, strict=True))
+                    + _rest(chances) * self.other
+                )
             worth[number] = value, of_words
         return worth
 
@@ -107,7 +132,9 @@ class PlayedProblem:
             for (a, r), then in point.then.items():
                 chance = probabilities[number][a] * point.decision.actions[a].results[r].probability
                 reached[then] += reached[number] * chance
-        return sum(reach * _rest(chances) for reach, chances in zip(reached, probabilities, strict=True))
+        return sum(
+            reach * _rest(chances) for reach, chances in zip(reached, probabilities, strict=True)
+        )
 
     def _add(self, decision: Decision, messages: tuple[Message, ...]) -> int:
         number = len(self.points)
@@ -138,7 +165,8 @@ def _rest(chances: Sequence[float]) -> float:
 
 
 class OracleEnv(TextEnv):
-    """A decision problem with exact answers, as text. Success: the episode earned what the best policy does on average.
+    """A decision problem with exact answers, as text. Success: the episode earned what the best
+    policy does on average.
 
     `info["state_key"]` is the state; `info["decision"]` and `info["word"]` say what was decided.
     """
@@ -149,10 +177,13 @@ class OracleEnv(TextEnv):
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
-        problem: Literal["bandit", "stopping", "t_maze", "corridor", "chain", "dialogue"] = "stopping"
+        problem: Literal["bandit", "stopping", "t_maze", "corridor", "chain", "dialogue"] = (
+            "stopping"
+        )
         """Which problem of `agentrl.oracles.problems` is played."""
         settings: dict[str, Any] = Field(default_factory=dict)
-        """The problem's own settings: the arguments of its function, such as `length` of `t_maze`."""
+        """The problem's own settings: the arguments of its function, such as `length` of `t_maze`.
+        """
         other: float = 0.0
         """The reward of a message that is none of the offered words. It ends the episode."""
 
@@ -163,7 +194,9 @@ class OracleEnv(TextEnv):
             except ValidationError as error:
                 wrong = "; ".join(map(str, faults(error, self.settings)))
                 known = ", ".join(signature(PROBLEMS[self.problem]).parameters) or "none"
-                raise ValueError(f"settings of {self.problem!r}: {wrong}. Its settings are: {known}") from error
+                raise ValueError(
+                    f"settings of {self.problem!r}: {wrong}. Its settings are: {known}"
+                ) from error
             return self
 
     def enumeration(self, options: Mapping[str, Any]) -> PlayedProblem:
@@ -226,4 +259,6 @@ def played(problem: str, settings: str, other: float) -> PlayedProblem:
 @plays(OracleEnv)
 def weak_player(env: OracleEnv, rng: random.Random, skill: float = 0.3) -> str:
     """With probability `skill` the best word, else any offered one. For warm starts."""
-    return rng.choice(env.problem.best_words(env.number) if rng.random() < skill else env.point.words)
+    return rng.choice(
+        env.problem.best_words(env.number) if rng.random() < skill else env.point.words
+    )

@@ -1,17 +1,18 @@
 """PettingZoo's games as environments of several agents: `env: pettingzoo:classic/connect_four_v3`.
 
-The address is a module of `pettingzoo`, with dots or slashes, or that of another package which has `env` or
-`parallel_env` (`pettingzoo:mpe2/simple_spread_v3`). Each agent keeps the name that PettingZoo gives it, so `env.agents`
-says who plays it:
+The address is a module of `pettingzoo`, with dots or slashes, or that of another package which has
+`env` or `parallel_env` (`pettingzoo:mpe2/simple_spread_v3`). Each agent keeps the name that
+PettingZoo gives it, so `env.agents` says who plays it:
 
     env:
       name: pettingzoo:classic/connect_four_v3
       agents: {player_1: {name: scripted, player: "agentrl.envs.pettingzoo:random_player"}}
 
-Agents act one after another, also in a parallel game, where each of them sees the state before the round. What a
-message must hold is told in each agent's first observation (`agentrl/envs/spaces_text.py`). An action that the game's
-mask forbids costs a turn, is answered by those that are possible, and never ends the game. At the end, an agent
-succeeded if its rewards sum to more than 0.
+Agents act one after another, also in a parallel game, where each of them sees the state before the
+round. What a message must hold is told in each agent's first observation
+(`agentrl/envs/spaces_text.py`). An action that the game's mask forbids costs a turn, is answered by
+those that are possible, and never ends the game. At the end, an agent succeeded if its rewards sum
+to more than 0.
 """
 
 import random
@@ -27,7 +28,13 @@ from pydantic import Field
 
 from agentrl.envs.base import TextEnv, ToolError, plays, read_options
 from agentrl.envs.foreign import GlobalRng, load_package, silenced
-from agentrl.envs.spaces_text import ActionReader, WordReader, action_reader, check_readable, written_out
+from agentrl.envs.spaces_text import (
+    ActionReader,
+    WordReader,
+    action_reader,
+    check_readable,
+    written_out,
+)
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings, StepResult
 
@@ -37,10 +44,11 @@ MOST_LISTED = 64
 
 @dataclass(frozen=True, slots=True)
 class PettingZooGame:
-    """What agentrl knows about a game: its rules, words for its first actions, and how to show an observation.
+    """What agentrl knows about a game: its rules, words for its first actions, and how to show an
+    observation.
 
-    `show` gets an observation and the number of actions. `moves(env)` gives the words of the actions that are possible
-    now, where there are too many to name all.
+    `show` gets an observation and the number of actions. `moves(env)` gives the words of the
+    actions that are possible now, where there are too many to name all.
     """
 
     rules: str
@@ -50,7 +58,9 @@ class PettingZooGame:
 
 
 def _board(planes: Any, actions: int, numbered: bool = False) -> str:
-    """A board whose first plane has the own pieces (X), and whose second has the other player's (O)."""
+    """A board whose first plane has the own pieces (X), and whose second has the other player's
+    (O).
+    """
     own, other = np.asarray(planes)[..., 0], np.asarray(planes)[..., 1]
     numbers = np.arange(own.size).reshape(own.shape).astype(str)
     empty = numbers if numbered else np.full(own.shape, ".")
@@ -76,7 +86,8 @@ def _chess_moves(env: Any) -> dict[str, int]:
 
 GAMES: Mapping[str, PettingZooGame] = {
     "connect_four": PettingZooGame(
-        "Drop a piece into a column, 0 to 6 from the left. Four of yours in a row win. X is yours, O the other's.",
+        "Drop a piece into a column, 0 to 6 from the left. Four of yours in a row win. X is yours,"
+        " O the other's.",
         show=_board,
     ),
     "tictactoe": PettingZooGame(
@@ -84,17 +95,20 @@ GAMES: Mapping[str, PettingZooGame] = {
         show=partial(_board, numbered=True),
     ),
     "go": PettingZooGame(
-        "X is yours, O the other's. The points are numbered from 0, row by row; the number after the last one passes.",
+        "X is yours, O the other's. The points are numbered from 0, row by row; the number after"
+        " the last one passes.",
         show=_board,
     ),
     "chess": PettingZooGame(
-        "Write a move as two squares: e2e4, or e7e8q to promote. White's pieces are capitals.", moves=_chess_moves
+        "Write a move as two squares: e2e4, or e7e8q to promote. White's pieces are capitals.",
+        moves=_chess_moves,
     ),
     "rps": PettingZooGame("Both choose at once; the better choice wins.", _SHAPES, _last_shape),
     "leduc_holdem": PettingZooGame("Leduc hold'em.", ("call", "raise", "fold", "check")),
     "texas_holdem": PettingZooGame("Limit hold'em.", ("call", "raise", "fold", "check")),
     "texas_holdem_no_limit": PettingZooGame(
-        "No-limit hold'em.", ("fold", "check or call", "raise half the pot", "raise the pot", "all in")
+        "No-limit hold'em.",
+        ("fold", "check or call", "raise half the pot", "raise the pot", "all in"),
     ),
 }
 """By module, without the version."""
@@ -173,8 +187,13 @@ class PettingZoo(TextEnv):
             rewards = {agent: float(paid) for agent, paid in self._env.rewards.items()}
             for agent, paid in rewards.items():
                 self._earned[agent] += paid
-            terminated, truncated = any(self._env.terminations.values()), any(self._env.truncations.values())
-            return self._went_on(actor, rewards) or self._ended(actor, rewards, truncated and not terminated)
+            terminated, truncated = (
+                any(self._env.terminations.values()),
+                any(self._env.truncations.values()),
+            )
+            return self._went_on(actor, rewards) or self._ended(
+                actor, rewards, truncated and not terminated
+            )
 
     def close(self) -> None:
         """Close the game."""
@@ -187,10 +206,16 @@ class PettingZoo(TextEnv):
         agent = self._env.agent_selection
         if self._game.moves is not None:
             return rng.choice(list(self._game.moves(self._env)))
-        space, legal, reader = self._env.action_space(agent), self._legal(agent), self._readers[agent]
+        space, legal, reader = (
+            self._env.action_space(agent),
+            self._legal(agent),
+            self._readers[agent],
+        )
         if isinstance(space, spaces.Discrete):
             first = int(space.start)
-            number = rng.choice(sorted(legal) if legal is not None else range(first, first + int(space.n)))
+            number = rng.choice(
+                sorted(legal) if legal is not None else range(first, first + int(space.n))
+            )
             return reader.written(number)
         space.seed(rng.randrange(2**32))
         return reader.written(space.sample())
@@ -242,9 +267,17 @@ class PettingZoo(TextEnv):
         if self._game.moves is not None:
             return f"Possible: {', '.join(self._game.moves(self._env))}."
         legal, reader = self._legal(agent), self._readers[agent]
-        if legal is None or len(legal) > MOST_LISTED or len(legal) == self._env.action_space(agent).n:
+        if (
+            legal is None
+            or len(legal) > MOST_LISTED
+            or len(legal) == self._env.action_space(agent).n
+        ):
             return ""
-        listed = reader.listed(legal) if isinstance(reader, WordReader) else ", ".join(map(str, sorted(legal)))
+        listed = (
+            reader.listed(legal)
+            if isinstance(reader, WordReader)
+            else ", ".join(map(str, sorted(legal)))
+        )
         return f"Possible: {listed}."
 
 
@@ -268,16 +301,21 @@ def _module(name: str) -> ModuleType:
         module = load_package(f"pettingzoo.{dotted}" if own else dotted)
     except PluginError as error:
         raise PluginError(
-            f"'pettingzoo:{name}': {error.__cause__}. Write pettingzoo:classic/connect_four_v3 or another module of "
-            f"PettingZoo; what a family's games need is installed by: pip install '{extra}'"
+            f"'pettingzoo:{name}': {error.__cause__}. Write pettingzoo:classic/connect_four_v3 or"
+            " another module of PettingZoo; what a family's games need is installed by: pip"
+            f" install '{extra}'"
         ) from error
     if not (hasattr(module, "env") or hasattr(module, "parallel_env")):
-        raise PluginError(f"'pettingzoo:{name}': the module has no game: neither `env` nor `parallel_env`")
+        raise PluginError(
+            f"'pettingzoo:{name}': the module has no game: neither `env` nor `parallel_env`"
+        )
     return module
 
 
 def _make(name: str, module: ModuleType, kwargs: Mapping[str, Any]) -> tuple[Any, PettingZooGame]:
-    game = GAMES.get(name.replace("/", ".").rpartition(".")[2].rpartition("_v")[0], PettingZooGame(""))
+    game = GAMES.get(
+        name.replace("/", ".").rpartition(".")[2].rpartition("_v")[0], PettingZooGame("")
+    )
     modes = getattr(getattr(module, "raw_env", None), "metadata", {}).get("render_modes", ())
     arguments = ({"render_mode": "ansi"} if "ansi" in modes else {}) | dict(kwargs)
     try:
@@ -288,7 +326,8 @@ def _make(name: str, module: ModuleType, kwargs: Mapping[str, Any]) -> tuple[Any
         return parallel_to_aec(module.parallel_env(**arguments)), game
     except Exception as error:
         raise ConfigError(
-            f"pettingzoo cannot make {name!r} with kwargs={dict(kwargs)!r}: {error!r}. Correct options['kwargs']"
+            f"pettingzoo cannot make {name!r} with kwargs={dict(kwargs)!r}: {error!r}. Correct"
+            " options['kwargs']"
         ) from error
 
 

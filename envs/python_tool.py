@@ -1,7 +1,8 @@
-"""Problems that need computing, and a `python` tool that computes: the model's programs run in the sandbox.
+"""Problems that need computing, and a `python` tool that computes: the model's programs run in the
+sandbox.
 
-Each seed gives another problem of its level. A function of this module computes the answer; the strong player sends
-that function's source to the tool.
+Each seed gives another problem of its level. A function of this module computes the answer; the
+strong player sends that function's source to the tool.
 """
 
 import ast
@@ -47,7 +48,9 @@ class PythonProblem:
 
     @property
     def expression(self) -> str | None:
-        """The program as one expression, with the arguments in their places; None if the function has more lines."""
+        """The program as one expression, with the arguments in their places; None if the function
+        has more lines.
+        """
         (function,) = ast.parse(inspect.getsource(self.solve)).body
         returned = function.body[0] if isinstance(function, ast.FunctionDef) else None
         if not isinstance(returned, ast.Return) or returned.value is None:
@@ -68,7 +71,9 @@ class _Filled(ast.NodeTransformer):
 
 
 class Programs:
-    """The programs that a model runs in an episode, in a sandbox that it borrows. `printed`: by the last one."""
+    """The programs that a model runs in an episode, in a sandbox that it borrows. `printed`: by the
+    last one.
+    """
 
     def __init__(self) -> None:
         self._sandbox: Sandbox | None = None
@@ -90,7 +95,8 @@ class Programs:
             await give_back(sandbox)
 
     async def run(self, code: str) -> str:
-        """Run a program, after those of this episode that succeeded, and return what the model is shown of it.
+        """Run a program, after those of this episode that succeeded, and return what the model is
+        shown of it.
 
         Raises:
             EnvError: the sandbox was lost twice.
@@ -118,14 +124,18 @@ class Programs:
 
 
 class PythonTool(ToolEnv):
-    """Answer a question with the help of programs: reward 1 for the right number. Any answer ends the episode.
+    """Answer a question with the help of programs: reward 1 for the right number. Any answer ends
+    the episode.
 
-    A program can use the names that earlier programs of the episode have set. To provide them, each run starts a fresh
-    process and silently repeats the earlier programs that succeeded. So no process waits while the model thinks, and a
-    broken sandbox loses nothing. But a repeated program must give the same result, and its time counts again.
+    A program can use the names that earlier programs of the episode have set. To provide them, each
+    run starts a fresh process and silently repeats the earlier programs that succeeded. So no
+    process waits while the model thinks, and a broken sandbox loses nothing. But a repeated program
+    must give the same result, and its time counts again.
     """
 
-    system_prompt = "Answer the question. Compute with Python; what you do not print you do not see."
+    system_prompt = (
+        "Answer the question. Compute with Python; what you do not print you do not see."
+    )
     # Its calls wait for the sandbox on the event loop.
     isolation = "inline"
 
@@ -135,15 +145,21 @@ class PythonTool(ToolEnv):
         level: int = Field(1, ge=1, le=5)
         """Difficulty of the question."""
         kind: str | None = None
-        """Only problems of this kind, of the two that the level has: the name of the function, such as `multiples`."""
+        """Only problems of this kind, of the two that the level has: the name of the function, such
+        as `multiples`.
+        """
         largest_base: int = Field(99, ge=3, le=99_999)
         """Of the powers in problems of the kind `digit_sum`: a large one makes many more tasks."""
         short_calls: bool = False
-        """Whether tools are called in words (`answer 42`) instead of JSON, for models that are too small for it."""
+        """Whether tools are called in words (`answer 42`) instead of JSON, for models that are too
+        small for it.
+        """
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
         """Limits of a run: the program and the earlier ones that it repeats."""
         allow_unsafe: Annotated[bool, OwnerOnly()] = False
-        """Run programs without isolation if the machine offers none. They can then do everything that you can."""
+        """Run programs without isolation if the machine offers none. They can then do everything
+        that you can.
+        """
 
     def __init__(self) -> None:
         self.programs = Programs()
@@ -175,13 +191,18 @@ class PythonTool(ToolEnv):
             number: the number that was asked for
         """
         right = number == self.problem.answer
-        return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
+        return ToolResult(
+            "right" if right else "wrong", reward=float(right), terminated=True, success=right
+        )
 
 
 _USED = {
-    "wall": "time than it may", "cpu": "processor time than it may", "memory": "memory than it may",
-    "disk": "disk than it may", "output": "output than it may",
-}  # fmt: skip
+    "wall": "time than it may",
+    "cpu": "processor time than it may",
+    "memory": "memory than it may",
+    "disk": "disk than it may",
+    "output": "output than it may",
+}
 
 _HARNESS = """
 import ast, contextlib, io, linecache, sys, traceback
@@ -213,7 +234,11 @@ def _shown(text: str) -> str:
     if not text.strip():
         return "(nothing was printed)"
     half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}\n... {len(text) - LONGEST} characters ...\n{text[-half:]}"
+    return (
+        text
+        if len(text) <= LONGEST
+        else f"{text[:half]}\n... {len(text) - LONGEST} characters ...\n{text[-half:]}"
+    )
 
 
 @plays(PythonTool)
@@ -227,19 +252,30 @@ def weak_player(env: PythonTool, rng: random.Random, skill: float = 0.7) -> str:
     """With probability `skill` the call of `strong_player`, else a hasty one. For warm starts."""
     if rng.random() < skill:
         found = env.programs.printed.split()
-        call = ToolCall("answer", {"number": int(found[-1])}) if found else _program(env.problem.program)
+        call = (
+            ToolCall("answer", {"number": int(found[-1])})
+            if found
+            else _program(env.problem.program)
+        )
     else:
         hasty = ToolCall("answer", {"number": rng.randrange(1000)})
-        call = rng.choice([hasty, _program(env.problem.program.replace("return", "return 1 +")), _program("1 / 0")])
+        call = rng.choice(
+            [
+                hasty,
+                _program(env.problem.program.replace("return", "return 1 +")),
+                _program("1 / 0"),
+            ]
+        )
     return env.written(call)
 
 
 @plays(PythonTool)
 def hasty_player(env: PythonTool, rng: random.Random, skill: float = 0.5) -> str:
-    """Sends a program of one expression, where one suffices, and answers what it prints. For warm starts in few tokens.
+    """Sends a program of one expression, where one suffices, and answers what it prints. For warm
+    starts in few tokens.
 
-    With probability `skill` the program is right. Else it demands all conditions instead of any, or it answers at once,
-    with the first number of the question.
+    With probability `skill` the program is right. Else it demands all conditions instead of any, or
+    it answers at once, with the first number of the question.
     """
     if found := env.programs.printed.split():
         return env.written(ToolCall("answer", {"number": int(found[-1])}))
@@ -330,8 +366,11 @@ def subsets(numbers: list[int], total: int) -> int:
     return ways.get(total, 0)
 
 
-def make_problem(level: int, seed: int, kind: str | None = None, largest_base: int = 99) -> PythonProblem:
-    """The problem of a seed: one of two kinds for each level from 1 to 5, or of the one that is named.
+def make_problem(
+    level: int, seed: int, kind: str | None = None, largest_base: int = 99
+) -> PythonProblem:
+    """The problem of a seed: one of two kinds for each level from 1 to 5, or of the one that is
+    named.
 
     Raises:
         ConfigError: the level has no such kind.
@@ -340,7 +379,8 @@ def make_problem(level: int, seed: int, kind: str | None = None, largest_base: i
     names = [make.__name__.removeprefix("_") for make in _KINDS[level]]
     if kind is not None and kind not in names:
         raise ConfigError(
-            f"options: 'kind': level {level} has no problems of the kind {kind!r}, but: {', '.join(names)}"
+            f"options: 'kind': level {level} has no problems of the kind {kind!r}, but:"
+            f" {', '.join(names)}"
         )
     make = _KINDS[level][names.index(kind)] if kind else rng.choice(_KINDS[level])
     return make(rng) if make is not _digit_sum else _digit_sum(rng, largest_base)
@@ -351,13 +391,16 @@ def _multiples(rng: random.Random) -> PythonProblem:
     one, other = rng.sample(range(3, 20), 2)
     return PythonProblem(
         f"What is the sum of all numbers from {low} to {high} that are divisible by {one} or by {other}?",
-        multiples, (low, high, one, other),
-    )  # fmt: skip
+        multiples,
+        (low, high, one, other),
+    )
 
 
 def _digit_sum(rng: random.Random, largest_base: int = 99) -> PythonProblem:
     base, exponent = rng.randint(3, largest_base), rng.randint(30, 300)
-    return PythonProblem(f"What is the sum of the decimal digits of {base}**{exponent}?", digit_sum, (base, exponent))
+    return PythonProblem(
+        f"What is the sum of the decimal digits of {base}**{exponent}?", digit_sum, (base, exponent)
+    )
 
 
 def _primes(rng: random.Random) -> PythonProblem:
@@ -369,8 +412,9 @@ def _change(rng: random.Random) -> PythonProblem:
     amount, coins = rng.randint(100, 500), sorted(rng.sample(range(2, 60), rng.randint(4, 6)))
     return PythonProblem(
         f"In how many ways can {amount} cents be paid with coins of {_listed(coins)} cents? The order does not count.",
-        change, (amount, coins),
-    )  # fmt: skip
+        change,
+        (amount, coins),
+    )
 
 
 def _recurrence(rng: random.Random) -> PythonProblem:
@@ -378,14 +422,17 @@ def _recurrence(rng: random.Random) -> PythonProblem:
     n, modulus = rng.randint(1000, 9999), rng.randint(10**5, 10**6)
     return PythonProblem(
         f"x(1) = {first}, x(2) = {second}, and x(n) = ({a} * x(n-1) + {b} * x(n-2)) mod {modulus}. What is x({n})?",
-        recurrence, ((first, second), (a, b), n, modulus),
-    )  # fmt: skip
+        recurrence,
+        ((first, second), (a, b), n, modulus),
+    )
 
 
 def _common(rng: random.Random) -> PythonProblem:
     one, other = ("".join(rng.choices("abcd", k=rng.randint(25, 40))) for _ in range(2))
     return PythonProblem(
-        f"How long is the longest common subsequence (with gaps) of {one} and {other}?", common, (one, other)
+        f"How long is the longest common subsequence (with gaps) of {one} and {other}?",
+        common,
+        (one, other),
     )
 
 
@@ -393,12 +440,15 @@ def _knapsack(rng: random.Random) -> PythonProblem:
     many = rng.randint(10, 15)
     weights, values = ([rng.randint(3, 40) for _ in range(many)] for _ in range(2))
     room = sum(weights) // 2
-    things = _listed([f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)])
+    things = _listed(
+        [f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)]
+    )
     return PythonProblem(
         f"A bag holds a weight of {room}. Of these things, as (weight, value): {things}, what is the greatest total "
         "value that fits? There is one of each.",
-        knapsack, (room, weights, values),
-    )  # fmt: skip
+        knapsack,
+        (room, weights, values),
+    )
 
 
 def _shortest(rng: random.Random) -> PythonProblem:
@@ -410,8 +460,9 @@ def _shortest(rng: random.Random) -> PythonProblem:
     return PythonProblem(
         f"Roads between towns 0 to {towns - 1}, both ways, with their lengths: {lines}. "
         f"How long is the shortest way from town 0 to town {towns - 1}?",
-        shortest, (towns, roads),
-    )  # fmt: skip
+        shortest,
+        (towns, roads),
+    )
 
 
 def _paths(rng: random.Random) -> PythonProblem:
@@ -421,8 +472,9 @@ def _paths(rng: random.Random) -> PythonProblem:
     return PythonProblem(
         f"A grid of {size} x {size} cells, rows and columns from 0. These cells (row, column) are blocked: "
         f"{_listed(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), going only right and down?",
-        paths, (size, walls),
-    )  # fmt: skip
+        paths,
+        (size, walls),
+    )
 
 
 def _subsets(rng: random.Random) -> PythonProblem:
@@ -431,8 +483,9 @@ def _subsets(rng: random.Random) -> PythonProblem:
     return PythonProblem(
         f"In how many ways can some of these numbers be chosen, so that they sum to {total}: {_listed(numbers)}? "
         "Equal numbers at different places are different choices.",
-        subsets, (numbers, total),
-    )  # fmt: skip
+        subsets,
+        (numbers, total),
+    )
 
 
 def _listed(things: Sequence[object]) -> str:

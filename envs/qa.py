@@ -1,11 +1,13 @@
-"""Questions with known answers: each task is a row of a file (`tasks: questions.jsonl`), and one answer ends it.
+"""Questions with known answers: each task is a row of a file (`tasks: questions.jsonl`), and one
+answer ends it.
 
     env: qa
     tasks: questions.jsonl          # rows of {"prompt": ..., "answer": ...}
     reward: {name: math, tag: answer}
 
-With `tool: python` the model may run programs before it answers, and with `tool: calculator` compute. Its answer is
-then the first message without a call, and `rollout.budget` limits how long it may take.
+With `tool: python` the model may run programs before it answers, and with `tool: calculator`
+compute. Its answer is then the first message without a call, and `rollout.budget` limits how long
+it may take.
 """
 
 import ast
@@ -52,19 +54,24 @@ def _as_chat(prompt: Any) -> list[Message]:
     chat = read_chat(prompt)
     asked, _ = question_of(chat)
     if len(asked) < len(chat):
-        raise ValueError(f"a chat has a message of the user at its end, and this one ends with the {chat[-1].role}'s")
+        raise ValueError(
+            "a chat has a message of the user at its end, and this one ends with the"
+            f" {chat[-1].role}'s"
+        )
     return [*asked]
 
 
 class QuestionAnswer(ToolEnv):
-    """Ask one question. Pays 1 where the last message is a right answer as text, ignoring case and spaces, else 0.
+    """Ask one question. Pays 1 where the last message is a right answer as text, ignoring case and
+    spaces, else 0.
 
-    The verdict on success is left to the run's reward, whatever it is: an episode with a score above zero succeeded,
-    unless `success_at` beside a part of the reward says more.
+    The verdict on success is left to the run's reward, whatever it is: an episode with a score
+    above zero succeeded, unless `success_at` beside a part of the reward says more.
     """
 
     system_prompt = ""
-    # Its own code answers in microseconds, and the programs of the model are waited for on the event loop.
+    # Its own code answers in microseconds, and the programs of the model are waited for on the
+    # event loop.
     isolation = "inline"
 
     class Options(Settings):
@@ -73,8 +80,8 @@ class QuestionAnswer(ToolEnv):
         model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
         prompt: Annotated[tuple[InstanceOf[Message], ...], BeforeValidator(_as_chat)]
-        """The question: a text, or the messages of a chat that ends with it. Examples and earlier turns may come before
-        it: the model sees them as its own, and learns nothing from them."""
+        """The question: a text, or the messages of a chat that ends with it. Examples and earlier
+        turns may come before it: the model sees them as its own, and learns nothing from them."""
         answer: Any = None
         """The right answer, or a list of right ones."""
         tool: Literal["none", "calculator", "python"] = "none"
@@ -84,22 +91,27 @@ class QuestionAnswer(ToolEnv):
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
         """Limits of a program, with `tool: python`."""
         allow_unsafe: Annotated[bool, OwnerOnly()] = False
-        """Run programs without isolation if the machine offers none. They can then do everything that you can."""
+        """Run programs without isolation if the machine offers none. They can then do everything
+        that you can.
+        """
 
         def check_paid(self) -> None:
             """Check that the environment's own reward pays for some message.
 
             Raises:
-                ConfigError: it cannot, as there is no right answer, or one that is compared in vain.
+                ConfigError: it cannot, as there is no right answer, or one that is compared in
+                vain.
             """
             if not self.golds:
                 raise ConfigError(
-                    "there is no right answer, for which env=qa pays: name its column in tasks.columns, or write a "
-                    "reward that needs none, such as a judge"
+                    "there is no right answer, for which env=qa pays: name its column in"
+                    " tasks.columns, or write a reward that needs none, such as a judge"
                 )
             for gold in self.golds:
                 if isinstance(gold, Mapping):
-                    raise ConfigError(f"the right answer is an object of {', '.join(gold)}: name one of its parts")
+                    raise ConfigError(
+                        f"the right answer is an object of {', '.join(gold)}: name one of its parts"
+                    )
                 try:
                     check_it_is_no_solution("answer", gold)
                 except ValueError as error:
@@ -137,15 +149,20 @@ class QuestionAnswer(ToolEnv):
         """
         if "prompt" not in options:
             raise ConfigError(
-                "env=qa asks what the rows of a file say, and this task has no prompt: write tasks=questions.jsonl, "
-                "with rows of prompt and answer (tasks.columns says which columns are these)"
+                "env=qa asks what the rows of a file say, and this task has no prompt: write"
+                " tasks=questions.jsonl, with rows of prompt and answer (tasks.columns says which"
+                " columns are these)"
             )
         chosen = read_options(self.Options, options)
         self._golds = tuple(_plain(str(gold)) for gold in chosen.golds)
-        self._specs = tuple(spec for spec in self._specs_of_all if spec.name == _TOOL_OF[chosen.tool])
+        self._specs = tuple(
+            spec for spec in self._specs_of_all if spec.name == _TOOL_OF[chosen.tool]
+        )
         self.tools = tuple(spec.schema for spec in self._specs)
         if chosen.tool == "python":
-            await self._programs.start(chosen.limits, SandboxConfig(allow_unsafe=chosen.allow_unsafe))
+            await self._programs.start(
+                chosen.limits, SandboxConfig(allow_unsafe=chosen.allow_unsafe)
+            )
         self.system_prompt, history, question = chosen.opening
         self._history = [as_json(message) for message in history]
         return question
@@ -183,7 +200,14 @@ class QuestionAnswer(ToolEnv):
         """
         try:
             return str(_value(ast.parse(expression.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
+        except (
+            SyntaxError,
+            ValueError,
+            ZeroDivisionError,
+            OverflowError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise ToolError(f"{expression!r:.80} cannot be computed: {error}") from error
 
 

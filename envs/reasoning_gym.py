@@ -1,4 +1,6 @@
-"""reasoning-gym's procedurally generated questions, each an episode of one turn: `env: rg:leg_counting`."""
+"""reasoning-gym's procedurally generated questions, each an episode of one turn: `env:
+rg:leg_counting`.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,7 +15,9 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Settings, StepResult
 
 MAX_ANSWER = 20_000
-"""Most characters of an answer. A longer one is wrong without scoring it: some scorers take quadratic time."""
+"""Most characters of an answer. A longer one is wrong without scoring it: some scorers take
+quadratic time.
+"""
 
 
 def scheme(rest: str) -> Callable[[], Env]:
@@ -32,8 +36,9 @@ def scheme(rest: str) -> Callable[[], Env]:
 class ReasoningGym(TextEnv):
     """One question of a data set, chosen by the seed.
 
-    The model's one message is the answer: the text between the last <answer> and </answer>, or else the whole message.
-    The reward is the data set's score, from 0 to 1; a score of 1 is a success. `info["answer"]` is the expected answer.
+    The model's one message is the answer: the text between the last <answer> and </answer>, or else
+    the whole message. The reward is the data set's score, from 0 to 1; a score of 1 is a success.
+    `info["answer"]` is the expected answer.
     """
 
     system_prompt = "Answer the question. Write the answer alone between <answer> and </answer>."
@@ -42,10 +47,12 @@ class ReasoningGym(TextEnv):
         """What `reset(options=...)` takes."""
 
         size: int = Field(10_000, ge=1)
-        """Questions in the data set; the seed modulo this is the number of the question. `acre` makes all of them at
-        once and pairs them, so use 500 for it."""
+        """Questions in the data set; the seed modulo this is the number of the question. `acre`
+        makes all of them at once and pairs them, so use 500 for it."""
         config: dict[str, Any] = Field(default_factory=dict)
-        """Settings of the data set, such as its difficulty. Its `seed` chooses another set of questions."""
+        """Settings of the data set, such as its difficulty. Its `seed` chooses another set of
+        questions.
+        """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -96,11 +103,13 @@ def _make(name: str, options: Options) -> Any:
     import reasoning_gym
 
     try:
-        return reasoning_gym.create_dataset(name, size=options.size, **{"seed": 0, **options.config})
+        return reasoning_gym.create_dataset(
+            name, size=options.size, **{"seed": 0, **options.config}
+        )
     except Exception as error:
         raise ConfigError(
-            f"reasoning_gym cannot make {name!r} with size={options.size} and config={options.config!r}: {error!r}. "
-            f"Its settings: {_settings_of(name)}"
+            f"reasoning_gym cannot make {name!r} with size={options.size} and"
+            f" config={options.config!r}: {error!r}. Its settings: {_settings_of(name)}"
         ) from error
 
 
@@ -132,8 +141,8 @@ def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
     try:
         return float(data.score_answer(answer=answer, entry=entry))
     except Exception as error:
-        # Some scorers raise if they cannot read an answer, which is then wrong. But a scorer that fails on the
-        # expected answer too is broken, and says nothing about this one.
+        # Some scorers raise if they cannot read an answer, which is then wrong. But a scorer that
+        # fails on the expected answer too is broken, and says nothing about this one.
         try:
             data.score_answer(answer=_gold(entry), entry=entry)
         except Exception:

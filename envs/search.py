@@ -1,7 +1,9 @@
-"""Search and answer: questions about a small invented world, whose documents can only be found by searching.
+"""Search and answer: questions about a small invented world, whose documents can only be found by
+searching.
 
-Each seed invents people, towns and companies, writes a document about each, and asks a question whose answer takes
-`level` facts, each from another document. All names are invented, so the model's own knowledge does not help.
+Each seed invents people, towns and companies, writes a document about each, and asks a question
+whose answer takes `level` facts, each from another document. All names are invented, so the model's
+own knowledge does not help.
 """
 
 import random
@@ -22,7 +24,9 @@ from agentrl.trajectory import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and the phrase for {1}."""
+    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and the
+    phrase for {1}.
+    """
 
     kind: str
     other: str
@@ -38,13 +42,30 @@ RELATIONS = (
     Relation("town", "river", "{0} lies on {1}.", "the river on which {0} lies"),
     Relation("company", "person", "{0} was founded by {1}.", "the founder of {0}"),
     Relation("company", "town", "{0} has its seat in {1}.", "the town where {0} has its seat"),
-    Relation("company", "product", "{0} became known for the {1}.", "the product that {0} became known for"),
+    Relation(
+        "company",
+        "product",
+        "{0} became known for the {1}.",
+        "the product that {0} became known for",
+    ),
 )
 
 REMARKS: Mapping[str, Sequence[str]] = {
-    "person": ("{0} collects old maps.", "{0} never learned to swim.", "{0} has {1} grandchildren."),
-    "town": ("{0} has {1}00 inhabitants.", "The market of {0} is held on Fridays.", "{0} burned down in 17{1}."),
-    "company": ("{0} was registered in 18{1}.", "{0} employs {1} people.", "{0} once stood before its ruin."),
+    "person": (
+        "{0} collects old maps.",
+        "{0} never learned to swim.",
+        "{0} has {1} grandchildren.",
+    ),
+    "town": (
+        "{0} has {1}00 inhabitants.",
+        "The market of {0} is held on Fridays.",
+        "{0} burned down in 17{1}.",
+    ),
+    "company": (
+        "{0} was registered in 18{1}.",
+        "{0} employs {1} people.",
+        "{0} once stood before its ruin.",
+    ),
 }
 """Sentences that answer no question."""
 
@@ -71,33 +92,39 @@ class SearchWorld:
 
 
 class Search(ToolEnv):
-    """Answer the question: reward 1 for exactly the right name, ignoring case, articles and punctuation.
+    """Answer the question: reward 1 for exactly the right name, ignoring case, articles and
+    punctuation.
 
     An answer ends the episode. Only the run limits the number of turns.
     """
 
     system_prompt = (
-        "Answer the question. The names in it are invented: look everything up. Search finds documents by their words; "
-        "read them, and answer with the name alone."
+        "Answer the question. The names in it are invented: look everything up. Search finds"
+        " documents by their words; read them, and answer with the name alone."
     )
-    # In so small an index a search takes about a tenth of a millisecond; building it takes one or two.
+    # In so small an index a search takes about a tenth of a millisecond; building it takes one or
+    # two.
     isolation = "inline"
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """How many facts the answer takes, each from another document. There are 16 * `level` documents."""
+        """How many facts the answer takes, each from another document. There are 16 * `level`
+        documents.
+        """
         short_calls: bool = False
-        """Whether tools are called in words (`answer Tobin`) instead of JSON, for models that are too small for it."""
+        """Whether tools are called in words (`answer Tobin`) instead of JSON, for models that are
+        too small for it.
+        """
         most: int = Field(10, ge=1, le=10)
         """How many documents a search shows at most, whatever `k` says."""
         brief: bool = False
-        """Whether a search shows, of each document, the one sentence that fits best, for models with a small context;
-        otherwise its title and 12 words in a row."""
+        """Whether a search shows, of each document, the one sentence that fits best, for models
+        with a small context; otherwise its title and 12 words in a row."""
         names: int | None = Field(None, le=10_000)
-        """How many names the worlds of all seeds share, at least 40 * `level`, for models that are too small to copy
-        names they have never seen. By default each world invents its own."""
+        """How many names the worlds of all seeds share, at least 40 * `level`, for models that are
+        too small to copy names they have never seen. By default each world invents its own."""
 
         @field_validator("names")
         @classmethod
@@ -135,22 +162,27 @@ class Search(ToolEnv):
             query: words to look for
             k: how many documents at most
         """
-        # Quoting keeps a word from being an operator of FTS5's query language. A real query has no more words.
+        # Quoting keeps a word from being an operator of FTS5's query language. A real query has no
+        # more words.
         words = [f'"{word}"' for word in re.findall(r"\w+", query)[:32]]
         if not words:
             raise ToolError("the query has no words")
         if self._index is None:
             self._index = _index(self.world.documents)
         rows = self._index.execute(
-            "SELECT rowid, title, snippet(documents, 1, '', '', '...', 12) FROM documents WHERE documents MATCH ? "
-            "ORDER BY bm25(documents, 5.0, 1.0), rowid LIMIT ?",
+            "SELECT rowid, title, snippet(documents, 1, '', '', '...', 12) FROM documents WHERE"
+            " documents MATCH ? ORDER BY bm25(documents, 5.0, 1.0), rowid LIMIT ?",
             (" OR ".join(words), min(k, self.most)),
         ).fetchall()
         self.found |= {number for number, *_ in rows}
         if self.brief:
-            self.shown = "\n".join(f"[{number}] {best_sentence(self.by_id[number].text, query)}" for number, *_ in rows)
+            self.shown = "\n".join(
+                f"[{number}] {best_sentence(self.by_id[number].text, query)}" for number, *_ in rows
+            )
         else:
-            self.shown = "\n".join(f"[{number}] {title}: {excerpt}" for number, title, excerpt in rows)
+            self.shown = "\n".join(
+                f"[{number}] {title}: {excerpt}" for number, title, excerpt in rows
+            )
         return self.shown or "Nothing was found."
 
     def read(self, document: int) -> str:
@@ -160,7 +192,9 @@ class Search(ToolEnv):
             document: its number, as search gives it
         """
         if document not in self.by_id:
-            raise ToolError(f"there is no document {document}; search gives the numbers of those that there are")
+            raise ToolError(
+                f"there is no document {document}; search gives the numbers of those that there are"
+            )
         self.done.add(document)
         return f"{self.by_id[document].title}\n{self.by_id[document].text}"
 
@@ -171,13 +205,18 @@ class Search(ToolEnv):
             text: the name that was asked for, and nothing else
         """
         right = normal(text) == normal(self.world.chain[-1])
-        return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
+        return ToolResult(
+            "right" if right else "wrong", reward=float(right), terminated=True, success=right
+        )
 
 
 def best_sentence(text: str, query: str) -> str:
     """The sentence of a text that has most words of the query; the first of several."""
     wanted = set(normal(query).split())
-    return max(re.split(r"(?<=\.) ", text), key=lambda sentence: len(wanted & set(normal(sentence).split())))
+    return max(
+        re.split(r"(?<=\.) ", text),
+        key=lambda sentence: len(wanted & set(normal(sentence).split())),
+    )
 
 
 def normal(answer: str) -> str:
@@ -188,7 +227,9 @@ def normal(answer: str) -> str:
 
 @plays(Search)
 def strong_player(env: Search, rng: random.Random) -> str:
-    """Searches for the name in the question or the last document, reads the result, and so on. A `ScriptedPlayer`."""
+    """Searches for the name in the question or the last document, reads the result, and so on. A
+    `ScriptedPlayer`.
+    """
     return weak_player(env, rng, skill=1.0)
 
 
@@ -201,10 +242,12 @@ def weak_player(env: Search, rng: random.Random, skill: float = 0.7) -> str:
 
 @plays(Search)
 def hasty_player(env: Search, rng: random.Random, skill: float = 0.5) -> str:
-    """Reads nothing but the one excerpt that a search shows, and answers from it. For warm starts in few tokens.
+    """Reads nothing but the one excerpt that a search shows, and answers from it. For warm starts
+    in few tokens.
 
-    With probability `skill` it searches for the words of the fact ("was born in Lara Tobin"), which usually shows it,
-    else for the name alone. If the answer is not shown, it gives the last name that is.
+    With probability `skill` it searches for the words of the fact ("was born in Lara Tobin"), which
+    usually shows it, else for the name alone. If the answer is not shown, it gives the last name
+    that is.
     """
     texts = {document.title: document for document in env.world.documents}
     for thing, other in pairwise(env.world.chain):
@@ -274,11 +317,16 @@ def _shared(count: int) -> Sequence[str]:
 
 def _things(people: int, rng: random.Random, shared: Sequence[str] | None) -> dict[str, list[str]]:
     """Names by kind, all different. People share surnames, so that only the full name finds one."""
-    names = rng.sample(shared, 5 * people) if shared else list(dict.fromkeys(_name(rng) for _ in range(8 * people)))
+    names = (
+        rng.sample(shared, 5 * people)
+        if shared
+        else list(dict.fromkeys(_name(rng) for _ in range(8 * people)))
+    )
     few = people // 2
     families = names[: few // 2]
     firsts, towns, companies, rivers, products = (
-        names[few + at * people : few + at * people + count] for at, count in enumerate((people, few, few, few, few))
+        names[few + at * people : few + at * people + count]
+        for at, count in enumerate((people, few, few, few, few))
     )
     return {
         "person": [f"{first} {rng.choice(families)}" for first in firsts],
@@ -290,27 +338,39 @@ def _things(people: int, rng: random.Random, shared: Sequence[str] | None) -> di
 
 
 def _name(rng: random.Random) -> str:
-    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    syllables = [
+        rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
+    ]
     return "".join(syllables).capitalize() + rng.choice("lmnrst")
 
 
 _Facts = Mapping[str, Sequence[tuple[Relation, str]]]
 
 
-def _text(thing: str, facts: Sequence[tuple[Relation, str]], remarks: Sequence[str], rng: random.Random) -> str:
+def _text(
+    thing: str, facts: Sequence[tuple[Relation, str]], remarks: Sequence[str], rng: random.Random
+) -> str:
     sentences = [relation.sentence.format(thing, other) for relation, other in facts]
     sentences += [remark.format(thing, rng.randint(10, 99)) for remark in rng.sample(remarks, 2)]
     rng.shuffle(sentences)
     return " ".join(sentences)
 
 
-def _question(level: int, people: Sequence[str], facts: _Facts, rng: random.Random) -> tuple[str, tuple[str, ...]]:
-    """A question of `level` facts, and its chain, all different, from the thing it names to the one it asks for."""
+def _question(
+    level: int, people: Sequence[str], facts: _Facts, rng: random.Random
+) -> tuple[str, tuple[str, ...]]:
+    """A question of `level` facts, and its chain, all different, from the thing it names to the one
+    it asks for.
+    """
     while True:
         chain = [rng.choice(people)]
         phrase = chain[0]
         for _ in range(level):
-            ways = [(relation, other) for relation, other in facts.get(chain[-1], ()) if other not in chain]
+            ways = [
+                (relation, other)
+                for relation, other in facts.get(chain[-1], ())
+                if other not in chain
+            ]
             if not ways:
                 break
             relation, other = rng.choice(ways)
@@ -321,7 +381,8 @@ def _question(level: int, people: Sequence[str], facts: _Facts, rng: random.Rand
 
 
 def _index(documents: Sequence[Document]) -> sqlite3.Connection:
-    # An environment may be closed in another thread than it was played in, but never used by two at once.
+    # An environment may be closed in another thread than it was played in, but never used by two at
+    # once.
     index = sqlite3.connect(":memory:", check_same_thread=False)
     index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
     rows = [(document.id, document.title, document.text) for document in documents]

@@ -1,6 +1,8 @@
-"""Book a room for a user who states wishes only when asked. The model talks to the user and to the desk.
+"""Book a room for a user who states wishes only when asked. The model talks to the user and to the
+desk.
 
-The user is a function: `scripted_user` by default, or the option `user`, such as one that calls a model.
+The user is a function: `scripted_user` by default, or the option `user`, such as one that calls a
+model.
 """
 
 import inspect
@@ -22,7 +24,9 @@ AREAS = ("centre", "harbour", "old town", "university")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A room as the desk knows it. `price` is in euros per night; a room that is not `free` cannot be booked."""
+    """A room as the desk knows it. `price` is in euros per night; a room that is not `free` cannot
+    be booked.
+    """
 
     name: str
     price: int
@@ -36,7 +40,9 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One wish of the user. `value` is the maximum of a `price`, the minimum of `beds`, else the exact value."""
+    """One wish of the user. `value` is the maximum of a `price`, the minimum of `beds`, else the
+    exact value.
+    """
 
     about: str
     value: int | str | bool
@@ -70,13 +76,16 @@ TOPICS: Mapping[str, str] = {
     "pets": r"\bpet|dog|\bcat|animal",
     "parking": r"parking|\bcar\b|drive|vehicle",
 }
-"""What users can wish for, and the words by which the scripted user recognises a question about it."""
+"""What users can wish for, and the words by which the scripted user recognises a question about it.
+"""
 
 LISTED = ("price", "area")
 """Topics about which the list of rooms tells all."""
 
 User = Callable[[str, Sequence[Wish], random.Random], str | Awaitable[str]]
-"""Answers a question, given all wishes and the episode's generator. May be async; keeps no state between calls."""
+"""Answers a question, given all wishes and the episode's generator. May be async; keeps no state
+between calls.
+"""
 
 
 def scripted_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> str:
@@ -89,15 +98,16 @@ def scripted_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> 
 
 
 class Shop(ToolEnv):
-    """Book the room that the user wants, then finish: reward 1 if the booked room fulfils every wish.
+    """Book the room that the user wants, then finish: reward 1 if the booked room fulfils every
+    wish.
 
-    Finishing ends the episode; only the run limits the number of turns. Exactly one free room fulfils all wishes, and
-    for each wish another room fails only that one.
+    Finishing ends the episode; only the run limits the number of turns. Exactly one free room
+    fulfils all wishes, and for each wish another room fails only that one.
     """
 
     system_prompt = (
-        "Book the room that the user wants. The user tells you their wishes only if you ask about them. Look at the "
-        "rooms with the tools, book one, then finish."
+        "Book the room that the user wants. The user tells you their wishes only if you ask about"
+        " them. Look at the rooms with the tools, book one, then finish."
     )
     isolation = "inline"
 
@@ -105,23 +115,28 @@ class Shop(ToolEnv):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """The user has `level` + 1 wishes; the house has 4 * `level` + 4 rooms. From level 3 on, a room that would fit
-        is taken."""
+        """The user has `level` + 1 wishes; the house has 4 * `level` + 4 rooms. From level 3 on, a
+        room that would fit is taken."""
         topics: tuple[Topic, ...] = Field(get_args(Topic), min_length=1)
         """What the user may have wishes about."""
         wishes: int | None = Field(None, ge=1, le=6)
-        """How many wishes the user has, at most one for each topic; by default as the level says."""
+        """How many wishes the user has, at most one for each topic; by default as the level says.
+        """
         rooms: int | None = Field(None, ge=2, le=24)
-        """How many rooms the house has, by default as the level says. Each wish needs one, the user one more."""
+        """How many rooms the house has, by default as the level says. Each wish needs one, the user
+        one more.
+        """
         names: int = Field(24, ge=2, le=24)
         """From how many names those of the rooms are drawn: few are easier for a small model."""
         brief: bool = False
-        """Whether the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a price or an area that
-        is no topic."""
+        """Whether the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a
+        price or an area that is no topic."""
         user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
         short_calls: bool = False
-        """Whether tools are called in words (`book Amber`) instead of JSON, for models that are too small for it."""
+        """Whether tools are called in words (`book Amber`) instead of JSON, for models that are too
+        small for it.
+        """
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw the rooms and the wishes."""
@@ -130,7 +145,9 @@ class Shop(ToolEnv):
         self._user: User = chosen.user
         self.topics = chosen.topics
         self.brief = chosen.brief
-        self.wishes = _wishes(chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng)
+        self.wishes = _wishes(
+            chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng
+        )
         rooms = _rooms(
             chosen.rooms or 4 * chosen.level + 4,
             self.wishes,
@@ -145,7 +162,8 @@ class Shop(ToolEnv):
         self.inspected: set[str] = set()
         return "Hello! I need a room for the night, please."
 
-    # This one async tool makes the whole environment run on the event loop, where a user may wait for a model.
+    # This one async tool makes the whole environment run on the event loop, where a user may wait
+    # for a model.
     async def ask_user(self, question: str) -> str:
         """Ask the user something.
 
@@ -203,21 +221,31 @@ class Shop(ToolEnv):
             return "No rooms."
         topics = [topic for topic in LISTED if not self.brief or topic in self.topics]
         told = [
-            ", ".join({"price": f"{room.price} euros", "area": room.area}[topic] for topic in topics) for room in rooms
+            ", ".join(
+                {"price": f"{room.price} euros", "area": room.area}[topic] for topic in topics
+            )
+            for room in rooms
         ]
-        lines = [f"{room.name}: {text}" if text else room.name for room, text in zip(rooms, told, strict=True)]
+        lines = [
+            f"{room.name}: {text}" if text else room.name
+            for room, text in zip(rooms, told, strict=True)
+        ]
         return f"Rooms: {'; '.join(lines)}" if self.brief else "\n".join(lines)
 
     def _find(self, name: str) -> Room:
         found = self.rooms.get(name.strip().title())
         if found is None:
-            raise ToolError(f"there is no room {name[:40]!r}; list_rooms names those that there are")
+            raise ToolError(
+                f"there is no room {name[:40]!r}; list_rooms names those that there are"
+            )
         return found
 
 
 @plays(Shop)
 def strong_player(env: Shop, rng: random.Random) -> str:
-    """Asks about every topic, inspects rooms that may fit, and books the one that does. For demonstrations."""
+    """Asks about every topic, inspects rooms that may fit, and books the one that does. For
+    demonstrations.
+    """
     return weak_player(env, rng, skill=1.0)
 
 
@@ -230,20 +258,27 @@ def weak_player(env: Shop, rng: random.Random, skill: float = 0.8) -> str:
 
 @plays(Shop)
 def hasty_player(env: Shop, rng: random.Random, skill: float = 0.4) -> str:
-    """Lists the rooms where the user wants one, and books the first that fits. For warm starts in few tokens.
+    """Lists the rooms where the user wants one, and books the first that fits. For warm starts in
+    few tokens.
 
-    With probability 1 - `skill` it does not ask, and books as if the user did not mind. It inspects no room, so the
-    topics must be listed.
+    With probability 1 - `skill` it does not ask, and books as if the user did not mind. It inspects
+    no room, so the topics must be listed.
     """
     if env.booked is not None:
         return env.written(ToolCall("finish", {}))
     unasked = [topic for topic in env.topics if topic not in " ".join(env.questions)]
     if unasked and not env.listed and rng.random() < skill:
-        return env.written(ToolCall("ask_user", {"question": f"Which {' and '.join(unasked[:2])}?"}))
+        return env.written(
+            ToolCall("ask_user", {"question": f"Which {' and '.join(unasked[:2])}?"})
+        )
     known = [wish for wish in env.wishes if wish.about in LISTED and wish.about not in unasked]
     if not env.listed:
-        return env.written(ToolCall("list_rooms", {w.about: w.value for w in known if w.about == "area"}))
-    first = next(room.name for room in env.rooms.values() if all(wish.holds(room) for wish in known))
+        return env.written(
+            ToolCall("list_rooms", {w.about: w.value for w in known if w.about == "area"})
+        )
+    first = next(
+        room.name for room in env.rooms.values() if all(wish.holds(room) for wish in known)
+    )
     return env.written(ToolCall("book", {"room": first}))
 
 
@@ -252,7 +287,9 @@ def _next_call(env: Shop) -> ToolCall:
     asked = " ".join(env.questions)
     unasked = [topic for topic in env.topics if topic not in asked]
     if unasked:
-        return ToolCall("ask_user", {"question": f"What do you wish as to {' and '.join(unasked[:2])}?"})
+        return ToolCall(
+            "ask_user", {"question": f"What do you wish as to {' and '.join(unasked[:2])}?"}
+        )
     if len(env.listed) < len(env.rooms):
         return ToolCall("list_rooms", {})
     shown = [wish for wish in env.wishes if wish.about in LISTED]
@@ -262,20 +299,33 @@ def _next_call(env: Shop) -> ToolCall:
         if room.name not in env.inspected:
             return ToolCall("inspect_room", {"room": room.name})
         if room.free and all(wish.holds(room) for wish in env.wishes):
-            return ToolCall("finish", {}) if env.booked == room else ToolCall("book", {"room": room.name})
+            return (
+                ToolCall("finish", {})
+                if env.booked == room
+                else ToolCall("book", {"room": room.name})
+            )
     return ToolCall("finish", {})
 
 
 def _any_call(env: Shop, rng: random.Random) -> ToolCall:
     room = rng.choice(list(env.rooms))
-    calls = [ToolCall("ask_user", {"question": f"And the {rng.choice(list(TOPICS))}?"}), ToolCall("list_rooms", {})]
-    calls += [ToolCall("inspect_room", {"room": room}), ToolCall("book", {"room": room}), ToolCall("finish", {})]
+    calls = [
+        ToolCall("ask_user", {"question": f"And the {rng.choice(list(TOPICS))}?"}),
+        ToolCall("list_rooms", {}),
+    ]
+    calls += [
+        ToolCall("inspect_room", {"room": room}),
+        ToolCall("book", {"room": room}),
+        ToolCall("finish", {}),
+    ]
     return rng.choice(calls)
 
 
 def _wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish, ...]:
     if count > len(set(topics)):
-        raise ConfigError(f"options: {count} wishes need as many topics, and there are only {', '.join(topics)}")
+        raise ConfigError(
+            f"options: {count} wishes need as many topics, and there are only {', '.join(topics)}"
+        )
     values: dict[str, int | str | bool] = {
         "price": rng.randrange(60, 160, 10),
         "area": rng.choice(AREAS),
@@ -285,20 +335,29 @@ def _wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish
         "parking": True,
     }
     return tuple(
-        Wish(about, values[about]) for about in rng.sample([about for about in values if about in topics], count)
+        Wish(about, values[about])
+        for about in rng.sample([about for about in values if about in topics], count)
     )
 
 
 def _rooms(
-    count: int, wishes: Sequence[Wish], rng: random.Random, called: Sequence[str], *, one_is_taken: bool
+    count: int,
+    wishes: Sequence[Wish],
+    rng: random.Random,
+    called: Sequence[str],
+    *,
+    one_is_taken: bool,
 ) -> list[Room]:
-    """One room that fits, for each wish one that fails only that wish, and others that fail some; in random order.
+    """One room that fits, for each wish one that fails only that wish, and others that fail some;
+    in random order.
 
     Raises:
         ConfigError: so many wishes need more rooms, or so many rooms more names.
     """
     if count < (needed := len(wishes) + 1 + one_is_taken):
-        raise ConfigError(f"options: {len(wishes)} wishes need at least {needed} rooms at this level, not {count}")
+        raise ConfigError(
+            f"options: {len(wishes)} wishes need at least {needed} rooms at this level, not {count}"
+        )
     if count > len(called):
         raise ConfigError(f"options: {count} rooms need as many names, not {len(called)}")
     missed = [[], *([wish] for wish in wishes)]
@@ -314,7 +373,15 @@ def _rooms(
 def _room(name: str, wishes: Sequence[Wish], misses: Sequence[Wish], rng: random.Random) -> Room:
     """A random room that fulfils all wishes except `misses`."""
     breakfast, pets, parking = (rng.random() < 0.5 for _ in range(3))
-    room = Room(name, rng.randrange(40, 200, 5), rng.choice(AREAS), rng.randint(1, 5), breakfast, pets, parking)
+    room = Room(
+        name,
+        rng.randrange(40, 200, 5),
+        rng.choice(AREAS),
+        rng.randint(1, 5),
+        breakfast,
+        pets,
+        parking,
+    )
     values: dict[str, Any] = {wish.about: _value(wish, wish not in misses, rng) for wish in wishes}
     return replace(room, **values)
 
@@ -328,10 +395,40 @@ def _value(wish: Wish, granted: bool, rng: random.Random) -> int | str | bool:
         return rng.randint(int(wish.value), 5) if granted else rng.randint(1, int(wish.value) - 1)
     if granted:
         return wish.value
-    return rng.choice([area for area in AREAS if area != wish.value]) if wish.about == "area" else False
+    return (
+        rng.choice([area for area in AREAS if area != wish.value])
+        if wish.about == "area"
+        else False
+    )
 
 
 _NAMES = [
-    *("Amber", "Birch", "Cedar", "Clover", "Coral", "Crystal", "Fern", "Garnet", "Hazel", "Heather", "Iris", "Ivy"),
-    *("Jade", "Juniper", "Laurel", "Lilac", "Maple", "Olive", "Opal", "Pearl", "Rowan", "Ruby", "Sage", "Willow"),
+    *(
+        "Amber",
+        "Birch",
+        "Cedar",
+        "Clover",
+        "Coral",
+        "Crystal",
+        "Fern",
+        "Garnet",
+        "Hazel",
+        "Heather",
+        "Iris",
+        "Ivy",
+    ),
+    *(
+        "Jade",
+        "Juniper",
+        "Laurel",
+        "Lilac",
+        "Maple",
+        "Olive",
+        "Opal",
+        "Pearl",
+        "Rowan",
+        "Ruby",
+        "Sage",
+        "Willow",
+    ),
 ]

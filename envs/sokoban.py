@@ -1,8 +1,10 @@
-"""Sokoban with a new solvable puzzle for every seed: push each box onto a goal. One wrong push can lose the game.
+"""Sokoban with a new solvable puzzle for every seed: push each box onto a goal. One wrong push can
+lose the game.
 
-The observation is the grid in the usual letters, a space before each: `@` the player, `$` a box, `.` a goal, `*` a box
-on a goal, `+` the player on a goal, `#` a wall, `-` free floor. Puzzles are made by playing backwards: the boxes start
-on the goals and are pulled away from them, so pushing them back is a known solution.
+The observation is the grid in the usual letters, a space before each: `@` the player, `$` a box,
+`.` a goal, `*` a box on a goal, `+` the player on a goal, `#` a wall, `-` free floor. Puzzles are
+made by playing backwards: the boxes start on the goals and are pulled away from them, so pushing
+them back is a known solution.
 """
 
 import random
@@ -24,15 +26,23 @@ Cell = tuple[int, int]
 """(row, column); the room inside its walls begins at (0, 0)."""
 
 Pull = tuple[frozenset[Cell], Cell, str, int]
-"""The boxes and the player after a pull, the word that pushes the box back, and the player's steps before the pull."""
+"""The boxes and the player after a pull, the word that pushes the box back, and the player's steps
+before the pull.
+"""
 
 MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 """The legal words, and the step of each."""
 
 _HINT = "Say one of left, down, right, up."
 _COLOURS = {
-    "#": "#7d8a95", "-": "#f4f1ea", ".": "#f7d9d0", "$": "#c9955c", "*": "#7cbf8e", "@": "#f4f1ea", "+": "#f7d9d0",
-}  # fmt: skip
+    "#": "#7d8a95",
+    "-": "#f4f1ea",
+    ".": "#f7d9d0",
+    "$": "#c9955c",
+    "*": "#7cbf8e",
+    "@": "#f4f1ea",
+    "+": "#f7d9d0",
+}
 _SIGNS = {"#": "", "-": "", ".": "·", "$": "■", "*": "■", "@": "●", "+": "●"}
 
 
@@ -57,7 +67,9 @@ LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """A room, its initial state, and a solution: where to stand and the word to push, by the positions of the boxes."""
+    """A room, its initial state, and a solution: where to stand and the word to push, by the
+    positions of the boxes.
+    """
 
     side: int
     floor: frozenset[Cell]
@@ -70,33 +82,38 @@ class Puzzle:
 class Sokoban(TextEnv):
     """Push every box onto a goal: reward 1, and the episode ends. Boxes cannot be pulled.
 
-    The message is free text with exactly one legal word in it, in any case. Any other message costs a turn; the answer
-    is the same grid and a hint. No hint says that a box is stuck forever: foreseeing this is the task. Only the run
-    limits the number of turns.
+    The message is free text with exactly one legal word in it, in any case. Any other message costs
+    a turn; the answer is the same grid and a hint. No hint says that a box is stuck forever:
+    foreseeing this is the task. Only the run limits the number of turns.
     """
 
     system_prompt = (
-        "You are @. Push every box $ onto a goal . (then it is *). # is a wall. You push a box by walking into it, one "
-        "at a time, and cannot pull. Say left, down, right or up."
+        "You are @. Push every box $ onto a goal . (then it is *). # is a wall. You push a box by"
+        " walking into it, one at a time, and cannot pull. Say left, down, right or up."
     )
-    # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels, once per group.
+    # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels,
+    # once per group.
     isolation = "inline"
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """From 1, one box in a room of 4 x 4, to 5, four boxes in a room of 8 x 8 with walls (see `LEVELS`)."""
+        """From 1, one box in a room of 4 x 4, to 5, four boxes in a room of 8 x 8 with walls (see
+        `LEVELS`).
+        """
         side: int | None = Field(None, le=8)
         """Cells per side of the room, instead of the level's: at least as many."""
         walls: int | None = Field(None, ge=0)
         """Inner walls, instead of the level's: at most a third of the cells."""
         view: Literal["grid", "words"] = "grid"
-        """The observation: the grid, or `words`, a few for each box (`box 2 up 1 left, goal 3 right`: where it is from
-        the player, and its nearest goal from there) and for the walls beside the player."""
+        """The observation: the grid, or `words`, a few for each box (`box 2 up 1 left, goal 3
+        right`: where it is from the player, and its nearest goal from there) and for the walls
+        beside the player."""
         shaping: float = Field(0.0, ge=0.0, le=1.0)
-        """Reward for each box pushed onto a goal, subtracted when the box leaves it; 0 rewards only the solution. Over
-        an episode only the boxes that end on a goal count, so pushing back and forth earns nothing."""
+        """Reward for each box pushed onto a goal, subtracted when the box leaves it; 0 rewards only
+        the solution. Over an episode only the boxes that end on a goal count, so pushing back and
+        forth earns nothing."""
 
         @field_validator("side")
         @classmethod
@@ -136,7 +153,9 @@ class Sokoban(TextEnv):
             return f"{self._view()}\n{_HINT}", 0.0, False, False, {"success": False}
         before = len(self._boxes & self._puzzle.goals)
         moved = self._move(*words)
-        reward = float(self._solved) + self._shaping * (len(self._boxes & self._puzzle.goals) - before)
+        reward = float(self._solved) + self._shaping * (
+            len(self._boxes & self._puzzle.goals) - before
+        )
         observation = self._view() if moved else f"{self._view()}\nThat way is blocked."
         return observation, reward, self._solved, False, {"success": self._solved}
 
@@ -175,14 +194,19 @@ class Sokoban(TextEnv):
     def _words(self) -> str:
         said = []
         for box in sorted(self._boxes):
-            goal = min(sorted(self._puzzle.goals), key=lambda goal: abs(goal[0] - box[0]) + abs(goal[1] - box[1]))
+            goal = min(
+                sorted(self._puzzle.goals),
+                key=lambda goal: abs(goal[0] - box[0]) + abs(goal[1] - box[1]),
+            )
             said.append(f"box {_way(self._player, box)}, goal {_way(box, goal)}")
         walls = [word for word in MOVES if _beside(self._player, word) not in self._puzzle.floor]
         return "\n".join([*said, *([f"wall {' '.join(walls)}"] if walls else [])])
 
     def _grid(self) -> str:
         cells = range(-1, self._puzzle.side + 1)
-        return "\n".join("".join(f" {self._letter((row, column))}" for column in cells) for row in cells)
+        return "\n".join(
+            "".join(f" {self._letter((row, column))}" for column in cells) for row in cells
+        )
 
     def _letter(self, cell: Cell) -> str:
         on_goal = cell in self._puzzle.goals
@@ -229,7 +253,8 @@ def _room(shape: Shape, rng: random.Random) -> frozenset[Cell]:
 
 
 def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puzzle | None:
-    """Pull boxes away from the goals without repeating a position; the puzzle begins where they are farthest away.
+    """Pull boxes away from the goals without repeating a position; the puzzle begins where they are
+    farthest away.
 
     `None` if no position had every box off the goals.
     """
@@ -241,8 +266,11 @@ def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> P
         new = [pull for pull in pulls if pull[0] not in solution]
         if not new:
             break
-        # Prefer pulls away from the goals and near the player: a random walk would give easy puzzles long solutions.
-        boxes, player, push, _ = max(new, key=lambda pull: _off_goals(pull[0], goals) - pull[3] / 2 + rng.uniform(0, 2))
+        # Prefer pulls away from the goals and near the player: a random walk would give easy
+        # puzzles long solutions.
+        boxes, player, push, _ = max(
+            new, key=lambda pull: _off_goals(pull[0], goals) - pull[3] / 2 + rng.uniform(0, 2)
+        )
         solution[boxes] = (player, push)
         if not boxes & goals:
             best = max(best, (_off_goals(boxes, goals), boxes, player), key=lambda found: found[0])
@@ -277,7 +305,10 @@ def _beside(cell: Cell, word: str) -> Cell:
 def _way(start: Cell, end: Cell) -> str:
     """The steps down or up, and right or left, from one cell to another: `2 up 1 left`, or `here`."""
     down, right = end[0] - start[0], end[1] - start[1]
-    parts = [(abs(down), "down" if down > 0 else "up"), (abs(right), "right" if right > 0 else "left")]
+    parts = [
+        (abs(down), "down" if down > 0 else "up"),
+        (abs(right), "right" if right > 0 else "left"),
+    ]
     return " ".join(f"{steps} {word}" for steps, word in parts if steps) or "here"
 
 

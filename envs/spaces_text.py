@@ -1,4 +1,5 @@
-"""Gymnasium's spaces in text: what a message must hold to be an action, and how an observation is written out.
+"""Gymnasium's spaces in text: what a message must hold to be an action, and how an observation is
+written out.
 
 | action space | an action is | words |
 |---|---|---|
@@ -8,10 +9,11 @@
 | `Text` | the whole message, without the white space at its ends | |
 | `Dict`, `Tuple` | one line for each part, `name: action`, each read by the rule of its own space | |
 
-Numbers may stand between any other text, with or without brackets and commas. The lines of parts may stand in any order
-and between others. The name of a part is its key, or its number from 0 on in a `Tuple`; that of a part inside a part is
-the path to it, as in `arm.grip: 1`. All else about a message is a mistake that costs a turn: it is answered by a hint,
-and nothing is rounded, clipped or cut. All other spaces are refused.
+Numbers may stand between any other text, with or without brackets and commas. The lines of parts
+may stand in any order and between others. The name of a part is its key, or its number from 0 on in
+a `Tuple`; that of a part inside a part is the path to it, as in `arm.grip: 1`. All else about a
+message is a mistake that costs a turn: it is answered by a hint, and nothing is rounded, clipped or
+cut. All other spaces are refused.
 """
 
 import math
@@ -52,10 +54,12 @@ class ActionReader(Protocol):
         ...
 
     def read(self, message: str, legal: Collection[int] | None = None) -> Any:
-        """The action that the message names. `legal`: the numbers of the allowed ones, if not all are.
+        """The action that the message names. `legal`: the numbers of the allowed ones, if not all
+        are.
 
         Raises:
-            ToolError: it names none, more than one, or one that is not legal; the text is for the player.
+            ToolError: it names none, more than one, or one that is not legal; the text is for the
+            player.
         """
         ...
 
@@ -66,7 +70,9 @@ class ActionReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WordReader:
-    """Actions of a `Discrete` space: a word for each, in its order. `first` is the number of the first."""
+    """Actions of a `Discrete` space: a word for each, in its order. `first` is the number of the
+    first.
+    """
 
     words: Sequence[str]
     first: int = 0
@@ -83,7 +89,11 @@ class WordReader:
 
     def listed(self, legal: Collection[int] | None) -> str:
         """The words of the legal actions."""
-        return ", ".join(word for index, word in enumerate(self.words) if legal is None or index + self.first in legal)
+        return ", ".join(
+            word
+            for index, word in enumerate(self.words)
+            if legal is None or index + self.first in legal
+        )
 
     def read(self, message: str, legal: Collection[int] | None = None) -> int:
         """The number of the one action word in the message."""
@@ -130,11 +140,16 @@ class NumberReader:
         """The numbers in the message, in the shape of the space."""
         found = [float(text) for text in _NUMBER.findall(message)]
         if len(found) != len(self.low):
-            raise ToolError(f"Your message holds {_count(len(found), 'number')}. Answer with {self.asked}.")
+            raise ToolError(
+                f"Your message holds {_count(len(found), 'number')}. Answer with {self.asked}."
+            )
         if self.whole and not all(map(float.is_integer, found)):
             raise ToolError(f"Not every number is whole. Answer with {self.asked}.")
         shape, dtype = self.space.shape or (), self.space.dtype
-        if all(low <= number <= high for low, number, high in zip(self.low, found, self.high, strict=True)):
+        if all(
+            low <= number <= high
+            for low, number, high in zip(self.low, found, self.high, strict=True)
+        ):
             action = np.array(found).astype(dtype).reshape(shape)[()]
             if legal is not None and int(action) not in legal:
                 raise ToolError(f"{int(action)} is not possible now. Answer with another number.")
@@ -165,7 +180,10 @@ class TextReader:
         length = str(longest) if shortest == longest else f"{shortest} to {longest}"
         letters = self.space.characters
         plain = set(letters) == set(string.ascii_letters + string.digits)
-        return f"a text of {length} {'letters or digits' if plain else f'of the characters {letters!r:.200}'}"
+        return (
+            f"a text of {length}"
+            f" {'letters or digits' if plain else f'of the characters {letters!r:.200}'}"
+        )
 
     def read(self, message: str, legal: Collection[int] | None = None) -> str:
         """The message without the white space at its ends."""
@@ -195,7 +213,9 @@ class PartsReader:
     def asked(self) -> str:
         """The same, as a part of a sentence."""
         lines = [f"{name}: ({reader.asked})" for name, reader in self.parts.items()]
-        return "\n".join([f"{_count(len(lines), 'line')}, with your choice in place of the brackets:", *lines])
+        return "\n".join(
+            [f"{_count(len(lines), 'line')}, with your choice in place of the brackets:", *lines]
+        )
 
     def read(self, message: str, legal: Collection[int] | None = None) -> Any:
         """The parts, put together as the space has them."""
@@ -203,7 +223,9 @@ class PartsReader:
         return _put_together(self.space, found)
 
     def _read(self, name: str, reader: ActionReader, message: str) -> Any:
-        lines = re.findall(rf"^[ \t*>-]*{re.escape(name)}[ \t*]*:(.*)$", message, re.MULTILINE | re.IGNORECASE)
+        lines = re.findall(
+            rf"^[ \t*>-]*{re.escape(name)}[ \t*]*:(.*)$", message, re.MULTILINE | re.IGNORECASE
+        )
         if len(lines) != 1:
             problem = "more than one line" if lines else "no line"
             raise ToolError(f"Your message has {problem} `{name}: ...`. Answer with {self.asked}")
@@ -215,7 +237,9 @@ class PartsReader:
     def written(self, action: Any) -> str:
         """Its lines."""
         parts = _taken_apart(self.space, action)
-        return "\n".join(f"{name}: {reader.written(parts[name])}" for name, reader in self.parts.items())
+        return "\n".join(
+            f"{name}: {reader.written(parts[name])}" for name, reader in self.parts.items()
+        )
 
 
 def _inner(space: Space[Any]) -> Mapping[Any, Space[Any]] | None:
@@ -239,7 +263,10 @@ def _put_together(space: Space[Any], parts: Mapping[str, Any], path: str = "") -
     inner = _inner(space)
     if inner is None:
         return parts[path]
-    built = {key: _put_together(part, parts, f"{path}.{key}" if path else str(key)) for key, part in inner.items()}
+    built = {
+        key: _put_together(part, parts, f"{path}.{key}" if path else str(key))
+        for key, part in inner.items()
+    }
     return built if isinstance(space, spaces.Dict) else tuple(built.values())
 
 
@@ -254,10 +281,12 @@ def _taken_apart(space: Space[Any], action: Any, path: str = "") -> dict[str, An
 
 
 def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> ActionReader:
-    """The reader of a space's actions. `words`: one for each action of a `Discrete` space, by default its numbers.
+    """The reader of a space's actions. `words`: one for each action of a `Discrete` space, by
+    default its numbers.
 
     Raises:
-        ConfigError: the space has no rule (see the head of this module), or the words do not fit it.
+        ConfigError: the space has no rule (see the head of this module), or the words do not fit
+        it.
     """
     if isinstance(space, spaces.Discrete):
         first, count = int(space.start), int(space.n)
@@ -265,13 +294,22 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
             return NumberReader(space, [first], [first + count - 1], whole=True)
         chosen = tuple(words) or tuple(map(str, range(first, first + count)))
         if len(chosen) != count or len({word.lower().strip() for word in chosen} - {""}) != count:
-            raise ConfigError(f"options['actions'] must hold {count} different words for {name}, got {list(chosen)}")
+            raise ConfigError(
+                f"options['actions'] must hold {count} different words for {name}, got"
+                f" {list(chosen)}"
+            )
         return WordReader(chosen, first)
     if words:
-        kind = "texts" if isinstance(space, spaces.Text) else "numbers" if _inner(space) is None else "of several parts"
+        kind = (
+            "texts"
+            if isinstance(space, spaces.Text)
+            else "numbers"
+            if _inner(space) is None
+            else "of several parts"
+        )
         raise ConfigError(
-            f"options['actions'] are words for a Discrete action space, and that of {name} is {space}, whose actions "
-            f"are {kind}: leave them out"
+            f"options['actions'] are words for a Discrete action space, and that of {name} is"
+            f" {space}, whose actions are {kind}: leave them out"
         )
     if isinstance(space, spaces.Text):
         return TextReader(space)
@@ -280,9 +318,10 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
     bounds = _bounds(space)
     if bounds is None or not 0 < len(bounds[0]) <= MAX_ACTION_NUMBERS:
         raise ConfigError(
-            f"{name} has the action space {space}. Discrete, Text, and MultiDiscrete, MultiBinary and Box spaces of at "
-            f"most {MAX_ACTION_NUMBERS} numbers can be played in text, and Dict and Tuple spaces of these. Wrap the "
-            "environment so that it has one of them, or write an agentrl.envs.base.TextEnv for it"
+            f"{name} has the action space {space}. Discrete, Text, and MultiDiscrete, MultiBinary"
+            f" and Box spaces of at most {MAX_ACTION_NUMBERS} numbers can be played in text, and"
+            " Dict and Tuple spaces of these. Wrap the environment so that it has one of them, or"
+            " write an agentrl.envs.base.TextEnv for it"
         )
     whole = np.issubdtype(space.dtype or float, np.integer)
     return NumberReader(space, *bounds, whole)
@@ -291,12 +330,18 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
 def _parts_reader(name: str, space: Space[Any]) -> PartsReader:
     leaves = list(_leaves(space))
     paths = [path for path, _ in leaves]
-    if not leaves or any("\n" in path for path in paths) or len({path.lower().strip() for path in paths}) < len(paths):
+    if (
+        not leaves
+        or any("\n" in path for path in paths)
+        or len({path.lower().strip() for path in paths}) < len(paths)
+    ):
         raise ConfigError(
-            f"{name} has the action space {space}, and the lines of an action need a name for each part: {paths}. Wrap "
-            "the environment so that its parts have names of their own"
+            f"{name} has the action space {space}, and the lines of an action need a name for each"
+            f" part: {paths}. Wrap the environment so that its parts have names of their own"
         )
-    return PartsReader(space, {path: action_reader(f"{path} of {name}", part) for path, part in leaves})
+    return PartsReader(
+        space, {path: action_reader(f"{path} of {name}", part) for path, part in leaves}
+    )
 
 
 def check_readable(name: str, space: Space[Any] | None) -> None:
@@ -309,19 +354,23 @@ def check_readable(name: str, space: Space[Any] | None) -> None:
         where = f"{path} of an observation" if path else "an observation"
         if is_image(array):
             raise ConfigError(
-                f"{where} of {name} is an image, an array of {array.shape} in {array.dtype}, and the models trained "
-                "here read text alone. Choose an environment that says the same in text or numbers, wrap it so that "
-                "it does, or write an agentrl.envs.base.TextEnv for it"
+                f"{where} of {name} is an image, an array of {array.shape} in {array.dtype}, and"
+                " the models trained here read text alone. Choose an environment that says the"
+                " same in text or numbers, wrap it so that it does, or write an"
+                " agentrl.envs.base.TextEnv for it"
             )
         if np.prod(array.shape) > MAX_NUMBERS:
             raise ConfigError(
-                f"{where} of {name} is an array of {array.shape}, too long to write out as text (at most {MAX_NUMBERS} "
-                "numbers). Wrap the environment, or write an agentrl.envs.base.TextEnv for it"
+                f"{where} of {name} is an array of {array.shape}, too long to write out as text (at"
+                f" most {MAX_NUMBERS} numbers). Wrap the environment, or write an"
+                " agentrl.envs.base.TextEnv for it"
             )
 
 
 def is_image(box: spaces.Box) -> bool:
-    """Whether the arrays of a box are pictures: bytes from 0 to 255 in height and width, and maybe colours."""
+    """Whether the arrays of a box are pictures: bytes from 0 to 255 in height and width, and maybe
+    colours.
+    """
     if box.dtype != np.uint8 or int(np.max(box.high, initial=0)) != 255:
         return False
     colours = len(box.shape) == 3 and (box.shape[-1] in (1, 3, 4) or box.shape[0] in (1, 3, 4))
@@ -338,7 +387,11 @@ def written_out(observation: Any) -> str:
         observation = observation.tolist()
     if isinstance(observation, list | tuple):
         return f"[{', '.join(map(written_out, observation))}]"
-    return f"{float(observation):.4g}" if isinstance(observation, float | np.floating) else str(observation)
+    return (
+        f"{float(observation):.4g}"
+        if isinstance(observation, float | np.floating)
+        else str(observation)
+    )
 
 
 def _bounds(space: Space[Any]) -> tuple[list[float], list[float]] | None:
@@ -382,7 +435,9 @@ def _arrays(space: Space[Any] | None, path: str = "") -> Iterator[tuple[str, spa
 
 @lru_cache(maxsize=256)
 def _pattern(actions: tuple[str, ...]) -> re.Pattern[str]:
-    """One group for each action, longest first, so that "pick up" is not read as "up"; whole words only."""
+    """One group for each action, longest first, so that "pick up" is not read as "up"; whole words
+    only.
+    """
     order = sorted(range(len(actions)), key=lambda index: -len(actions[index]))
     words = "|".join(f"(?P<action{index}>{re.escape(actions[index].strip())})" for index in order)
     return re.compile(rf"(?<![\w-])(?<!\d\.)(?:{words})(?![\w-]|\.\d)", re.IGNORECASE)

@@ -1,7 +1,9 @@
-"""A maze of which the player sees only adjacent cells, new for every seed; higher levels have locked doors and keys.
+"""A maze of which the player sees only adjacent cells, new for every seed; higher levels have
+locked doors and keys.
 
-The observation says what lies left, down, right and up, and which keys the player holds. It never says where the player
-is: finding the goal takes memory. Walking onto a key takes it for the whole episode; a door opens with its key.
+The observation says what lies left, down, right and up, and which keys the player holds. It never
+says where the player is: finding the goal takes memory. Walking onto a key takes it for the whole
+episode; a door opens with its key.
 """
 
 import random
@@ -31,14 +33,21 @@ LEVELS = {1: (3, 0), 2: (4, 0), 3: (5, 1), 4: (6, 2), 5: (7, 3)}
 COLOURS = ("red", "green", "blue", "yellow", "white")
 
 _HINT = "Say one of left, down, right, up."
-_SHADES = {"red": "#e8837a", "green": "#7cbf8e", "blue": "#7fa8d9", "yellow": "#ecd06f", "white": "#fbfbf8"}
+_SHADES = {
+    "red": "#e8837a",
+    "green": "#7cbf8e",
+    "blue": "#7fa8d9",
+    "yellow": "#ecd06f",
+    "white": "#fbfbf8",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Maze:
     """A tree of cells: `parents` leads from each cell towards the start, which is its own parent.
 
-    `doors`: the colour of the door between a cell and its parent. `keys`: the colour of the key in a cell.
+    `doors`: the colour of the door between a cell and its parent. `keys`: the colour of the key in
+    a cell.
     """
 
     start: Cell
@@ -51,13 +60,13 @@ class Maze:
 class TextMaze(TextEnv):
     """Walk to the goal: reward 1, and the episode ends.
 
-    The message is free text with exactly one legal word in it, in any case. Any other message costs a turn; the answer
-    is the same view and a hint. Only the run limits the number of turns.
+    The message is free text with exactly one legal word in it, in any case. Any other message costs
+    a turn; the answer is the same view and a hint. Only the run limits the number of turns.
     """
 
     system_prompt = (
-        "You are in a maze and see only what is next to you. Find the goal. A door opens if you hold the key of its "
-        "colour. Say left, down, right or up."
+        "You are in a maze and see only what is next to you. Find the goal. A door opens if you"
+        " hold the key of its colour. Say left, down, right or up."
     )
     isolation = "inline"
 
@@ -69,10 +78,12 @@ class TextMaze(TextEnv):
         side: int | None = Field(None, ge=3, le=20)
         """Cells per side, instead of the level's."""
         cells: int | None = Field(None, ge=6)
-        """Cells of the maze, which then fills only a part of the square: a small maze of which there are many. By
-        default it fills the square."""
+        """Cells of the maze, which then fills only a part of the square: a small maze of which
+        there are many. By default it fills the square."""
         brief: bool = False
-        """Whether the view names only what is not a wall, in one line (`down, right: goal`), and keys that are held."""
+        """Whether the view names only what is not a wall, in one line (`down, right: goal`), and
+        keys that are held.
+        """
 
         @field_validator("cells")
         @classmethod
@@ -107,10 +118,18 @@ class TextMaze(TextEnv):
         words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
         happened = self._walk(*words) if len(words) == 1 else _HINT
         self._over = self.cell == self.maze.goal
-        return f"{happened}\n{self._view()}".lstrip(), float(self._over), self._over, False, {"success": self._over}
+        return (
+            f"{happened}\n{self._view()}".lstrip(),
+            float(self._over),
+            self._over,
+            False,
+            {"success": self._over},
+        )
 
     def render_html(self) -> str:
-        """The whole maze, which the player never sees: walls, where the player has been, doors, keys and the goal."""
+        """The whole maze, which the player never sees: walls, where the player has been, doors,
+        keys and the goal.
+        """
         side = 1 + max(row for row, _ in self.maze.parents)
         cells = [["#"] * (2 * side + 1) for _ in range(2 * side + 1)]
         for (row, column), (up, left) in self.maze.parents.items():
@@ -119,17 +138,33 @@ class TextMaze(TextEnv):
             seen = "o" if cell in self.visited else "-"
             cells[2 * row + 1][2 * column + 1] = key[0] if key and key not in self.keys else seen
             door = self.maze.doors.get(cell, "")
-            cells[row + up + 1][column + left + 1] = door[0].upper() if door and door not in self.keys else "-"
+            cells[row + up + 1][column + left + 1] = (
+                door[0].upper() if door and door not in self.keys else "-"
+            )
         for (row, column), letter in ((self.maze.goal, "*"), (self.cell, "@")):
             cells[2 * row + 1][2 * column + 1] = letter
         keys = {colour[0]: shade for colour, shade in _SHADES.items()}
         doors = {letter.upper(): shade for letter, shade in keys.items()}
-        colours = {"#": "#5d6a75", "-": "#f4f1ea", "o": "#dfe9f3", "*": "#8fd3a5", "@": "#f2b35e", **keys, **doors}
-        signs = dict.fromkeys("#-o", "") | {"*": "★", "@": "●"} | dict.fromkeys(keys, "⚷") | dict.fromkeys(doors, "▮")
+        colours = {
+            "#": "#5d6a75",
+            "-": "#f4f1ea",
+            "o": "#dfe9f3",
+            "*": "#8fd3a5",
+            "@": "#f2b35e",
+            **keys,
+            **doors,
+        }
+        signs = (
+            dict.fromkeys("#-o", "")
+            | {"*": "★", "@": "●"}
+            | dict.fromkeys(keys, "⚷")
+            | dict.fromkeys(doors, "▮")
+        )
         return board_html(["".join(row) for row in cells], colours, signs)
 
     def way_on(self) -> str:
-        """The first word of a shortest path through visited cells to an unvisited one, or to the goal if it is next.
+        """The first word of a shortest path through visited cells to an unvisited one, or to the
+        goal if it is next.
 
         It uses only what the player has been shown.
         """
@@ -173,8 +208,17 @@ class TextMaze(TextEnv):
         seen = {word: self._seen(word) for word in MOVES}
         held = ", ".join(f"{key} key" for key in self.keys)
         if not self._brief:
-            return "\n".join([*(f"{word}: {what}" for word, what in seen.items()), f"You hold: {held or 'nothing'}"])
-        ways = [word if what == "free" else f"{word}: {what}" for word, what in seen.items() if what != "wall"]
+            return "\n".join(
+                [
+                    *(f"{word}: {what}" for word, what in seen.items()),
+                    f"You hold: {held or 'nothing'}",
+                ]
+            )
+        ways = [
+            word if what == "free" else f"{word}: {what}"
+            for word, what in seen.items()
+            if what != "wall"
+        ]
         return ", ".join(ways) + (f"\nYou hold: {held}" if held else "")
 
     def _seen(self, word: str) -> str:
@@ -193,7 +237,9 @@ class TextMaze(TextEnv):
 
 @plays(TextMaze)
 def strong_player(env: TextMaze, rng: random.Random) -> str:
-    """Explores the nearest unvisited cell, with a perfect memory but no other knowledge. For demonstrations."""
+    """Explores the nearest unvisited cell, with a perfect memory but no other knowledge. For
+    demonstrations.
+    """
     return weak_player(env, rng, skill=1.0)
 
 
@@ -212,7 +258,8 @@ def make_maze(level: int, seed: int, side: int | None = None, cells: int | None 
     while len(way) < how_many + 2:  # a maze of few cells may be too short for its doors
         parents = _tree(side, cells, rng)
         way = _longest_way(parents)
-    # `way` leads from the goal back. No door is next to the start, where there would be no room for its key.
+    # `way` leads from the goal back. No door is next to the start, where there would be no room for
+    # its key.
     behind = sorted(rng.sample(way[:-2], how_many), key=lambda cell: -way.index(cell))
     doors = dict(zip(behind, rng.sample(COLOURS, how_many), strict=True))
     return Maze(way[-1], way[0], parents, doors, _hide_keys(parents, doors, rng))
@@ -230,7 +277,8 @@ def _longest_way(parents: Mapping[Cell, Cell]) -> list[Cell]:
 
 
 def _tree(side: int, cells: int | None, rng: random.Random) -> dict[Cell, Cell]:
-    """The parent of each cell, parents first: a tree grown mostly at its newest end, so that paths are long.
+    """The parent of each cell, parents first: a tree grown mostly at its newest end, so that paths
+    are long.
 
     It grows until it has that many cells, or no room.
     """
@@ -249,13 +297,20 @@ def _tree(side: int, cells: int | None, rng: random.Random) -> dict[Cell, Cell]:
     return parents
 
 
-def _hide_keys(parents: Mapping[Cell, Cell], doors: Mapping[Cell, str], rng: random.Random) -> dict[Cell, str]:
-    """Put each door's key behind all earlier doors and before the door itself, so that the maze can be solved."""
+def _hide_keys(
+    parents: Mapping[Cell, Cell], doors: Mapping[Cell, str], rng: random.Random
+) -> dict[Cell, str]:
+    """Put each door's key behind all earlier doors and before the door itself, so that the maze can
+    be solved.
+    """
     passed: dict[Cell, int] = {}
     for cell, parent in parents.items():
         passed[cell] = passed.get(parent, 0) + (cell in doors)
     start = next(iter(parents))
-    places = [[cell for cell in parents if passed[cell] == number and cell != start] for number in range(len(doors))]
+    places = [
+        [cell for cell in parents if passed[cell] == number and cell != start]
+        for number in range(len(doors))
+    ]
     return {rng.choice(place): colour for place, colour in zip(places, doors.values(), strict=True)}
 
 

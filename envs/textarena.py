@@ -1,9 +1,10 @@
 """TextArena's games: `env: textarena:Wordle-v0`, alone or against scripted opponents.
 
-The observation is what the game has sent the player since its last turn. A game of several players needs opponents:
-`"random"`, `"first"` (the first legal move found), or a function `opponent(seen, rng) -> message` given as
-"package.module:name"; `seen` is all that this opponent has seen in this episode. With the opponent `"agent"` no player
-is scripted: each is an agent, player_0, player_1 and so on (`agentrl.protocols.Env`).
+The observation is what the game has sent the player since its last turn. A game of several players
+needs opponents: `"random"`, `"first"` (the first legal move found), or a function `opponent(seen,
+rng) -> message` given as "package.module:name"; `seen` is all that this opponent has seen in this
+episode. With the opponent `"agent"` no player is scripted: each is an agent, player_0, player_1 and
+so on (`agentrl.protocols.Env`).
 """
 
 import copy
@@ -23,9 +24,12 @@ from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings, StepResult
 
 MOST_PLAYERS = 8
 MOST_REPLIES = 400
-"""Most moves of the opponents between two turns of the player; after that the episode is truncated."""
+"""Most moves of the opponents between two turns of the player; after that the episode is truncated.
+"""
 MOST_TRIES = 40
-"""Moves that a scripted opponent tries on copies of the game. If all are illegal, it plays the last one anyway."""
+"""Moves that a scripted opponent tries on copies of the game. If all are illegal, it plays the last
+one anyway.
+"""
 
 Opponent = Callable[[str, random.Random], str]
 
@@ -49,7 +53,10 @@ class TextArena(TextEnv):
     Success means a reward of 1 in a game for one player, and a reward above 0 against others.
     """
 
-    system_prompt = "You play a game. Write each move as its rules say, in square brackets where they ask for them."
+    system_prompt = (
+        "You play a game. Write each move as its rules say, in square brackets where they ask for"
+        " them."
+    )
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
@@ -61,7 +68,9 @@ class TextArena(TextEnv):
         seat: int = Field(0, ge=0)
         """Which player is the model's; 0 moves first in most games."""
         opponent: Annotated[str, OwnerOnly()] = "random"
-        """"random", "first", "package.module:name" of a function, or "agent": all are agents; `seat` is ignored."""
+        """"random", "first", "package.module:name" of a function, or "agent": all are agents;
+        `seat` is ignored.
+        """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,13 +90,18 @@ class TextArena(TextEnv):
         self._global_rng = GlobalRng(seed)
         with self._global_rng.installed():
             self._env, self._players = _make(self._name, chosen, seed)
-            self._opponent = opponent or partial(_legal_move, self._env, shuffled=chosen.opponent == "random")
-            self._agents = _names(self._players) if chosen.opponent == "agent" else {chosen.seat: ""}
+            self._opponent = opponent or partial(
+                _legal_move, self._env, shuffled=chosen.opponent == "random"
+            )
+            self._agents = (
+                _names(self._players) if chosen.opponent == "agent" else {chosen.seat: ""}
+            )
             text = self._until_a_turn()
         if text is None:
             self._env = None
             raise EnvError(
-                f"{self._name} ended before the turn of player {self._player}; choose another options['seat']"
+                f"{self._name} ended before the turn of player {self._player}; choose another"
+                " options['seat']"
             )
         return text
 
@@ -143,10 +157,19 @@ class TextArena(TextEnv):
         state = _inner(env).state
         observation = _text(state.observations.get(actor, []), actor)
         if not state.done:
-            return observation or "The others play on without you.", 0.0, False, True, {"success": False}
+            return (
+                observation or "The others play on without you.",
+                0.0,
+                False,
+                True,
+                {"success": False},
+            )
         rewards, about = env.close()
         outcomes = {player: _outcome(player, rewards or {}, about or {}) for player in self._agents}
-        success = {player: paid > 0 if self._players > 1 else paid >= 1 for player, (paid, _) in outcomes.items()}
+        success = {
+            player: paid > 0 if self._players > 1 else paid >= 1
+            for player, (paid, _) in outcomes.items()
+        }
         reward, reason = outcomes[actor]
         info: dict[str, Any] = {"success": success[actor]}
         if self._agents[actor]:
@@ -155,7 +178,13 @@ class TextArena(TextEnv):
                 "rewards": {names[player]: paid for player, (paid, _) in outcomes.items()},
                 "success": {names[player]: won for player, won in success.items()},
             }
-        return "\n".join(filter(None, (observation, reason))) or "The game is over.", reward, True, False, info
+        return (
+            "\n".join(filter(None, (observation, reason))) or "The game is over.",
+            reward,
+            True,
+            False,
+            info,
+        )
 
 
 Options = TextArena.Options
@@ -165,7 +194,9 @@ def _names(players: int) -> dict[int, str]:
     return {player: f"player_{player}" for player in range(players)}
 
 
-def _outcome(player: int, rewards: Mapping[int, Any], about: Mapping[int, Any]) -> tuple[float, str]:
+def _outcome(
+    player: int, rewards: Mapping[int, Any], about: Mapping[int, Any]
+) -> tuple[float, str]:
     """A player's reward, and the game's reason for it."""
     paid, reason = rewards.get(player, 0.0), about.get(player, {}).get("reason")
     if isinstance(paid, str):  # some games swap the two
@@ -183,7 +214,9 @@ def _inner(env: Any) -> Any:
 
 
 def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
-    """The game after its reset, and its number of players. Games reveal that number only by refusing others."""
+    """The game after its reset, and its number of players. Games reveal that number only by
+    refusing others.
+    """
     import textarena
 
     refused = ""
@@ -192,8 +225,8 @@ def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
             env = textarena.make(name, **options.kwargs)
         except Exception as error:
             raise ConfigError(
-                f"textarena cannot make {name!r} with kwargs={options.kwargs!r}: {error!r}. Install or download what "
-                "it needs, or correct options['kwargs']"
+                f"textarena cannot make {name!r} with kwargs={options.kwargs!r}: {error!r}. Install"
+                " or download what it needs, or correct options['kwargs']"
             ) from error
         try:
             env.reset(num_players=players, seed=seed)
@@ -201,9 +234,14 @@ def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
             refused = str(error)
             continue
         if options.seat >= players:
-            raise ConfigError(f"options['seat'] = {options.seat}, but {name} is played by {players}, from 0")
+            raise ConfigError(
+                f"options['seat'] = {options.seat}, but {name} is played by {players}, from 0"
+            )
         return env, players
-    raise ConfigError(f"{name} refuses options['players'] = {options.players or f'1 to {MOST_PLAYERS}'}: {refused}")
+    raise ConfigError(
+        f"{name} refuses options['players'] = {options.players or f'1 to {MOST_PLAYERS}'}:"
+        f" {refused}"
+    )
 
 
 def _text(messages: Any, player: int) -> str:
@@ -221,7 +259,9 @@ def _text(messages: Any, player: int) -> str:
 
 
 def _opponent(name: str) -> Opponent | None:
-    """The named function; `None` for the built-in opponents, which need the game itself, and for "agent"."""
+    """The named function; `None` for the built-in opponents, which need the game itself, and for
+    "agent".
+    """
     if name in ("random", "first", "agent"):
         return None
     module, _, attribute = name.partition(":")
@@ -229,14 +269,17 @@ def _opponent(name: str) -> Opponent | None:
         found: Opponent = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"options['opponent'] = {name!r} cannot be found: {error}. Write 'random', 'first', 'agent', or "
-            "'package.module:name' of a function opponent(seen, rng) that returns a message"
+            f"options['opponent'] = {name!r} cannot be found: {error}. Write 'random', 'first',"
+            " 'agent', or 'package.module:name' of a function opponent(seen, rng) that returns a"
+            " message"
         ) from error
     return found
 
 
 def _legal_move(env: Any, seen: str, rng: random.Random, *, shuffled: bool) -> str:
-    """The first candidate in `seen` that the game accepts, tried on copies of it; in random order if `shuffled`."""
+    """The first candidate in `seen` that the game accepts, tried on copies of it; in random order
+    if `shuffled`.
+    """
     moves = list(_candidates(seen))
     if shuffled:
         rng.shuffle(moves)
@@ -262,4 +305,6 @@ def _accepts(env: Any, move: str) -> bool:
         trial.step(move)
     except Exception:  # a move that the game cannot read is illegal
         return False
-    return bool(state.error_count <= errors and not state.game_info.get(player, {}).get("invalid_move"))
+    return bool(
+        state.error_count <= errors and not state.game_info.get(player, {}).get("invalid_move")
+    )

@@ -1,13 +1,14 @@
-"""Environments of verifiers, classic API: `env: {name: verifiers:ENV_ID, requires: [verifiers==0.3.0, ./my_env]}`.
+"""Environments of verifiers, classic API: `env: {name: verifiers:ENV_ID, requires:
+[verifiers==0.3.0, ./my_env]}`.
 
 (`envs/verifiers_v1.py` is for 0.4; the installed version decides.)
 
-Such an environment owns its loop and asks a client for the model's answers. Here the client passes each prompt to
-`reset` or `step` and waits for the next message; rollout, tools, stop conditions and rubric run unchanged. The rubric's
-reward comes with the last step.
+Such an environment owns its loop and asks a client for the model's answers. Here the client passes
+each prompt to `reset` or `step` and waits for the next message; rollout, tools, stop conditions and
+rubric run unchanged. The rubric's reward comes with the last step.
 
-The tasks are the rows of the environment's dataset; the seed draws one. Held-out seeds draw from its `eval_dataset`.
-Without one they draw from every tenth row, and other seeds from the rest.
+The tasks are the rows of the environment's dataset; the seed draws one. Held-out seeds draw from
+its `eval_dataset`. Without one they draw from every tenth row, and other seeds from the rest.
 """
 
 import importlib.util
@@ -31,20 +32,29 @@ from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
 from agentrl.trajectory import unshared
 
-_LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "prompt_too_long", "timeout_reached")
+_LIMITS = (
+    "max_turns_reached",
+    "max_total_completion_tokens_reached",
+    "prompt_too_long",
+    "timeout_reached",
+)
 """Stop conditions that truncate an episode; any other terminates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Makes the environment `env_id`. It needs its own process, because verifiers sets signal handlers."""
+    """Makes the environment `env_id`. It needs its own process, because verifiers sets signal
+    handlers.
+    """
 
     env_id: str
     isolation: ClassVar[str] = "process"
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """Packages of five thousand modules, whose import takes seconds; none of them starts a thread."""
+        """Packages of five thousand modules, whose import takes seconds; none of them starts a
+        thread.
+        """
         return ("datasets", "verifiers.clients", "verifiers.types", _module(self.env_id))
 
     def __call__(self) -> Env:
@@ -58,16 +68,22 @@ def scheme(rest: str) -> Callable[[], Env]:
     Raises:
         PluginError: verifiers, or the environment's package, is not installed where this runs.
     """
-    way_out = "Give it an interpreter of its own: env.requires=[verifiers==0.3.0, PACKAGE OR FOLDER]"
+    way_out = (
+        "Give it an interpreter of its own: env.requires=[verifiers==0.3.0, PACKAGE OR FOLDER]"
+    )
     try:
         installed = version("verifiers")
     except PackageNotFoundError as error:
-        raise PluginError(f"'verifiers:{rest}': the package 'verifiers' is not installed. {way_out}") from error
+        raise PluginError(
+            f"'verifiers:{rest}': the package 'verifiers' is not installed. {way_out}"
+        ) from error
     module = _module(rest)
     classic = tuple(map(int, installed.split(".")[:2])) < (0, 4)
     built_in = "" if classic else f"verifiers.v1.tasksets.{module}"
     if not any(name and importlib.util.find_spec(name) for name in (module, built_in)):
-        raise PluginError(f"'verifiers:{rest}': verifiers {installed} finds no module {module!r}. {way_out}")
+        raise PluginError(
+            f"'verifiers:{rest}': verifiers {installed} finds no module {module!r}. {way_out}"
+        )
     return Factory(rest) if classic else TasksetFactory(rest)
 
 
@@ -105,7 +121,10 @@ class Verifiers(TextEnv):
         self._rollout = CallbackEnv(partial(_play, env, self._row(env, seed)))
         asked = self._rollout.next()
         if not isinstance(asked, Asked):
-            raise EnvError(f"verifiers:{self._env_id} ended before the model was asked: {asked.get('stop_condition')}")
+            raise EnvError(
+                f"verifiers:{self._env_id} ended before the model was asked:"
+                f" {asked.get('stop_condition')}"
+            )
         self.system_prompt, observation = opening(asked.lines)
         self.tools = asked.tools
         return observation
@@ -114,8 +133,8 @@ class Verifiers(TextEnv):
         """Answer the prompt, and play until the next one or the end.
 
         Raises:
-            EnvError: no episode is being played, the environment or a reward function failed, or it rewrote the
-                conversation.
+            EnvError: no episode is being played, the environment or a reward function failed, or it
+                rewrote the conversation.
         """
         if self._rollout is None:
             raise EnvError("no episode is being played; call reset first")
@@ -149,13 +168,14 @@ class Verifiers(TextEnv):
                 env = verifiers.load_environment(self._env_id, **args)
             except Exception as error:
                 raise ConfigError(
-                    f"verifiers.load_environment({self._env_id!r}, **{args!r}): {error}. Correct options['args'], or "
-                    "add what it needs to env.requires"
+                    f"verifiers.load_environment({self._env_id!r}, **{args!r}): {error}. Correct"
+                    " options['args'], or add what it needs to env.requires"
                 ) from error
             if env.requires_group_rollouts:
                 raise ConfigError(
-                    f"verifiers:{self._env_id} has rewards that compare the rollouts of a group, but each episode is "
-                    "scored alone. Use an environment that rewards single rollouts, and a reward of agentrl for groups"
+                    f"verifiers:{self._env_id} has rewards that compare the rollouts of a group,"
+                    " but each episode is scored alone. Use an environment that rewards single"
+                    " rollouts, and a reward of agentrl for groups"
                 )
             self._loaded = (args, env)
         return self._loaded[1]
@@ -177,7 +197,11 @@ class Verifiers(TextEnv):
             if message["role"] == "assistant":
                 break
             replies.insert(0, line(message)[1])
-        info = {"success": reward >= self._chosen.success_at, "stop": why, "metrics": dict(output.get("metrics") or {})}
+        info = {
+            "success": reward >= self._chosen.success_at,
+            "stop": why,
+            "metrics": dict(output.get("metrics") or {}),
+        }
         return "\n".join(replies), reward, not truncated, truncated, info
 
 
@@ -189,7 +213,9 @@ async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]
     """
     errors: list[str] = []
     with _errors_logged("verifiers.rubrics", errors):
-        output: Mapping[str, Any] = await env.run_rollout(unshared(row, "a row"), _client_class()(ask), "agentrl", {})
+        output: Mapping[str, Any] = await env.run_rollout(
+            unshared(row, "a row"), _client_class()(ask), "agentrl", {}
+        )
     if error := output.get("error"):
         raise EnvError(f"the environment failed: {error}")
     if errors:  # verifiers itself would give a reward of 0
@@ -231,7 +257,11 @@ def _client_class() -> type[Any]:
             return config
 
         async def to_native_tool(self, tool: Any) -> Any:
-            function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+            function = {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": dict(tool.parameters),
+            }
             return {"type": "function", "function": function}
 
         async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
@@ -242,7 +272,11 @@ def _client_class() -> type[Any]:
         ) -> Any:
             reply = await self.client([line(message) for message in prompt], tools or ())
             calls = [
-                ToolCall(id=f"call_{len(prompt)}_{number}", name=call.name, arguments=json.dumps(dict(call.arguments)))
+                ToolCall(
+                    id=f"call_{len(prompt)}_{number}",
+                    name=call.name,
+                    arguments=json.dumps(dict(call.arguments)),
+                )
                 for number, call in enumerate(reply.calls)
             ]
             message = ResponseMessage(

@@ -1,9 +1,11 @@
-"""Tasksets of verifiers 0.4: `env: {name: verifiers:TASKSET, requires: [verifiers==0.4.0, uv, ./my_tasks]}`.
+"""Tasksets of verifiers 0.4: `env: {name: verifiers:TASKSET, requires: [verifiers==0.4.0, uv,
+./my_tasks]}`.
 
-In 0.4 a program, the harness, owns the loop and sends its model calls to an endpoint. Here the endpoint passes each
-call to `reset` or `step` and waits for the next message; taskset, harness, tool servers and rewards run unchanged. The
-default harness is `null`, a chat loop with the task's tools. It runs on this machine, and uv installs its packages when
-it first runs. A harness that gives the model a shell (`bash`) gives it a shell on this machine.
+In 0.4 a program, the harness, owns the loop and sends its model calls to an endpoint. Here the
+endpoint passes each call to `reset` or `step` and waits for the next message; taskset, harness,
+tool servers and rewards run unchanged. The default harness is `null`, a chat loop with the task's
+tools. It runs on this machine, and uv installs its packages when it first runs. A harness that
+gives the model a shell (`bash`) gives it a shell on this machine.
 """
 
 import itertools
@@ -39,8 +41,15 @@ class TasksetFactory:
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """Packages of thousands of modules, whose import takes seconds; none of them starts a thread."""
-        return ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.harnesses.null", "aiohttp.web")
+        """Packages of thousands of modules, whose import takes seconds; none of them starts a
+        thread.
+        """
+        return (
+            "verifiers.v1",
+            "verifiers.v1.utils.loaders",
+            "verifiers.v1.harnesses.null",
+            "aiohttp.web",
+        )
 
     def __call__(self) -> Env:
         """Make the environment."""
@@ -84,7 +93,10 @@ class VerifiersTaskset(TextEnv):
         self._episode = CallbackEnv(partial(_play, env, task))
         asked = self._episode.next()
         if not isinstance(asked, Asked):
-            raise EnvError(f"verifiers:{self._taskset} ended before the model was asked: {asked.stop_condition}")
+            raise EnvError(
+                f"verifiers:{self._taskset} ended before the model was asked:"
+                f" {asked.stop_condition}"
+            )
         self.system_prompt, observation = opening(asked.lines)
         self.tools = asked.tools
         return observation
@@ -93,7 +105,8 @@ class VerifiersTaskset(TextEnv):
         """Answer the prompt, and play until the next one or the end.
 
         Raises:
-            EnvError: no episode is being played, the episode failed, or its harness rewrote the conversation.
+            EnvError: no episode is being played, the episode failed, or its harness rewrote the
+            conversation.
         """
         if self._episode is None:
             raise EnvError("no episode is being played; call reset first")
@@ -120,15 +133,22 @@ class VerifiersTaskset(TextEnv):
         if self._loaded is None or self._loaded[0] != key:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-            agent = {"runtime": {"type": "subprocess"}, "harness": {"id": chosen.harness}, **chosen.agent}
+            agent = {
+                "runtime": {"type": "subprocess"},
+                "harness": {"id": chosen.harness},
+                **chosen.agent,
+            }
             config = {"taskset": {"id": self._taskset, **chosen.args}, "agent": agent}
             try:
                 env = load_environment(resolve_env_config(config))
-                tasks = list(itertools.islice(env.taskset, chosen.size if not env.taskset.bounded else None))
+                tasks = list(
+                    itertools.islice(env.taskset, chosen.size if not env.taskset.bounded else None)
+                )
             except Exception as error:
                 raise ConfigError(
-                    f"verifiers cannot load {config!r}: {error}. Correct options, or add what it needs to "
-                    "env.requires; only environments with the one role `agent` are played"
+                    f"verifiers cannot load {config!r}: {error}. Correct options, or add what it"
+                    " needs to env.requires; only environments with the one role `agent` are"
+                    " played"
                 ) from error
             self._loaded = (key, env, tasks)
         return self._loaded[1], self._loaded[2]
@@ -160,7 +180,9 @@ async def _play(env: Any, task: Any, ask: Ask) -> Any:
 
 @asynccontextmanager
 async def _endpoint(ask: Ask) -> AsyncIterator[tuple[str, list[Exception]]]:
-    """Serve OpenAI's chat completions on this machine, with answers from `ask`; yields the URL and the failures."""
+    """Serve OpenAI's chat completions on this machine, with answers from `ask`; yields the URL and
+    the failures.
+    """
     from aiohttp import web
 
     failures: list[Exception] = []
@@ -168,10 +190,14 @@ async def _endpoint(ask: Ask) -> AsyncIterator[tuple[str, list[Exception]]]:
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
         try:
-            reply = await ask([line(message) for message in body["messages"]], body.get("tools") or ())
+            reply = await ask(
+                [line(message) for message in body["messages"]], body.get("tools") or ()
+            )
         except EnvError as error:
             failures.append(error)
-            return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
+            return web.json_response(
+                {"error": {"message": str(error), "type": "invalid_request_error"}}, status=400
+            )
         return _completion(reply, len(body["messages"]), streamed=bool(body.get("stream")))
 
     os.environ.setdefault(_KEY, "no other server is asked")
@@ -199,7 +225,11 @@ def _completion(reply: ParsedReply, number: int, *, streamed: bool) -> "Response
         }
         for at, call in enumerate(reply.calls)
     ]
-    message = {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+    message = {
+        "role": "assistant",
+        "content": reply.text,
+        **({"tool_calls": calls} if calls else {}),
+    }
     choice = {
         "index": 0,
         "delta" if streamed else "message": message,
@@ -207,7 +237,13 @@ def _completion(reply: ParsedReply, number: int, *, streamed: bool) -> "Response
     }
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     kind = "chat.completion.chunk" if streamed else "chat.completion"
-    answer = {"id": f"answer_{number}", "object": kind, "created": 0, "model": "agentrl", "choices": [choice]}
+    answer = {
+        "id": f"answer_{number}",
+        "object": kind,
+        "created": 0,
+        "model": "agentrl",
+        "choices": [choice],
+    }
     if not streamed:
         return web.json_response({**answer, "usage": usage})
     events = [answer, {**answer, "choices": [], "usage": usage}]

@@ -1,7 +1,8 @@
-"""Short questions whose answer a small pretrained model often knows, and seldom says in one sentence that ends.
+"""Short questions whose answer a small pretrained model often knows, and seldom says in one
+sentence that ends.
 
-The questions are the rows of facts.jsonl: capitals and opposites, each with an answer of its own, so that no answer is
-right for more than a few of them.
+The questions are the rows of facts.jsonl: capitals and opposites, each with an answer of its own,
+so that no answer is right for more than a few of them.
 """
 
 import re
@@ -16,7 +17,9 @@ MOST_WORDS = 8
 
 
 class Facts(TextEnv):
-    """One question. Reward 1 if the answer has at most eight words and the right one is the last of them."""
+    """One question. Reward 1 if the answer has at most eight words and the right one is the last of
+    them.
+    """
 
     isolation = "inline"
 

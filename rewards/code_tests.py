@@ -27,7 +27,10 @@ def _checks(code: str) -> str:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"the checker is no Python: {error}") from error
     if not any(isinstance(one, ast.FunctionDef) and one.name == "check" for one in body):
-        raise ValueError("a checker is Python code with a function check(stdin, stdout, expected) that returns a bool")
+        raise ValueError(
+            "a checker is Python code with a function check(stdin, stdout, expected) that returns a"
+            " bool"
+        )
     return code
 
 
@@ -40,7 +43,9 @@ def _calls(text: str) -> str:
     while isinstance(called, ast.Attribute | ast.Call):
         called = called.value if isinstance(called, ast.Attribute) else called.func
     if not isinstance(called, ast.Name):
-        raise ValueError(f"{text!r} names no function; write f, module.f, or Solution().f for a method")
+        raise ValueError(
+            f"{text!r} names no function; write f, module.f, or Solution().f for a method"
+        )
     return text
 
 
@@ -72,23 +77,31 @@ class Call(Settings):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments by name."""
     returns: Any
-    """The expected result. Floats are compared to nine digits; a tuple equals a list, and True does not equal 1."""
+    """The expected result. Floats are compared to nine digits; a tuple equals a list, and True does
+    not equal 1.
+    """
 
 
 Test = InOut | Call | str
-"""A string is Python code that runs after the program and fails by raising: `assert double(2) == 4`."""
+"""A string is Python code that runs after the program and fails by raising: `assert double(2) ==
+4`.
+"""
 
 _TESTS: TypeAdapter[list[Test]] = TypeAdapter(list[Test])
 _PYTHON = ("python", "py", "python3")
-_FORMS = "Write a list of {stdin: ..., stdout: ...}, {call: NAME, args: [...], returns: ...} or Python that asserts"
+_FORMS = (
+    "Write a list of {stdin: ..., stdout: ...}, {call: NAME, args: [...], returns: ...} or Python"
+    " that asserts"
+)
 
 
 class CodeTests:
-    """The share of the task's tests that the program in the model's last message passes; `all_passed` is a part.
+    """The share of the task's tests that the program in the model's last message passes;
+    `all_passed` is a part.
 
-    The program is the last fenced block that is marked as Python, or the last that has no language if none is; a
-    message without one passes no test. Every test is a separate run. A test that hits a limit fails. If the sandbox
-    breaks, the reward fails.
+    The program is the last fenced block that is marked as Python, or the last that has no language
+    if none is; a message without one passes no test. Every test is a separate run. A test that hits
+    a limit fails. If the sandbox breaks, the reward fails.
     """
 
     class Config(Settings):
@@ -101,13 +114,17 @@ class CodeTests:
         all_or_nothing: bool = False
         """Whether to score 1 if all tests pass and else 0, instead of the share."""
         compare: Comparison = "lines"
-        """How a program's output is compared. `lines`: spaces at the ends of lines and empty lines at the end do not
-        count; `words`: nor does how words are parted; `exact`: everything counts."""
+        """How a program's output is compared. `lines`: spaces at the ends of lines and empty lines
+        at the end do not count; `words`: nor does how words are parted; `exact`: everything counts.
+        """
         tolerance: float = Field(0.0, ge=0, allow_inf_nan=False)
-        """Numbers in an output may differ by so much, or by so much of the expected number if that is larger than 1."""
+        """Numbers in an output may differ by so much, or by so much of the expected number if that
+        is larger than 1.
+        """
         checker: Checker | None = None
-        """Python code with a function `check(stdin, stdout, expected)`, which says whether an output is right, instead
-        of a comparison. It runs by itself in the sandbox, after the program has ended."""
+        """Python code with a function `check(stdin, stdout, expected)`, which says whether an
+        output is right, instead of a comparison. It runs by itself in the sandbox, after the
+        program has ended."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -135,7 +152,10 @@ class CodeTests:
         program = _program(trajectory, stripped=True)
         passed = [False] * len(tests) if program is None else await self._run_all(program, tests)
         whole = float(all(passed))
-        return Score(whole if self._config.all_or_nothing else sum(passed) / len(passed), {"all_passed": whole})
+        return Score(
+            whole if self._config.all_or_nothing else sum(passed) / len(passed),
+            {"all_passed": whole},
+        )
 
     def check_task(self, task: Task) -> None:
         """Check that the task has tests.
@@ -151,10 +171,17 @@ class CodeTests:
     async def _run_all(self, program: str, tests: Sequence[Test]) -> list[bool]:
         mark = secrets.token_hex(16)  # so that no print of the program looks like the end of a test
         runs = [
-            (program, test.stdin) if isinstance(test, InOut) else (_harness(program, test, mark), "") for test in tests
+            (
+                (program, test.stdin)
+                if isinstance(test, InOut)
+                else (_harness(program, test, mark), "")
+            )
+            for test in tests
         ]
         outcomes = [_completed(outcome) for outcome in await self._sandbox.run_all(runs)]
-        return [await self._passed(test, ran, mark) for test, ran in zip(tests, outcomes, strict=True)]
+        return [
+            await self._passed(test, ran, mark) for test, ran in zip(tests, outcomes, strict=True)
+        ]
 
     async def _passed(self, test: Test, ran: Ran | None, mark: str) -> bool:
         if ran is None:
@@ -174,12 +201,18 @@ class CodeTests:
             tolerance = config.tolerance if test.tolerance is None else test.tolerance
             return same_output(stdout, test.stdout or "", test.compare or config.compare, tolerance)
         said = await self._checked(checker, test, stdout)
-        if said is None and test.stdout is not None and await self._checked(checker, test, test.stdout) is None:
+        if (
+            said is None
+            and test.stdout is not None
+            and await self._checked(checker, test, test.stdout) is None
+        ):
             raise RewardError("the checker of a test fails even on the expected output")
         return said is True
 
     async def _checked(self, checker: str, test: InOut, stdout: str) -> bool | None:
-        """What the checker says of an output; None if it fails. Of the program it gets nothing but the output."""
+        """What the checker says of an output; None if it fails. Of the program it gets nothing but
+        the output.
+        """
         mark = secrets.token_hex(16)
         data = json.dumps({"stdin": test.stdin, "stdout": stdout, "expected": test.stdout})
         ran = _completed(await self._sandbox.run(_harness_of_checker(checker, mark), data))
@@ -200,8 +233,8 @@ def _completed(outcome: Outcome) -> Ran | None:
 
 
 def program_in(trajectory: Trajectory) -> str | None:
-    """The last fenced block of the model's last message that is marked as Python; if none is, the last without a
-    language.
+    """The last fenced block of the model's last message that is marked as Python; if none is, the
+    last without a language.
     """
     return _program(trajectory, stripped=False)
 
@@ -224,8 +257,13 @@ def tests_of(task: Task, option: str) -> list[Test]:
         ConfigError: there are none, or one of them is invalid.
     """
     tests = _tests_in(task, option)
-    if any(isinstance(test, InOut) and test.stdout is None and test.checker is None for test in tests):
-        raise ConfigError(f"option {option!r} of {_named(task)} has a test with neither stdout nor a checker. {_FORMS}")
+    if any(
+        isinstance(test, InOut) and test.stdout is None and test.checker is None for test in tests
+    ):
+        raise ConfigError(
+            f"option {option!r} of {_named(task)} has a test with neither stdout nor a checker."
+            f" {_FORMS}"
+        )
     return tests
 
 
@@ -234,9 +272,13 @@ def _tests_in(task: Task, option: str) -> list[Test]:
     try:
         tests = _TESTS.validate_python(written)
     except ValidationError as error:
-        found = error.errors(include_url=False)  # of each kind of test, so that the first may be of another kind
+        found = error.errors(
+            include_url=False
+        )  # of each kind of test, so that the first may be of another kind
         first = next((one for one in found if one["type"] == "value_error"), found[0])
-        raise ConfigError(f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. {_FORMS}") from error
+        raise ConfigError(
+            f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. {_FORMS}"
+        ) from error
     if not tests:
         raise ConfigError(f"option {option!r} of {named} is a list without a test")
     return tests
@@ -247,11 +289,17 @@ def _named(task: Task) -> str:
 
 
 def _harness(program: str, test: Call | str, mark: str) -> str:
-    """A program that runs `program`, then the test, and then prints `mark`. It does not contain the expected result."""
+    """A program that runs `program`, then the test, and then prints `mark`. It does not contain the
+    expected result.
+    """
     if isinstance(test, Call):
-        arguments = f"*json.loads({json.dumps(test.args)!r}), **json.loads({json.dumps(test.kwargs)!r})"
+        arguments = (
+            f"*json.loads({json.dumps(test.args)!r}), **json.loads({json.dumps(test.kwargs)!r})"
+        )
         # A bare name has to be the program's own; the built-in `sum` does not pass for it.
-        found = f"scope[{test.call!r}]" if test.call.isidentifier() else f"eval({test.call!r}, scope)"
+        found = (
+            f"scope[{test.call!r}]" if test.call.isidentifier() else f"eval({test.call!r}, scope)"
+        )
         check = f"last = json.dumps({found}({arguments}))"
     else:
         check = f"exec(compile({test!r}, 'test.py', 'exec'), scope)\nlast = ''"

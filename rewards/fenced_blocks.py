@@ -10,7 +10,9 @@ _QUOTED = re.compile(r"[^\w.+-]+")
 
 @dataclass(frozen=True, slots=True)
 class FencedBlock:
-    """A block that is closed. `language` is its first word, in small letters; `indent` the columns before its fence."""
+    """A block that is closed. `language` is its first word, in small letters; `indent` the columns
+    before its fence.
+    """
 
     language: str
     text: str
@@ -20,11 +22,15 @@ class FencedBlock:
     def code(self) -> str:
         """The text without the indentation of the fence."""
         lines = self.text.splitlines(keepends=True)
-        return "".join(line[min(self.indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines)
+        return "".join(
+            line[min(self.indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines
+        )
 
 
 def blocks_in(text: str) -> Iterator[FencedBlock]:
-    """The closed blocks of a text, in order. A fence ends with one that is as long, of the same character."""
+    """The closed blocks of a text, in order. A fence ends with one that is as long, of the same
+    character.
+    """
     opening: re.Match[str] | None = None
     inside: list[str] = []
     for line in text.splitlines(keepends=True):
@@ -34,7 +40,9 @@ def blocks_in(text: str) -> Iterator[FencedBlock]:
         bare, fence = line.strip(), opening[2] or opening[4]
         if len(bare) >= len(fence) and bare == fence[0] * len(bare):
             words = _QUOTED.sub(" ", opening[3] or opening[5] or "").split(maxsplit=1)
-            yield FencedBlock(words[0].lstrip(".").lower() if words else "", "".join(inside), len(opening[1]))
+            yield FencedBlock(
+                words[0].lstrip(".").lower() if words else "", "".join(inside), len(opening[1])
+            )
             opening = None
         else:
             inside.append(line)

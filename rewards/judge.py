@@ -30,16 +30,22 @@ CriterionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,47}
 
 
 class RubricJudge:
-    """Scores each trajectory by criteria: the weighted mean of their levels, as a share of the highest (0 to 1).
+    """Scores each trajectory by criteria: the weighted mean of their levels, as a share of the
+    highest (0 to 1).
 
-    The unweighted level of each criterion is a part of the score. Enters, fails and uses `client` like `JudgeEndpoint`.
+    The unweighted level of each criterion is a part of the score. Enters, fails and uses `client`
+    like `JudgeEndpoint`.
     """
 
     class Config(EvidenceSettings):
         """Settings of `judge`."""
 
-        criteria: dict[CriterionName, Annotated[Criterion, BeforeValidator(_criterion)]] = Field(min_length=1)
-        """By name: `clear: The answer is easy to follow`, or with a weight: `clear: {about: ..., weight: 2}`."""
+        criteria: dict[CriterionName, Annotated[Criterion, BeforeValidator(_criterion)]] = Field(
+            min_length=1
+        )
+        """By name: `clear: The answer is easy to follow`, or with a weight: `clear: {about: ...,
+        weight: 2}`.
+        """
         levels: int = Field(default=10, ge=1, le=100)
         """The highest level of a criterion; the lowest is 0."""
 
@@ -68,27 +74,41 @@ class RubricJudge:
     def prompt(self, trajectory: Trajectory) -> JudgePrompt:
         """The question to the judge about a trajectory."""
         config = self._config
-        listed = "\n".join(f"- {name}: {criterion.about}" for name, criterion in config.criteria.items())
+        listed = "\n".join(
+            f"- {name}: {criterion.about}" for name, criterion in config.criteria.items()
+        )
         return JudgePrompt(
             role=config.role("You give the work of a program levels by named criteria."),
             data={"messages": config.messages(trajectory), **config.right_answer(trajectory)},
-            ask=f"Give what the assistant wrote there a level from 0 (not at all) to {config.levels} (fully) for each "
-            f"criterion:\n{listed}",
+            ask=(
+                "Give what the assistant wrote there a level from 0 (not at all) to"
+                f" {config.levels} (fully) for each criterion:\n{listed}"
+            ),
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """Counts since the last call: answers, cached, failures by kind, tokens, cost, latency in seconds."""
+        """Counts since the last call: answers, cached, failures by kind, tokens, cost, latency in
+        seconds.
+        """
         return self._endpoint.tally.take()
 
 
 def _verdict(criteria: Sequence[str], levels: int, *, reasons: bool) -> type[Verdict]:
-    """The schema of an answer. Levels are an enumeration, which every engine for structured output supports."""
+    """The schema of an answer. Levels are an enumeration, which every engine for structured output
+    supports.
+    """
     schema = {"type": "integer", "enum": [*range(levels + 1)]}
     level: Any = Annotated[int, Field(ge=0, le=levels), WithJsonSchema(schema)]
-    # The fields have other names than the criteria, which may be named like a pydantic method, such as `copy`.
-    by_name: dict[str, Any] = {f"level_{i}": (level, Field(alias=name)) for i, name in enumerate(criteria)}
+    # The fields have other names than the criteria, which may be named like a pydantic method, such
+    # as `copy`.
+    by_name: dict[str, Any] = {
+        f"level_{i}": (level, Field(alias=name)) for i, name in enumerate(criteria)
+    }
     fields: dict[str, Any] = {"levels": (create_model("Levels", __base__=Verdict, **by_name), ...)}
     if reasons:
-        fields = {"reason": (str, Field(description="one or two sentences for each criterion")), **fields}
+        fields = {
+            "reason": (str, Field(description="one or two sentences for each criterion")),
+            **fields,
+        }
     verdict: type[Verdict] = create_model("Rubric", __base__=Verdict, **fields)
     return verdict

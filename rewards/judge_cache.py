@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 class VerdictCache:
     """Verdicts as JSON texts in an SQLite file, which several runs may share. A context manager.
 
-    The file holds the verdicts and only hashes of the questions, so it reveals no question and no key. Without a path
-    the cache is in memory. Reads take microseconds and writes do not wait for the disk, so both happen on the event
-    loop.
+    The file holds the verdicts and only hashes of the questions, so it reveals no question and no
+    key. Without a path the cache is in memory. Reads take microseconds and writes do not wait for
+    the disk, so both happen on the event loop.
 
     Raises:
         ConfigError: the file cannot be opened, or is not a cache.
@@ -34,19 +34,27 @@ class VerdictCache:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._connected()
-            self._file.execute("PRAGMA synchronous = OFF")  # a power cut may lose verdicts, which can be asked again
-            self._file.execute("CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT NOT NULL)")
+            self._file.execute(
+                "PRAGMA synchronous = OFF"
+            )  # a power cut may lose verdicts, which can be asked again
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT NOT"
+                " NULL)"
+            )
         except (OSError, sqlite3.Error) as error:
             self.close()
             raise ConfigError(
-                f"the judge's cache {self._path} cannot be used: {error}. Name another file with `cache`, or null"
+                f"the judge's cache {self._path} cannot be used: {error}. Name another file with"
+                " `cache`, or null"
             ) from error
         return self
 
     def _connected(self) -> sqlite3.Connection:
         path = self._path
         if path is not None and not has_record_locks(path.parent):
-            logger.warning("the judge's cache is kept in memory, as the file system of %s has no locks", path)
+            logger.warning(
+                "the judge's cache is kept in memory, as the file system of %s has no locks", path
+            )
             path = None
         file = sqlite3.connect(path or ":memory:", timeout=5.0, isolation_level=None)
         file.execute("PRAGMA journal_mode = WAL")
@@ -63,7 +71,9 @@ class VerdictCache:
 
     def get(self, question: bytes) -> str | None:
         """The stored verdict on a question, if there is one."""
-        row = self._open.execute("SELECT verdict FROM verdicts WHERE question = ?", [question]).fetchone()
+        row = self._open.execute(
+            "SELECT verdict FROM verdicts WHERE question = ?", [question]
+        ).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, question: bytes, verdict: str) -> None:

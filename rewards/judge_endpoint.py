@@ -1,7 +1,8 @@
-"""`JudgeEndpoint`: verdicts of a language model behind any OpenAI-compatible `/chat/completions`, over HTTP.
+"""`JudgeEndpoint`: verdicts of a language model behind any OpenAI-compatible `/chat/completions`,
+over HTTP.
 
-A verdict is an answer that fits a schema. Everything else is a failure: it is retried within a budget and ends as a
-`RewardError`. No verdict is ever made up.
+A verdict is an answer that fits a schema. Everything else is a failure: it is retried within a
+budget and ends as a `RewardError`. No verdict is ever made up.
 
     question ──▶ cache ──▶ a slot ──▶ pace ──▶ POST ──▶ schema ──▶ cache ──▶ verdict
                               ▲                           │
@@ -65,11 +66,12 @@ class _NoListError(AgentRLError):
 class JudgeEndpoint:
     """Asks for verdicts. An async context manager.
 
-    `client` sends the requests; its owner closes it. Without one, the endpoint has a client of its own.
+    `client` sends the requests; its owner closes it. Without one, the endpoint has a client of its
+    own.
 
     Raises:
-        ConfigError: on entering: there is no such environment variable or model, the key is refused, the endpoint does
-            not answer within the budget, or the cache cannot be opened.
+        ConfigError: on entering: there is no such environment variable or model, the key is
+            refused, the endpoint does not answer within the budget, or the cache cannot be opened.
     """
 
     def __init__(self, config: JudgeSettings, client: httpx.AsyncClient | None = None) -> None:
@@ -139,8 +141,9 @@ class JudgeEndpoint:
             pause, spent = max(failure.pause, self._pause(asked)), clock.time() - begun
             if asked > self._config.retries or spent + pause > self._config.budget:
                 raise RewardError(
-                    f"the judge at {self._url} gave no verdict: asked {asked} times in {spent:.1f} s (retries="
-                    f"{self._config.retries}, budget={self._config.budget:g} s), at last {failure}"
+                    f"the judge at {self._url} gave no verdict: asked {asked} times in {spent:.1f}"
+                    f" s (retries={self._config.retries}, budget={self._config.budget:g} s), at"
+                    f" last {failure}"
                 )
             await asyncio.sleep(pause)
         raise AssertionError("unreachable")
@@ -159,11 +162,14 @@ class JudgeEndpoint:
             raise _NoVerdictError("unreadable", f"a refusal: {choice.message.refusal:.200}")
         if choice.finish_reason == "length":
             raise _NoVerdictError(
-                "unreadable", f"an answer cut after {usage.completion_tokens} tokens: raise max_tokens"
+                "unreadable",
+                f"an answer cut after {usage.completion_tokens} tokens: raise max_tokens",
             )
         content = choice.message.content or ""
         if (key := _repeated_key(content)) is not None:
-            raise _NoVerdictError("unreadable", f"two values of {key!r:.80}, of which either could be meant")
+            raise _NoVerdictError(
+                "unreadable", f"two values of {key!r:.80}, of which either could be meant"
+            )
         return _parse(verdict, content)
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -171,29 +177,46 @@ class JudgeEndpoint:
         if self._client is None:
             raise ConfigError("the judge is not running: use it inside `async with judge:`")
         url = f"{self._url}{path}"
-        content = None if body is None else json.dumps(body)  # ASCII: half of a surrogate pair is no UTF-8
+        content = (
+            None if body is None else json.dumps(body)
+        )  # ASCII: half of a surrogate pair is no UTF-8
         try:
             async with asyncio.timeout(self._config.timeout):
                 async with self._client.stream(
-                    method, url, content=content, headers=self._headers, follow_redirects=False, timeout=None
+                    method,
+                    url,
+                    content=content,
+                    headers=self._headers,
+                    follow_redirects=False,
+                    timeout=None,
                 ) as response:
                     answer = await _read(response)
         except TimeoutError:
-            raise _NoVerdictError("unreachable", f"no answer within timeout={self._config.timeout:g} s") from None
+            raise _NoVerdictError(
+                "unreachable", f"no answer within timeout={self._config.timeout:g} s"
+            ) from None
         except httpx.HTTPError as error:
             why = f"{error or type(error).__name__}{proxy_note(url, used=True)}"
             raise _NoVerdictError("unreachable", why) from error
         if response.status_code == 200:
             return answer
-        detail = f"{response.status_code}: {self._without_key(answer.decode(errors='replace'))[:300]}"
+        detail = (
+            f"{response.status_code}: {self._without_key(answer.decode(errors='replace'))[:300]}"
+        )
         if response.status_code in _BUSY:
-            raise _NoVerdictError("busy", detail, _retry_after(response.headers.get("Retry-After", "")))
+            raise _NoVerdictError(
+                "busy", detail, _retry_after(response.headers.get("Retry-After", ""))
+            )
         if response.status_code == 404 and method == "GET":
             raise _NoListError(f"{url}: {detail}")
-        if response.status_code == 404 and self._has_answered:  # it has answered before, so it is being restarted
+        if (
+            response.status_code == 404 and self._has_answered
+        ):  # it has answered before, so it is being restarted
             raise _NoVerdictError("unreachable", detail)
         if response.status_code in _NEVER:
-            raise ConfigError(f"{url} refuses the judge's key or model (api_key_env, model, url) with {detail}")
+            raise ConfigError(
+                f"{url} refuses the judge's key or model (api_key_env, model, url) with {detail}"
+            )
         raise RewardError(f"{url} refuses the question with {detail}")
 
     @property
@@ -203,32 +226,45 @@ class JudgeEndpoint:
 
     def _body(self, messages: list[dict[str, str]], schema: Mapping[str, Any]) -> dict[str, Any]:
         config = self._config
-        named = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+        named = {
+            "type": "json_schema",
+            "json_schema": {"name": "verdict", "strict": True, "schema": schema},
+        }
         sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
         return {
             "model": self._model,
             "messages": messages,
-            "response_format": named if config.response_format == "json_schema" else {"type": "json_object"},
+            "response_format": (
+                named if config.response_format == "json_schema" else {"type": "json_object"}
+            ),
             **{name: value for name, value in sampling.items() if value is not None},
             **config.extra_body,
         }
 
     async def _ask_what_is_served(self) -> str:
-        """The name of the model to ask; finds that the endpoint cannot work before anything else starts."""
+        """The name of the model to ask; finds that the endpoint cannot work before anything else
+        starts.
+        """
         wanted = self._config.model
         try:
             listed = await self._insist(self._list_models)
         except _NoListError as error:
             if wanted is None:
-                raise ConfigError(f"{error}; where an endpoint has no list of models, name one with `model`") from error
+                raise ConfigError(
+                    f"{error}; where an endpoint has no list of models, name one with `model`"
+                ) from error
             return wanted
         except RewardError as error:
             raise ConfigError(str(error)) from error
         served = [model.id for model in listed.data]
         if wanted is None and served:
             return served[0]
-        if wanted is None or not any(name == wanted or name.endswith(f"/{wanted}") for name in served):
-            raise ConfigError(f"model={wanted}, but {self._url} serves {', '.join(served[:20]) or 'none'}")
+        if wanted is None or not any(
+            name == wanted or name.endswith(f"/{wanted}") for name in served
+        ):
+            raise ConfigError(
+                f"model={wanted}, but {self._url} serves {', '.join(served[:20]) or 'none'}"
+            )
         return wanted
 
     async def _list_models(self) -> ServedModels:
@@ -244,14 +280,18 @@ class JudgeEndpoint:
         await asyncio.sleep(mine - now)
 
     def _pause(self, failures: int) -> float:
-        """Seconds after the n-th failure in a row: doubled each time, and never the same for two who fail at once."""
+        """Seconds after the n-th failure in a row: doubled each time, and never the same for two
+        who fail at once.
+        """
         longest = min(self._config.backoff * 2.0 ** min(failures - 1, 20), _LONGEST_PAUSE)
         return longest * self._jitter.uniform(0.5, 1.0)
 
     def _read_key(self) -> str:
         variable = self._config.api_key_env
         if variable is not None and not os.environ.get(variable):
-            raise ConfigError(f"the judge's api_key_env={variable}, but no such environment variable is set")
+            raise ConfigError(
+                f"the judge's api_key_env={variable}, but no such environment variable is set"
+            )
         return os.environ[variable] if variable is not None else ""
 
     def _without_key(self, text: str) -> str:
@@ -267,7 +307,9 @@ def _parse(model: type[V], answer: bytes | str) -> V:
     try:
         return model.model_validate_json(answer)
     except ValidationError as error:
-        raise _NoVerdictError("unreadable", f"something that is no {model.__name__}: {_short(error)}") from error
+        raise _NoVerdictError(
+            "unreadable", f"something that is no {model.__name__}: {_short(error)}"
+        ) from error
 
 
 async def _read(response: httpx.Response) -> bytes:
@@ -276,7 +318,9 @@ async def _read(response: httpx.Response) -> bytes:
     async for part in response.aiter_bytes():
         body += part
         if len(body) > LARGEST_ANSWER:
-            raise _NoVerdictError("unreadable", f"an answer of more than {LARGEST_ANSWER >> 20} MiB")
+            raise _NoVerdictError(
+                "unreadable", f"an answer of more than {LARGEST_ANSWER >> 20} MiB"
+            )
     return bytes(body)
 
 
@@ -302,11 +346,15 @@ def _short(error: ValidationError) -> str:
 
 
 def _retry_after(detail: str) -> float:
-    """Seconds until the server wants to be asked again (RFC 9110, 10.2.3): a number of them, or a date."""
+    """Seconds until the server wants to be asked again (RFC 9110, 10.2.3): a number of them, or a
+    date.
+    """
     with suppress(ValueError):
         return max(0.0, float(detail))
     with suppress(ValueError):
         date = parsedate_to_datetime(detail)
-        date = date if date.tzinfo else date.replace(tzinfo=UTC)  # the zone -0000 says nothing about a place
+        date = (
+            date if date.tzinfo else date.replace(tzinfo=UTC)
+        )  # the zone -0000 says nothing about a place
         return max(0.0, (date - datetime.now(UTC)).total_seconds())
     return 0.0

@@ -44,7 +44,7 @@ class EvidenceSettings(JudgeSettings):
         options = trajectory.task.options
         if self.reference not in options:
             raise ConfigError(
-                f"the judge should see the task's option {self.reference!r} (reference), but the task "
-                f"{trajectory.task.id!r} has the options {sorted(options)}"
+                f"the judge should see the task's option {self.reference!r} (reference), but the"
+                f" task {trajectory.task.id!r} has the options {sorted(options)}"
             )
         return {"right_answer": options[self.reference]}

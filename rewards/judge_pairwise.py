@@ -43,10 +43,11 @@ class _Orders:
 class PairwiseJudge:
     """Scores each member of a group by the share of the others that it beats (0 to 1).
 
-    Each pair is judged in both orders, and a member gets the mean of both: 1 for a win, 0.5 for a tie. So a judge that
-    always prefers the first text gives every member 0.5. Equal texts tie and are not judged. The score is the share of
-    wins (`agentrl.rewards.judge_ranking.win_shares`). If one verdict fails, all scores of the group fail; on a retry
-    the other verdicts come from the cache. Enters, fails and uses `client` like `JudgeEndpoint`.
+    Each pair is judged in both orders, and a member gets the mean of both: 1 for a win, 0.5 for a
+    tie. So a judge that always prefers the first text gives every member 0.5. Equal texts tie and
+    are not judged. The score is the share of wins (`agentrl.rewards.judge_ranking.win_shares`). If
+    one verdict fails, all scores of the group fail; on a retry the other verdicts come from the
+    cache. Enters, fails and uses `client` like `JudgeEndpoint`.
     """
 
     class Config(EvidenceSettings):
@@ -55,8 +56,9 @@ class PairwiseJudge:
         better: str
         """The question that decides which one is better: `Which answer is friendlier?`"""
         opponents: int | None = Field(default=None, ge=1)
-        """Compare each member with this many that follow it in the group, as in a ring; null: compare all pairs. A
-        group of G costs 2 G `opponents` verdicts, or G (G - 1) for all pairs."""
+        """Compare each member with this many that follow it in the group, as in a ring; null:
+        compare all pairs. A group of G costs 2 G `opponents` verdicts, or G (G - 1) for all pairs.
+        """
 
     def __init__(self, config: Config, client: httpx.AsyncClient | None = None) -> None:
         self._config = config
@@ -77,7 +79,10 @@ class PairwiseJudge:
         """The win share of each member."""
         size = len(trajectories)
         if size < 2:
-            raise ConfigError("judge_pairwise compares the members of a group: rollout.group_size has to be 2 or more")
+            raise ConfigError(
+                "judge_pairwise compares the members of a group: rollout.group_size has to be 2 or"
+                " more"
+            )
         pairs = meetings(size, self._config.opponents)
         async with asyncio.TaskGroup() as asking:
             asked = {
@@ -95,13 +100,23 @@ class PairwiseJudge:
             if reason:
                 words[i][f"shown before member {j}"] = words[j][f"shown after member {i}"] = reason
         self._orders.pairs += len(pairs)
-        self._orders.swayed += sum(points_by_order[i, j] != 1.0 - points_by_order[j, i] for i, j in pairs)
-        shares = win_shares({(i, j): (points_by_order[i, j] + 1.0 - points_by_order[j, i]) / 2 for i, j in pairs}, size)
-        return [Score(share, {"win_share": share}, words=own) for share, own in zip(shares, words, strict=True)]
+        self._orders.swayed += sum(
+            points_by_order[i, j] != 1.0 - points_by_order[j, i] for i, j in pairs
+        )
+        shares = win_shares(
+            {(i, j): (points_by_order[i, j] + 1.0 - points_by_order[j, i]) / 2 for i, j in pairs},
+            size,
+        )
+        return [
+            Score(share, {"win_share": share}, words=own)
+            for share, own in zip(shares, words, strict=True)
+        ]
 
-    async def _choose(self, first: Trajectory, second: Trajectory) -> tuple[float, str] | AgentRLError:
-        """The points of the first, and the verdict in words. A failure is returned, so that the verdicts on the other
-        pairs still come in.
+    async def _choose(
+        self, first: Trajectory, second: Trajectory
+    ) -> tuple[float, str] | AgentRLError:
+        """The points of the first, and the verdict in words. A failure is returned, so that the
+        verdicts on the other pairs still come in.
         """
         if self._config.messages(first) == self._config.messages(second):
             return _POINTS["tie"], ""
@@ -119,11 +134,16 @@ class PairwiseJudge:
         return JudgePrompt(
             role=config.role("You compare two works of a program on the same task."),
             data={**shown, **config.right_answer(first)},
-            ask=f"Compare what the assistant wrote in each. {config.better} Their order means nothing. Answer "
-            '"first" or "second" for the better one, or "tie".',
+            ask=(
+                f"Compare what the assistant wrote in each. {config.better} Their order means"
+                ' nothing. Answer "first" or "second" for the better one, or "tie".'
+            ),
         )
 
     def metrics(self) -> Mapping[str, float]:
         """As `RubricJudge.metrics`, and the share of pairs whose verdict changed with their order."""
         orders, self._orders = self._orders, _Orders()
-        return {**self._endpoint.tally.take(), "swayed_by_order": orders.swayed / max(1, orders.pairs)}
+        return {
+            **self._endpoint.tally.take(),
+            "swayed_by_order": orders.swayed / max(1, orders.pairs),
+        }

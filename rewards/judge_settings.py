@@ -25,7 +25,9 @@ class JudgeSettings(Settings):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More fields of each request, such as `reasoning_effort`."""
     response_format: Literal["json_schema", "json_object"] = "json_schema"
-    """`json_object` is for endpoints that cannot enforce a schema; the prompt contains the schema either way."""
+    """`json_object` is for endpoints that cannot enforce a schema; the prompt contains the schema
+    either way.
+    """
     concurrency: int = Field(default=64, gt=0)
     """Most requests at a time; further ones wait."""
     requests_per_minute: float | None = Field(default=None, gt=0)
@@ -33,12 +35,15 @@ class JudgeSettings(Settings):
     timeout: float = Field(default=30.0, gt=0)
     """Seconds for one request."""
     budget: float = Field(default=50.0, gt=0)
-    """Seconds after a verdict's first request in which retries may begin. `rollout.deadlines.reward`, the limit of all
-    verdicts of a trajectory (or group), has to be longer."""
+    """Seconds after a verdict's first request in which retries may begin.
+    `rollout.deadlines.reward`, the limit of all verdicts of a trajectory (or group), has to be
+    longer."""
     retries: int = Field(default=8, ge=0)
     """Most retries of a verdict, within the budget."""
     backoff: float = Field(default=0.5, gt=0)
-    """Seconds before the first retry; doubled for each further one, less a random share of up to one half."""
+    """Seconds before the first retry; doubled for each further one, less a random share of up to
+    one half.
+    """
     cache: Path | None = Path("runs/judge_cache.sqlite")
     """The file that keeps verdicts, also for later runs; null keeps them in memory."""
     prompt_price: float = Field(default=0.0, ge=0)
@@ -51,9 +56,14 @@ class JudgeSettings(Settings):
     def _is_an_address(cls, url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("write an address such as http://localhost:8000 or https://api.openai.com/v1")
+            raise ValueError(
+                "write an address such as http://localhost:8000 or https://api.openai.com/v1"
+            )
         if parts.username or parts.password or parts.query:
-            raise ValueError("no secrets in the address, it is written into config.yaml: name a variable, api_key_env")
+            raise ValueError(
+                "no secrets in the address, it is written into config.yaml: name a variable,"
+                " api_key_env"
+            )
         if parts.path.rstrip("/").endswith("/completions"):
             raise ValueError("write only the part before /chat/completions")
         return url

@@ -6,7 +6,9 @@ from statistics import fmean
 from typing import Literal
 
 Trouble = Literal["unreachable", "busy", "unreadable"]
-"""Why a request gave no verdict: no server answered, the server was busy, or the answer was not a verdict."""
+"""Why a request gave no verdict: no server answered, the server was busy, or the answer was not a
+verdict.
+"""
 TROUBLES: tuple[Trouble, ...] = ("unreachable", "busy", "unreadable")
 
 
@@ -30,8 +32,12 @@ class JudgeTally:
         self.latencies.append(seconds)
 
     def take(self) -> dict[str, float]:
-        """Return the counts as metrics and reset them. Latencies are seconds, of answered requests only."""
-        cost = self.prompt_tokens * self.prompt_price + self.completion_tokens * self.completion_price
+        """Return the counts as metrics and reset them. Latencies are seconds, of answered requests
+        only.
+        """
+        cost = (
+            self.prompt_tokens * self.prompt_price + self.completion_tokens * self.completion_price
+        )
         self.total_cost += cost
         metrics: dict[str, float] = {
             "answers": float(len(self.latencies)),

@@ -1,6 +1,8 @@
-"""Linear temporal logic over finite traces: a parser, formula progression, and the automaton of a formula.
+"""Linear temporal logic over finite traces: a parser, formula progression, and the automaton of a
+formula.
 
-A trace is a sequence of events, each the set of atoms that hold in it. Formulas (De Giacomo and Vardi, IJCAI 2013):
+A trace is a sequence of events, each the set of atoms that hold in it. Formulas (De Giacomo and
+Vardi, IJCAI 2013):
 
     true  false  pay  pay(method="card", times=2)     constants and atoms
     !f  f & g  f | g  f -> g  f <-> g                 not, and, or, implies, if and only if
@@ -8,11 +10,12 @@ A trace is a sequence of events, each the set of atoms that hold in it. Formulas
     F f   G f                                         at some event, at every event from here on
     f U g   f W g   f R g                             f until g, which has to come (U) or need not (W); g until f and g
 
-Unary operators bind tightest, then U, W and R (right to left), &, |, ->, <->. "F" in quotes is an atom of that name.
+Unary operators bind tightest, then U, W and R (right to left), &, |, ->, <->. "F" in quotes is an
+atom of that name.
 
-Progression (Bacchus and Kabanza, 2000) turns a formula into what has to hold of the rest of a trace after its first
-event. This remainder is kept as alternatives, each a set of obligations, so that a formula has only finitely many
-remainders: the states of an automaton, which is built once.
+Progression (Bacchus and Kabanza, 2000) turns a formula into what has to hold of the rest of a trace
+after its first event. This remainder is kept as alternatives, each a set of obligations, so that a
+formula has only finitely many remainders: the states of an automaton, which is built once.
 """
 
 import re
@@ -83,7 +86,9 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """`right` holds up to and including the first event at which `left` holds; to the end, if `left` never holds."""
+    """`right` holds up to and including the first event at which `left` holds; to the end, if
+    `left` never holds.
+    """
 
     left: "Formula"
     right: "Formula"
@@ -93,7 +98,8 @@ Formula = BooleanConstant | Atom | Remains | And | Or | Next | Until | Release
 """In negation normal form: only atoms are negated."""
 
 State = frozenset[frozenset[Formula]]
-"""Alternatives, one of which has to hold; each is a set of obligations, all of which have to hold."""
+"""Alternatives, one of which has to hold; each is a set of obligations, all of which have to hold.
+"""
 
 TRUE: State = frozenset({frozenset()})
 FALSE: State = frozenset()
@@ -121,7 +127,9 @@ def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind o
 
 
 def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911  one for each kind of formula
-    """What has to hold of the rest of a trace that begins with `event`, for the formula to hold of the whole trace."""
+    """What has to hold of the rest of a trace that begins with `event`, for the formula to hold of
+    the whole trace.
+    """
     match formula:
         case BooleanConstant(holds) | Remains(holds):
             return TRUE if holds else FALSE
@@ -190,7 +198,9 @@ def advance(state: State, event: frozenset[str]) -> State:
 
 def accepts(state: State) -> bool:
     """Whether the formula holds if the trace ends in this state."""
-    return any(all(holds_of_nothing(obligation) for obligation in alternative) for alternative in state)
+    return any(
+        all(holds_of_nothing(obligation) for obligation in alternative) for alternative in state
+    )
 
 
 def _just(formula: Formula) -> State:
@@ -216,16 +226,18 @@ def _shortest(alternatives: Iterable[frozenset[Formula]]) -> State:
 
 
 def _contradicts(alternative: frozenset[Formula]) -> bool:
-    return any(isinstance(one, Atom | Remains) and negation(one) in alternative for one in alternative)
+    return any(
+        isinstance(one, Atom | Remains) and negation(one) in alternative for one in alternative
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
     """The remainders of a formula after all traces, as states. State 0 is the formula itself.
 
-    `after[state][letter]` is the next state; a letter is a set of `atoms` as a binary number. `to_accepted` and
-    `to_rejected` are the fewest further events after which the trace may end accepted or rejected; None if it never
-    can.
+    `after[state][letter]` is the next state; a letter is a set of `atoms` as a binary number.
+    `to_accepted` and `to_rejected` are the fewest further events after which the trace may end
+    accepted or rejected; None if it never can.
     """
 
     atoms: tuple[str, ...]
@@ -238,7 +250,9 @@ class Automaton:
         state = 0
         for event in trace:
             holding = set(event)
-            state = self.after[state][sum(1 << bit for bit, atom in enumerate(self.atoms) if atom in holding)]
+            state = self.after[state][
+                sum(1 << bit for bit, atom in enumerate(self.atoms) if atom in holding)
+            ]
         return state
 
     def verdict(self, state: int) -> bool | None:
@@ -272,11 +286,13 @@ def automaton(text: str) -> Automaton:
     atoms = tuple(sorted(set(_atoms(formula))))
     if len(atoms) > MOST_ATOMS:
         raise ValueError(
-            f"{text!r} has {len(atoms)} atoms, and a monitor may have {MOST_ATOMS}: write several monitors, whose "
-            "scores are added"
+            f"{text!r} has {len(atoms)} atoms, and a monitor may have {MOST_ATOMS}: write several"
+            " monitors, whose scores are added"
         )
     every = chain.from_iterable(combinations(range(len(atoms)), n) for n in range(len(atoms) + 1))
-    letters = sorted((sum(1 << bit for bit in bits), frozenset(atoms[bit] for bit in bits)) for bits in every)
+    letters = sorted(
+        (sum(1 << bit for bit in bits), frozenset(atoms[bit] for bit in bits)) for bits in every
+    )
     numbers = {state_of(formula): 0}
     after: list[tuple[int, ...]] = []
     unseen = deque(numbers)
@@ -292,11 +308,15 @@ def automaton(text: str) -> Automaton:
         after.append(tuple(row))
         if len(numbers) > MOST_STATES:
             raise ValueError(
-                f"{text!r} has more than {MOST_STATES} states: write several monitors, whose scores are added"
+                f"{text!r} has more than {MOST_STATES} states: write several monitors, whose scores"
+                " are added"
             )
     accepting = [accepts(state) for state in numbers]
     return Automaton(
-        atoms, tuple(after), _distances(after, accepting), _distances(after, [not accepted for accepted in accepting])
+        atoms,
+        tuple(after),
+        _distances(after, accepting),
+        _distances(after, [not accepted for accepted in accepting]),
     )
 
 
@@ -367,8 +387,9 @@ class _Reader:
         """Raise the error for the current token."""
         found = repr(self.token.text) if self.token.text else "the end"
         raise ValueError(
-            f"the formula {self._text!r} has {found} at character {self.token.at + 1}, where {expected} should be; "
-            "operators are ! & | -> <-> X N F G U W R, other names are atoms (quote an atom with such a name)"
+            f"the formula {self._text!r} has {found} at character {self.token.at + 1}, where"
+            f" {expected} should be; operators are ! & | -> <-> X N F G U W R, other names are"
+            " atoms (quote an atom with such a name)"
         )
 
     def _take(self, *kinds: str) -> bool:
@@ -456,6 +477,8 @@ def _tokens(text: str) -> Iterator[_Token]:
             yield _Token("atom", name + arguments, start)
         at = found.end()
     rest = text[at:].strip()
-    yield _Token("end" if not rest else "unknown", rest[:1], len(text) if not rest else text.index(rest, at))
+    yield _Token(
+        "end" if not rest else "unknown", rest[:1], len(text) if not rest else text.index(rest, at)
+    )
     while True:
         yield _Token("end", "", len(text))

@@ -1,4 +1,6 @@
-"""Monitors: temporal logic over the tool calls of an episode, as a reward and as the rate of violations."""
+"""Monitors: temporal logic over the tool calls of an episode, as a reward and as the rate of
+violations.
+"""
 
 import json
 import re
@@ -16,17 +18,18 @@ from agentrl.trajectory import MadeCall, Score, ToolCall, Trajectory
 
 
 class Monitor:
-    """Whether the calls of an episode satisfy a formula of `agentrl/rewards/ltl.py`, such as `!delete W confirm`.
+    """Whether the calls of an episode satisfy a formula of `agentrl/rewards/ltl.py`, such as
+    `!delete W confirm`.
 
-    Each call is an event (`ToolUse` says which calls are seen), in which these atoms hold: the tool's name; the name
-    with arguments, `buy(shop="north")`, if the call has these and possibly others; `refused`, if the tools answered
-    with an error; `malformed`, if the call could not be read. A message without any call is an event in which
-    `message` holds.
+    Each call is an event (`ToolUse` says which calls are seen), in which these atoms hold: the
+    tool's name; the name with arguments, `buy(shop="north")`, if the call has these and possibly
+    others; `refused`, if the tools answered with an error; `malformed`, if the call could not be
+    read. A message without any call is an event in which `message` holds.
 
-    Parts: `violated` is 1 if the formula does not hold (its mean is the rate of violations, which a constraint of
-    `batch_processing` can bound). `progress` is 1 - d / d0, where d is the fewest further events after which the
-    formula would hold, and d0 the same at the start. The idea of rewards from a task's automaton: LCRL
-    (arXiv:2209.10341).
+    Parts: `violated` is 1 if the formula does not hold (its mean is the rate of violations, which a
+    constraint of `batch_processing` can bound). `progress` is 1 - d / d0, where d is the fewest
+    further events after which the formula would hold, and d0 the same at the start. The idea of
+    rewards from a task's automaton: LCRL (arXiv:2209.10341).
     """
 
     isolation: Literal["inline"] = "inline"
@@ -39,7 +42,9 @@ class Monitor:
         pays: Literal["verdict", "progress"] = "verdict"
         """1 if the formula holds and else 0 (`verdict`), or the progress."""
         end: Literal["strong", "weak"] = "strong"
-        """Whether a formula that is still pending when the episode ends counts as violated (strong) or not (weak)."""
+        """Whether a formula that is still pending when the episode ends counts as violated (strong)
+        or not (weak).
+        """
 
         @field_validator("formula")
         @classmethod
@@ -53,12 +58,16 @@ class Monitor:
             machine = automaton(self.formula)
             ends = machine.ends()
             said = {_holds_at(machine, state, self.end) for state in ends}
-            graded = self.pays == "progress" and len({machine.to_accepted[state] for state in ends}) > 1
+            graded = (
+                self.pays == "progress" and len({machine.to_accepted[state] for state in ends}) > 1
+            )
             if len(said) == 1 and not graded:
-                always, pays = ("holds of every episode", 1) if said == {True} else ("holds of no episode", 0)
+                always, pays = (
+                    ("holds of every episode", 1) if said == {True} else ("holds of no episode", 0)
+                )
                 raise ValueError(
-                    f"formula: {self.formula!r} {always} (end: {self.end}), so this part would always say {pays}: "
-                    "mend the formula, or leave the part out"
+                    f"formula: {self.formula!r} {always} (end: {self.end}), so this part would"
+                    f" always say {pays}: mend the formula, or leave the part out"
                 )
             return self
 
@@ -75,7 +84,11 @@ class Monitor:
         matchers = {atom: _matcher(atom) for atom in self.automaton.atoms}
         names = {name for name, _ in matchers.values()} - _NO_TOOLS
         return tuple(
-            frozenset(atom for atom, (name, arguments) in matchers.items() if _holds(event, atom, name, arguments))
+            frozenset(
+                atom
+                for atom, (name, arguments) in matchers.items()
+                if _holds(event, atom, name, arguments)
+            )
             for event in events(trajectory, names)
         )
 
@@ -107,12 +120,17 @@ _NO_TOOLS = frozenset(("refused", "malformed", "message"))
 def events(trajectory: Trajectory, names: Collection[str] = ()) -> Iterator[Event]:
     """The events of an episode, in order.
 
-    Where the environment does not say what it took for calls, a message that begins with one of the tools' `names` and
-    has no call in JSON is a call in words.
+    Where the environment does not say what it took for calls, a message that begins with one of the
+    tools' `names` and has no call in JSON is a call in words.
     """
     for said, answered in exchanges(trajectory):
         calls = calls_in(said, answered)
-        if not calls and isinstance(said, str) and (word := said.split(maxsplit=1)[:1]) and word[0] in names:
+        if (
+            not calls
+            and isinstance(said, str)
+            and (word := said.split(maxsplit=1)[:1])
+            and word[0] in names
+        ):
             calls = (MadeCall(ToolCall(word[0], {})),)
         for made in calls:
             others = {"refused"} if made.refused else set()
@@ -132,11 +150,16 @@ def _matcher(atom: str) -> tuple[str, dict[str, Any]]:
         return atom, {}
     found = list(_ARGUMENT.finditer(inside, 0, len(inside) - 1))
     if "".join(argument[0] for argument in found) != inside[:-1]:
-        raise ValueError(f'the atom {atom!r} has arguments that cannot be read; write {name}(shop="north", count=2)')
+        raise ValueError(
+            f'the atom {atom!r} has arguments that cannot be read; write {name}(shop="north",'
+            " count=2)"
+        )
     try:
         return name, {argument[1]: read_value(argument[2]) for argument in found}
     except ConfigError as error:
-        raise ValueError(f"the atom {atom!r} has an argument that cannot be read: {error}") from error
+        raise ValueError(
+            f"the atom {atom!r} has an argument that cannot be read: {error}"
+        ) from error
 
 
 def _holds(event: Event, atom: str, name: str, arguments: dict[str, Any]) -> bool:
@@ -153,4 +176,6 @@ def _holds(event: Event, atom: str, name: str, arguments: dict[str, Any]) -> boo
 
 def _same(given: Any, asked: Any) -> bool:
     """Equal as JSON: 1 is not true."""
-    return type(given) is type(asked) and json.dumps(given, sort_keys=True) == json.dumps(asked, sort_keys=True)
+    return type(given) is type(asked) and json.dumps(given, sort_keys=True) == json.dumps(
+        asked, sort_keys=True
+    )

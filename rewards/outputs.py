@@ -5,15 +5,17 @@ import re
 from typing import Literal
 
 Comparison = Literal["lines", "words", "exact"]
-_NUMBER = re.compile(r"[-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:[eE][-+]?\d{1,4})?", re.ASCII)
+_NUMBER = re.compile(
+    r"[-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:[eE][-+]?\d{1,4})?", re.ASCII
+)
 
 
 def same_output(printed: str, expected: str, comparison: Comparison, tolerance: float) -> bool:
     """Compare two outputs.
 
-    `lines`: spaces at the ends of lines and empty lines at the end do not count; `words`: nor does how words are
-    parted; `exact`: everything counts. With a tolerance, numbers may differ by so much, or by so much of the expected
-    one.
+    `lines`: spaces at the ends of lines and empty lines at the end do not count; `words`: nor does
+    how words are parted; `exact`: everything counts. With a tolerance, numbers may differ by so
+    much, or by so much of the expected one.
     """
     if comparison == "exact" and not tolerance:
         return printed == expected
@@ -26,7 +28,9 @@ def same_output(printed: str, expected: str, comparison: Comparison, tolerance: 
     if not tolerance:
         return one == other
     pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(_same_words(a.split(" "), b.split(" "), tolerance) for a, b in pairs)
+    return len(one) == len(other) and all(
+        _same_words(a.split(" "), b.split(" "), tolerance) for a, b in pairs
+    )
 
 
 def _lines(text: str) -> list[str]:
@@ -35,7 +39,9 @@ def _lines(text: str) -> list[str]:
 
 def _same_words(printed: list[str], expected: list[str], tolerance: float) -> bool:
     pairs = zip(printed, expected, strict=False)
-    return len(printed) == len(expected) and all(one == other or _close(one, other, tolerance) for one, other in pairs)
+    return len(printed) == len(expected) and all(
+        one == other or _close(one, other, tolerance) for one, other in pairs
+    )
 
 
 def _close(printed: str, expected: str, tolerance: float) -> bool:

@@ -22,11 +22,12 @@ class _Waiting(NamedTuple):
 
 
 class RewardModel:
-    """The output of a Hugging Face sequence classifier with one label, over the whole conversation, as a reward.
+    """The output of a Hugging Face sequence classifier with one label, over the whole conversation,
+    as a reward.
 
-    It computes in its own thread; conversations that arrive meanwhile form the next batch. The recipe `reward_model`
-    trains such models; a model from elsewhere needs a tokenizer with a chat template and a pad token. An async context
-    manager.
+    It computes in its own thread; conversations that arrive meanwhile form the next batch. The
+    recipe `reward_model` trains such models; a model from elsewhere needs a tokenizer with a chat
+    template and a pad token. An async context manager.
 
     Raises:
         ConfigError: on entering: the folder has no such model.
@@ -53,12 +54,17 @@ class RewardModel:
 
     async def __aenter__(self) -> Self:
         if not (self._config.path / "config.json").is_file():
-            raise ConfigError(f"the reward model {self._config.path} is no Hugging Face folder: no config.json in it")
+            raise ConfigError(
+                f"the reward model {self._config.path} is no Hugging Face folder: no config.json"
+                " in it"
+            )
         self._renderer = TemplateRenderer.of_model(self._config.path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
         loop = asyncio.get_running_loop()
         try:
-            self._model = await loop.run_in_executor(self._thread, _load, self._config.path, self._config.device)
+            self._model = await loop.run_in_executor(
+                self._thread, _load, self._config.path, self._config.device
+            )
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
@@ -83,7 +89,10 @@ class RewardModel:
         token_ids = self._renderer.encode(self._renderer.text(trajectory.messages, ()))
         longest = getattr(self._model.config, "max_position_embeddings", None)
         if longest is not None and len(token_ids) > longest:
-            raise RewardError(f"the conversation has {len(token_ids)} tokens; the reward model reads at most {longest}")
+            raise RewardError(
+                f"the conversation has {len(token_ids)} tokens; the reward model reads at most"
+                f" {longest}"
+            )
         waiting = _Waiting(token_ids, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._work()
@@ -120,7 +129,9 @@ class RewardModel:
             if done.cancelled():
                 waiting.score.cancel()
             elif error is not None:
-                waiting.score.set_exception(RewardError(f"the reward model: {type(error).__name__}: {error}"))
+                waiting.score.set_exception(
+                    RewardError(f"the reward model: {type(error).__name__}: {error}")
+                )
             else:
                 waiting.score.set_result(done.result()[place])
         if self._thread is not None:
@@ -132,12 +143,14 @@ def _load(folder: Path, device: str) -> Any:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(folder)
-    kinds = [kind for kind in config.architectures or () if kind.endswith("ForSequenceClassification")]
+    kinds = [
+        kind for kind in config.architectures or () if kind.endswith("ForSequenceClassification")
+    ]
     if not kinds or config.num_labels != 1 or config.pad_token_id is None:
         raise ConfigError(
-            f"{folder} is {config.architectures} with {config.num_labels} labels and the pad token "
-            f"{config.pad_token_id}; a reward model is a ...ForSequenceClassification with one label and a pad token "
-            "(the recipe reward_model trains one)"
+            f"{folder} is {config.architectures} with {config.num_labels} labels and the pad token"
+            f" {config.pad_token_id}; a reward model is a ...ForSequenceClassification with one"
+            " label and a pad token (the recipe reward_model trains one)"
         )
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
@@ -157,6 +170,8 @@ def _score(model: Any, sequences: Sequence[IntArray]) -> list[float]:
     lengths_B = torch.tensor([len(ids) for ids in sequences])
     mask_BT = torch.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]
     with torch.inference_mode():
-        logits_B1 = model(input_ids=tokens_BT.to(model.device), attention_mask=mask_BT.to(model.device)).logits
+        logits_B1 = model(
+            input_ids=tokens_BT.to(model.device), attention_mask=mask_BT.to(model.device)
+        ).logits
     scores: list[float] = logits_B1[:, 0].float().tolist()
     return scores

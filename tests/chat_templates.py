@@ -1,4 +1,6 @@
-"""The chat templates that TRL ships, each with a tokenizer of bytes that knows the template's special tokens."""
+"""The chat templates that TRL ships, each with a tokenizer of bytes that knows the template's
+special tokens.
+"""
 
 import re
 from functools import cache
@@ -13,26 +15,65 @@ _SPECIAL = re.compile(
     r"|</?(?:tool_call|tool_response|think|arg_key|arg_value)>"
 )
 _ENDS = (
-    "<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|END_OF_TURN_TOKEN|>",
-    "<｜end▁of▁sentence｜>", "<|user|>", "<end_of_utterance>", "</s>",
-)  # fmt: skip
+    "<|return|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|end|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>",
+    "<|user|>",
+    "<end_of_utterance>",
+    "</s>",
+)
 """Texts of eos tokens: a tokenizer has the first of them that its template writes."""
 
 
 _MORE = {
     "<|im_end|>": (
-        "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-        "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>", "<img>", "</img>",
+        "<|endoftext|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<image>",
+        "<img>",
+        "</img>",
     ),
-    "<|observation|>": ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "/nothink"),
+    "<|observation|>": (
+        "<|endoftext|>",
+        "[gMASK]",
+        "<sop>",
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "/nothink",
+    ),
     "<turn|>": ("<eos>", "<pad>", "<|image|>", "<image|>", "<|image>"),
     "<|channel|>": ("<|constrain|>", "<|endoftext|>", "<|startoftext|>"),
-}  # fmt: skip
+}
 """Tokens that the tokenizers of some families have besides those which their templates write."""
 _PLAIN = frozenset(
-    ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
-     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-)  # fmt: skip
+    (
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    )
+)
 """Single tokens, but no special ones."""
 
 
@@ -60,9 +101,17 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     more = {text for key, texts in _MORE.items() if key in template for text in texts}
     core.add_special_tokens(
-        [AddedToken(text, special=True) for text in sorted({*specials, *more, end, "<bos>"} - _PLAIN)]
+        [
+            AddedToken(text, special=True)
+            for text in sorted({*specials, *more, end, "<bos>"} - _PLAIN)
+        ]
     )
-    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in sorted((specials | more) & _PLAIN)])
+    core.add_tokens(
+        [
+            AddedToken(text, special=False, normalized=False)
+            for text in sorted((specials | more) & _PLAIN)
+        ]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, bos_token="<bos>")
     tokenizer.chat_template = template
     return tokenizer

@@ -1,5 +1,5 @@
-"""The command line in processes that are forked from one that has imported what a run needs: that takes seconds, and a
-run that is killed again and again needs it each time.
+"""The command line in processes that are forked from one that has imported what a run needs: that
+takes seconds, and a run that is killed again and again needs it each time.
 """
 
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# A process that is started goes on below the loop, and ends as one that was started by itself. It ignores SIGINT only
-# if it shall be a background job of a shell. SIGUSR2 asks where it is.
+# A process that is started goes on below the loop, and ends as one that was started by itself. It
+# ignores SIGINT only if it shall be a background job of a shell. SIGUSR2 asks where it is.
 FORKING = """
 import faulthandler, json, os, signal, sys
 import agentrl.engines.local, agentrl.recipes.policy_gradient, agentrl.trainers.local
@@ -50,13 +50,19 @@ main()
 
 
 class Command:
-    """`agentrl ...` in a process of its own, with the methods of a `Popen`. What it prints is added to a file."""
+    """`agentrl ...` in a process of its own, with the methods of a `Popen`. What it prints is added
+    to a file.
+    """
 
     def __init__(self, *arguments: str, cwd: Path, log: Path, background: bool = False) -> None:
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.pid: int = _ask(
-            arguments=arguments, folder=str(cwd), log=str(log), environment=environment, background=background
+            arguments=arguments,
+            folder=str(cwd),
+            log=str(log),
+            environment=environment,
+            background=background,
         )
         self._exit: int | None = None
 
@@ -94,7 +100,8 @@ class Command:
 def _forking() -> "subprocess.Popen[str]":
     """What has imported it, and ends with this process."""
     pipe = subprocess.PIPE
-    # PyTorch makes a folder for temporary files when it is imported here, which is none of a test's own.
+    # PyTorch makes a folder for temporary files when it is imported here, which is none of a test's
+    # own.
     variables = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
     return subprocess.Popen(
         [sys.executable, "-c", FORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=variables

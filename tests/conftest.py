@@ -13,19 +13,23 @@ from hypothesis import settings
 
 from tests.properties import FAST, FULL
 
-# The process that hands tests out runs none: what is imported here, it waits for, and so does every other.
+# The process that hands tests out runs none: what is imported here, it waits for, and so does every
+# other.
 pytest_plugins = ["agentrl.testing.fixtures"]
 
-# Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a test of 2 s.
+# Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a
+# test of 2 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Else the workers of Ray that tests start by themselves get next to nothing of a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# Nothing of ours is compiled by torch. Some lines of vLLM's are, for up to 24 s in each engine that is started.
+# Nothing of ours is compiled by torch. Some lines of vLLM's are, for up to 24 s in each engine that
+# is started.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# Until all tests are collected, nothing is garbage: looking for some is a seventh of what the imports take.
+# Until all tests are collected, nothing is garbage: looking for some is a seventh of what the
+# imports take.
 gc.disable()
 
 # An example that takes 200 ms says something of what else the machine does.
@@ -35,7 +39,9 @@ settings.load_profile("fast")
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays: a collection in the tests does not look through the million objects of torch."""
+    """What is there now stays: a collection in the tests does not look through the million objects
+    of torch.
+    """
     gc.freeze()
     gc.enable()
 
@@ -55,9 +61,10 @@ ON_RAY = (
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start vLLM, or a run on Ray that has to recover, come one after another: each takes both cores, and a
-    fixture starts vLLM once for many. So do those that use Ray in the process of the test, and else the slow ones of a
-    module: what they share is started once, and not in each of xdist's processes.
+    """Tests that start vLLM, or a run on Ray that has to recover, come one after another: each
+    takes both cores, and a fixture starts vLLM once for many. So do those that use Ray in the
+    process of the test, and else the slow ones of a module: what they share is started once, and
+    not in each of xdist's processes.
     """
     for item in items:
         name = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -79,7 +86,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's first two layers, for what is about no model in particular and computes a lot."""
+    """The tiny model's first two layers, for what is about no model in particular and computes a
+    lot.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("models") / "shallow"
@@ -100,8 +109,12 @@ class Done:
 
 
 @pytest.fixture
-def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """The command line in this process, `agentrl("train", "run.yaml", cwd=folder)`; one of its own takes seconds."""
+def agentrl(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Done]:
+    """The command line in this process, `agentrl("train", "run.yaml", cwd=folder)`; one of its own
+    takes seconds.
+    """
 
     from agentrl.cli import main
 
@@ -120,7 +133,9 @@ def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def every_metric_of_a_run_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in the process of a test fails where it writes a metric that docs/metrics.md does not have."""
+    """A run in the process of a test fails where it writes a metric that docs/metrics.md does not
+    have.
+    """
     if "agentrl.runs.run" not in sys.modules:
         return
     from agentrl.observe.meanings import meaning_of

@@ -1,11 +1,12 @@
-"""Rows that try every pair (or triple) of choices, few of them: covering arrays, made greedily from a seed.
+"""Rows that try every pair (or triple) of choices, few of them: covering arrays, made greedily from
+a seed.
 
     coverage = Coverage({"engine": ["local", "vllm"], "cluster": ["local", "ray"], ...}, seed=1)
     while (row := coverage.row()) is not None:
         coverage.accept(row) if works(row) else coverage.refuse({"engine": "vllm", "cluster": "ray"})
 
-A row that is refused has shown nothing of its other pairs, so only what the refusal is about is settled by it: the
-others come again in later rows, none of which has what was refused.
+A row that is refused has shown nothing of its other pairs, so only what the refusal is about is
+settled by it: the others come again in later rows, none of which has what was refused.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ Combination = frozenset[tuple[str, Hashable]]
 
 
 class Coverage:
-    """Which combinations of `strength` choices no row has settled yet, and rows that settle many of them.
+    """Which combinations of `strength` choices no row has settled yet, and rows that settle many of
+    them.
 
-    `only`: which are wanted, by default all. `open`: these, in the order in which they are taken up; `impossible`:
-    those that no row can have, because of what was refused.
+    `only`: which are wanted, by default all. `open`: these, in the order in which they are taken
+    up; `impossible`: those that no row can have, because of what was refused.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Coverage:
         """The best of some rows for the first open combination; None when nothing is open any more."""
         while self.open:
             first = next(iter(self.open))
-            made = [row for _ in range(candidates) if (row := self._filled(dict(first))) is not None]
+            made = [
+                row for _ in range(candidates) if (row := self._filled(dict(first))) is not None
+            ]
             if made:
                 return max(made, key=lambda row: len(self._open_in(row)))
             self.impossible.append(first)
@@ -61,7 +65,9 @@ class Coverage:
         return settled
 
     def refuse(self, choices: Row) -> None:
-        """These choices do not go together: no later row has them all, and combinations that do are settled."""
+        """These choices do not go together: no later row has them all, and combinations that do are
+        settled.
+        """
         refused = frozenset(choices.items())
         self.refused.append(refused)
         for choice in refused:
@@ -70,13 +76,18 @@ class Coverage:
             del self.open[combination]
 
     def _open_in(self, row: Row) -> list[Combination]:
-        return [one for one in map(frozenset, combinations(row.items(), self.strength)) if one in self.open]
+        return [
+            one
+            for one in map(frozenset, combinations(row.items(), self.strength))
+            if one in self.open
+        ]
 
     def _filled(self, row: dict[str, Hashable]) -> dict[str, Hashable] | None:
-        """The row with a value of every factor: each time the one that settles most, if the rest can be filled.
+        """The row with a value of every factor: each time the one that settles most, if the rest
+        can be filled.
 
-        What was refused decides on the order: first come the factors that have few values left, last those that it
-        does not name, with which no row can fail.
+        What was refused decides on the order: first come the factors that have few values left,
+        last those that it does not name, with which no row can fail.
         """
         if not all(self._allowed(row, *choice) for choice in row.items()):
             return None
@@ -88,7 +99,10 @@ class Coverage:
         missing = [name for name in self.factors if name not in row]
         if not missing:
             return row
-        left = {name: self._values(row, name) for name in [name for name in missing if name in named] or missing}
+        left = {
+            name: self._values(row, name)
+            for name in [name for name in missing if name in named] or missing
+        }
         fewest = min(map(len, left.values()))
         name = self._rng.choice([name for name, values in left.items() if len(values) == fewest])
         values = self._rng.sample(left[name], fewest)
@@ -111,9 +125,15 @@ class Coverage:
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[Hashable]], *, seed: int, strength: int = 2, refused: Sequence[Row] = ()
+    factors: Mapping[str, Sequence[Hashable]],
+    *,
+    seed: int,
+    strength: int = 2,
+    refused: Sequence[Row] = (),
 ) -> list[dict[str, Hashable]]:
-    """Rows in which every combination of `strength` choices occurs that can occur without what is refused."""
+    """Rows in which every combination of `strength` choices occurs that can occur without what is
+    refused.
+    """
     coverage = Coverage(factors, seed=seed, strength=strength)
     for choices in refused:
         coverage.refuse(choices)
@@ -124,7 +144,9 @@ def covering_rows(
     return rows
 
 
-def _combinations(factors: Mapping[str, Sequence[Hashable]], strength: int) -> Iterator[Combination]:
+def _combinations(
+    factors: Mapping[str, Sequence[Hashable]], strength: int
+) -> Iterator[Combination]:
     for names in combinations(factors, strength):
         for values in product(*(factors[name] for name in names)):
             yield frozenset(zip(names, values, strict=True))

@@ -29,35 +29,49 @@ SMALL = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {
-    "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
     # As published, because vLLM for CPUs computes with no others:
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64,
-}  # fmt: skip
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+}
 KEYS_OF_OTHERS = {
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 16,
-}  # fmt: skip
+}
 """Layers that attend to the keys of earlier ones, and have embeddings of their own."""
 ROUTED = {"n_routed_experts": 4, "first_k_dense_replace": 1}
 YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 1.5e5,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "rope_theta": 1.5e5,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 """As gpt-oss has it. vLLM serves it with no other."""
 
 
 def _plain_template(turn: str, opening: str) -> str:
-    """A template that writes `turn` for each message and `opening` before an answer; both are Jinja expressions."""
+    """A template that writes `turn` for each message and `opening` before an answer; both are Jinja
+    expressions.
+    """
     turns = "{%- for message in messages %}{{- " + turn + " }}{%- endfor %}"
     return turns + "{%- if add_generation_prompt %}{{- " + opening + " }}{%- endif %}"
 
 
 _MISTRAL = (
-    "{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}"
-    "{%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}{%- endfor %}"
+    "{%- for message in messages %}{%- if message.role == 'user' %}{{- '[INST] ' + message.content"
+    " + '[/INST]' }}{%- else %}{{- ' ' + message.content + '</s>' }}{%- endif %}{%- endfor %}"
 )
 _GRANITE = _plain_template(
-    "'<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content + '<|end_of_text|>\\n'",
+    "'<|start_of_role|>' + message.role + '<|end_of_role|>' + message.content +"
+    " '<|end_of_text|>\\n'",
     "'<|start_of_role|>assistant<|end_of_role|>'",
 )
 _CHATML = _plain_template(
@@ -65,11 +79,13 @@ _CHATML = _plain_template(
     "'<|im_start|>assistant\\n'",
 )
 _OLMO = _plain_template(
-    "'<|' + message.role + '|>\\n' + message.content + ('<|endoftext|>' if message.role == 'assistant' else '\\n')",
+    "'<|' + message.role + '|>\\n' + message.content + ('<|endoftext|>' if message.role =="
+    " 'assistant' else '\\n')",
     "'<|assistant|>\\n'",
 )
 _EXAONE = _plain_template(
-    "'[|' + message.role + '|]\n' + message.content + ('[|endofturn|]\n' if message.role != 'user' else '\n')",
+    "'[|' + message.role + '|]\n' + message.content + ('[|endofturn|]\n' if message.role != 'user'"
+    " else '\n')",
     "'[|assistant|]\n'",
 )
 """Plain templates in the format of families of which none is at hand: they know no tools."""
@@ -77,7 +93,9 @@ _EXAONE = _plain_template(
 
 @dataclass(frozen=True)
 class Family:
-    """A family's class in transformers, by its config; what distinguishes its models; and its template."""
+    """A family's class in transformers, by its config; what distinguishes its models; and its
+    template.
+    """
 
     config: str
     template: str
@@ -97,63 +115,145 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "Llama 3": Family("LlamaConfig", "llama3_1", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "Llama 3": Family(
+        "LlamaConfig", "llama3_1", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    ),
     "Qwen2.5": Family("Qwen2Config", "qwen2_5", {"tie_word_embeddings": True}),
     "Qwen3": Family("Qwen3Config", "qwen3", {"tie_word_embeddings": True}),
-    "Qwen3-MoE": Family("Qwen3MoeConfig", "qwen3", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "Qwen3-MoE": Family(
+        "Qwen3MoeConfig", "qwen3", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}
+    ),
     "Mistral": Family("MistralConfig", _MISTRAL, {"sliding_window": 48}),
     "Gemma 2": Family("Gemma2Config", "gemma", {**WINDOWS, "tie_word_embeddings": True}),
     "Gemma 3": Family("Gemma3TextConfig", "gemma3", {**WINDOWS, "tie_word_embeddings": True}),
     "Phi-3, Phi-4": Family("Phi3Config", "phi3_5", {"sliding_window": 48}),
-    "gpt-oss": Family("GptOssConfig", "gptoss", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2,
-         "rope_parameters": YARN}),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "gptoss",
+        {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
+    ),
     "DeepSeek-V3": Family(
         "DeepseekV3Config",
         "deepseekv3",
-        {**EXPERTS, **ROUTED, **LATENT, "n_group": 2, "topk_group": 1, "num_key_value_heads": 2,
-         "topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # read by vLLM; transformers knows no others
+        {
+            **EXPERTS,
+            **ROUTED,
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_key_value_heads": 2,
+            # read by vLLM; transformers knows no others
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
     ),
     "GLM-4 MoE": Family(
-        "Glm4MoeConfig", "glm4moe", {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
+        "Glm4MoeConfig",
+        "glm4moe",
+        {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
     ),
-    "Granite": Family("GraniteConfig", _GRANITE, {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
-    "SmolLM3": Family("SmolLM3Config", _CHATML, {"no_rope_layers": [1, 0], "tie_word_embeddings": True}),
+    "Granite": Family(
+        "GraniteConfig", _GRANITE, {"logits_scaling": 4.0, "embedding_multiplier": 2.0}
+    ),
+    "SmolLM3": Family(
+        "SmolLM3Config", _CHATML, {"no_rope_layers": [1, 0], "tie_word_embeddings": True}
+    ),
     "OLMo 2": Family("Olmo2Config", _OLMO),
     "OLMo 3": Family("Olmo3Config", _CHATML, WINDOWS),
     "OLMoE": Family("OlmoeConfig", _OLMO, {**EXPERTS, "num_experts": 4}),
-    "Mixtral": Family("MixtralConfig", _MISTRAL, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "Ministral 3": Family("Ministral3Config", _MISTRAL, {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
-    "Qwen2-MoE": Family("Qwen2MoeConfig", "qwen2_5", {**EXPERTS, "num_experts": 4,
-        "shared_expert_intermediate_size": 32}),
-    "Command R": Family("CohereConfig", "cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
-    "Command R7B, A": Family("Cohere2Config", "cohere2", {**WINDOWS, "logit_scale": 0.25, "tie_word_embeddings": True}),
-    "Gemma 3n": Family("Gemma3nTextConfig", "gemma3", {**WINDOWS, **KEYS_OF_OTHERS, "tie_word_embeddings": True,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "laurel_rank": 8, "intermediate_size": [96] * 4}),
-    "Gemma 4": Family("Gemma4TextConfig", "gemma4", {**WINDOWS, **KEYS_OF_OTHERS, "tie_word_embeddings": True,
-        "global_head_dim": 32}),
+    "Mixtral": Family(
+        "MixtralConfig", _MISTRAL, {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "Ministral 3": Family(
+        "Ministral3Config", _MISTRAL, {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
+    ),
+    "Qwen2-MoE": Family(
+        "Qwen2MoeConfig",
+        "qwen2_5",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
+    "Command R": Family(
+        "CohereConfig", "cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}
+    ),
+    "Command R7B, A": Family(
+        "Cohere2Config", "cohere2", {**WINDOWS, "logit_scale": 0.25, "tie_word_embeddings": True}
+    ),
+    "Gemma 3n": Family(
+        "Gemma3nTextConfig",
+        "gemma3",
+        {
+            **WINDOWS,
+            **KEYS_OF_OTHERS,
+            "tie_word_embeddings": True,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "laurel_rank": 8,
+            "intermediate_size": [96] * 4,
+        },
+    ),
+    "Gemma 4": Family(
+        "Gemma4TextConfig",
+        "gemma4",
+        {**WINDOWS, **KEYS_OF_OTHERS, "tie_word_embeddings": True, "global_head_dim": 32},
+    ),
     "GLM-4": Family("Glm4Config", "glm4moe"),
     "EXAONE 4": Family("Exaone4Config", _EXAONE, WINDOWS),
     "Seed-OSS": Family("SeedOssConfig", _CHATML),
     "ERNIE 4.5": Family("Ernie4_5Config", _CHATML, {"tie_word_embeddings": True}),
-    "ERNIE 4.5 MoE": Family("Ernie4_5_MoeConfig", _CHATML, {**EXPERTS, "moe_num_experts": 4, "moe_k": 2,
-        "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
+    "ERNIE 4.5 MoE": Family(
+        "Ernie4_5_MoeConfig",
+        _CHATML,
+        {
+            **EXPERTS,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
     "Hunyuan": Family("HunYuanDenseV1Config", _CHATML, {"tie_word_embeddings": True}),
-    "MiniMax-M2": Family("MiniMaxM2Config", _CHATML, {"num_local_experts": 4, "num_experts_per_tok": 2,
-        "rotary_dim": 16}),
-    "DeepSeek-V2": Family("DeepseekV2Config", "deepseekv3", {**EXPERTS, **ROUTED, **LATENT, "num_key_value_heads": 2,
-        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
-    "dots.llm1": Family("Dots1Config", _CHATML, {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1,
-        "n_shared_experts": 1}),
-    "Granite MoE": Family("GraniteMoeConfig", _GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 2,
-        "logits_scaling": 4.0}),
-    "Apertus": Family("ApertusConfig", _CHATML, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    "MiniMax-M2": Family(
+        "MiniMaxM2Config",
+        _CHATML,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
+    ),
+    "DeepSeek-V2": Family(
+        "DeepseekV2Config",
+        "deepseekv3",
+        {
+            **EXPERTS,
+            **ROUTED,
+            **LATENT,
+            "num_key_value_heads": 2,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "dots.llm1": Family(
+        "Dots1Config",
+        _CHATML,
+        {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    ),
+    "Granite MoE": Family(
+        "GraniteMoeConfig",
+        _GRANITE,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0},
+    ),
+    "Apertus": Family(
+        "ApertusConfig", _CHATML, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+    ),
     "StarCoder2": Family("Starcoder2Config", _CHATML, {"sliding_window": 48}),
     "Phi-1, Phi-2": Family("PhiConfig", _CHATML, {"partial_rotary_factor": 0.5}),
-    "GPT-2": Family("GPT2Config", _CHATML, {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 4096,
-        "tie_word_embeddings": True}, adapters=False),
+    "GPT-2": Family(
+        "GPT2Config",
+        _CHATML,
+        {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 4096, "tie_word_embeddings": True},
+        adapters=False,
+    ),
     "GPT-NeoX": Family("GPTNeoXConfig", _CHATML),
     "OPT": Family("OPTConfig", _CHATML, {"ffn_dim": 96, "word_embed_proj_dim": 32, "dropout": 0.0}),
-}  # fmt: skip
+}
 """The families of the table in the docs."""
 
 
@@ -163,7 +263,9 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
 
 
 def make_model(name: str, folder: Path) -> None:
-    """Write a random model of the family: its weights, as they are published, its tokenizer and its template."""
+    """Write a random model of the family: its weights, as they are published, its tokenizer and its
+    template.
+    """
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "bos_token_id": None}
@@ -217,5 +319,9 @@ class EvenLetters:
 
 def row_of(name: str) -> list[str]:
     """What the docs' table says of a family: trains, extends, tools, reasoning, LoRA, vLLM."""
-    rows = (line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| "))
+    rows = (
+        line.strip("| \n").split(" | ")
+        for line in TABLE.read_text().splitlines()
+        if line.startswith("| ")
+    )
     return next(cells[1:] for cells in rows if cells[0] == name)

@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 
 PATIENCE_SECONDS = 900.0
-"""How long a test waits for what has to happen in other processes. It is about whether, and not about how soon."""
+"""How long a test waits for what has to happen in other processes. It is about whether, and not
+about how soon.
+"""
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended. One that nobody has asked for its exit status yet has: where its parent is gone, that
-    is for the machine's first process, which may take seconds.
+    """Whether it has not ended. One that nobody has asked for its exit status yet has: where its
+    parent is gone, that is for the machine's first process, which may take seconds.
     """
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -26,7 +28,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def hit(pid: int, number: signal.Signals) -> None:
-    """Send a signal that kills or stops, and wait until each thread has done so: until then, some may answer."""
+    """Send a signal that kills or stops, and wait until each thread has done so: until then, some
+    may answer.
+    """
     os.kill(pid, number)
     wait_for_signal(pid)
 
@@ -53,13 +57,17 @@ def still_alive(processes: Iterable[psutil.Process | int], seconds: float) -> li
         with suppress(psutil.NoSuchProcess):
             waiting.append(psutil.Process(process) if isinstance(process, int) else process)
     limit = time.monotonic() + seconds
-    while (waiting := [process for process in waiting if is_alive(process)]) and time.monotonic() < limit:
+    while (
+        waiting := [process for process in waiting if is_alive(process)]
+    ) and time.monotonic() < limit:
         time.sleep(0.005)
     return [title(process) for process in waiting]
 
 
 def open_to_others(processes: Iterable[psutil.Process]) -> list[str]:
-    """The sockets of these processes on which other machines could reach them: not on the loopback interface."""
+    """The sockets of these processes on which other machines could reach them: not on the loopback
+    interface.
+    """
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -79,10 +87,14 @@ def title(process: psutil.Process) -> str:
 
 
 def can_mount() -> bool:
-    """Whether this user may mount a file system in a namespace of its own, as tests of full disks do."""
+    """Whether this user may mount a file system in a namespace of its own, as tests of full disks
+    do.
+    """
     if shutil.which("unshare") is None:
         return False
-    return subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+    )
 
 
 def processes_with(text: str) -> list[str]:

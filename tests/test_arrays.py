@@ -32,7 +32,9 @@ def test_values_that_were_looked_at_stay_while_others_are_appended(parts):
 
 def test_completions_and_turns_are_equal_by_value():
     def turn(last: int) -> Turn:
-        return Turn((1, 2), Completion([3, last], [-0.5, -1.0], [0, 1], "stop"), 1.0, {"success": True})
+        return Turn(
+            (1, 2), Completion([3, last], [-0.5, -1.0], [0, 1], "stop"), 1.0, {"success": True}
+        )
 
     assert turn(4) == turn(4)
     assert turn(4) != turn(5)

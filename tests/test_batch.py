@@ -45,7 +45,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @st.composite
 def samples(draw: st.DrawFn) -> TrainingSample:
     mask = (0, *draw(st.lists(st.integers(0, 1), max_size=11)))
-    # The structure is hypothesis', the values a generator's: drawn one by one, they would take most of the test's time.
+    # The structure is hypothesis', the values a generator's: drawn one by one, they would take most
+    # of the test's time.
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     kept = [rng.integers(1, 1000, int(rng.integers(0, 4)) * m).tolist() for m in mask]
     return TrainingSample(
@@ -67,7 +68,9 @@ def samples_of(batch: TrainBatch) -> list[TrainingSample]:
     read = []
     support = batch.support_N
     kept_N = [support.take([slice(n, n + 1)]).values.tolist() for n in range(len(support))]
-    loss = iter(zip(batch.rollout_logprobs_N.tolist(), batch.advantages_N.tolist(), kept_N, strict=True))
+    loss = iter(
+        zip(batch.rollout_logprobs_N.tolist(), batch.advantages_N.tolist(), kept_N, strict=True)
+    )
     ends = np.cumsum(batch.lengths_M)
     for end, length in zip(ends.tolist(), batch.lengths_M.tolist(), strict=True):
         mask = batch.loss_mask_S[end - length : end]
@@ -75,7 +78,9 @@ def samples_of(batch: TrainBatch) -> list[TrainingSample]:
         logprobs, advantages, kept = zip(*values, strict=True)
         tokens = batch.tokens_S[end - length : end]
         support = Ragged.of(kept) if any(kept) else None
-        read.append(TrainingSample(tokens, mask, logprobs, advantages, mask - 1, (0,) * length, support))
+        read.append(
+            TrainingSample(tokens, mask, logprobs, advantages, mask - 1, (0,) * length, support)
+        )
     assert next(loss, None) is None, "a loss token is left over"
     return read
 
@@ -86,11 +91,15 @@ def without_versions(listed: list[TrainingSample]) -> list[TrainingSample]:
 
 
 @given(trajectories(), st.floats(-2, 2, width=32))
-def test_samples_are_the_turns_laid_end_to_end_and_forks_split_them(trajectory: Trajectory, advantage: float) -> None:
+def test_samples_are_the_turns_laid_end_to_end_and_forks_split_them(
+    trajectory: Trajectory, advantage: float
+) -> None:
     laid = to_samples(trajectory, advantage)
     forks = sum(turn.forked for turn in trajectory.turns[1:])
     assert len(laid) == 1 + forks
-    tokens = [t for turn in trajectory.turns for t in (*turn.prompt_ids, *turn.completion.token_ids)]
+    tokens = [
+        t for turn in trajectory.turns for t in (*turn.prompt_ids, *turn.completion.token_ids)
+    ]
     assert [t for sample in laid for t in sample.token_ids] == tokens
     for sample in laid:
         first = trajectory.turns[sample.turn_ids[0]]
@@ -98,12 +107,20 @@ def test_samples_are_the_turns_laid_end_to_end_and_forks_split_them(trajectory: 
 
 
 @given(trajectories(), st.floats(-2, 2, width=32))
-def test_the_loss_mask_covers_exactly_the_sampled_tokens(trajectory: Trajectory, advantage: float) -> None:
+def test_the_loss_mask_covers_exactly_the_sampled_tokens(
+    trajectory: Trajectory, advantage: float
+) -> None:
     rows = [
         row
         for s in to_samples(trajectory, advantage)
         for row in zip(
-            s.token_ids, s.loss_mask, s.rollout_logprobs, s.advantages, s.policy_versions, s.turn_ids, strict=True
+            s.token_ids,
+            s.loss_mask,
+            s.rollout_logprobs,
+            s.advantages,
+            s.policy_versions,
+            s.turn_ids,
+            strict=True,
         )
     ]
     expected: list[tuple[float, ...]] = []
@@ -127,7 +144,9 @@ def test_what_tokens_were_sampled_from_stays_beside_them() -> None:
     assert sample.support == Ragged.of([(), (), (5, 9), (6,), (), (), ()])
     assert collate([sample]).support_N == Ragged.of([(5, 9), (6,), ()])
     assert collate([sample]).support_N.padded(-1).tolist() == [[5, 9], [6, -1], [-1, -1]]
-    with pytest.raises(ValueError, match=r"token 1 of a completion, 6, is outside of what it was sampled from"):
+    with pytest.raises(
+        ValueError, match=r"token 1 of a completion, 6, is outside of what it was sampled from"
+    ):
         replace(cut, support=Ragged.of([(5,), (5, 9)]))
     with pytest.raises(ValueError, match="as many rows of support, got 1"):
         replace(cut, support=Ragged.of([(5,)]))
@@ -136,14 +155,22 @@ def test_what_tokens_were_sampled_from_stays_beside_them() -> None:
 def played(*turns: tuple[int, float, bool], **more: Any) -> Trajectory:
     """A trajectory of turns with so many tokens, a reward, and whether they fork."""
     made = [
-        Turn((1, 2), Completion((5,) * count, (-1.0,) * count, (number,) * count, "stop"), reward, {}, forked)
+        Turn(
+            (1, 2),
+            Completion((5,) * count, (-1.0,) * count, (number,) * count, "stop"),
+            reward,
+            {},
+            forked,
+        )
         for number, (count, reward, forked) in enumerate(turns)
     ]
     return Trajectory("t", Task("env", 0), tuple(made), more.pop("status", Terminated()), **more)
 
 
 def test_each_turn_may_have_its_own_advantage_and_reward() -> None:
-    (sample,) = to_samples(played((2, 0.0, False), (1, 0.0, False)), [0.5, -1.0], turn_rewards=[3.0, 4.0])
+    (sample,) = to_samples(
+        played((2, 0.0, False), (1, 0.0, False)), [0.5, -1.0], turn_rewards=[3.0, 4.0]
+    )
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -1.0]
     batch = collate([sample])
     assert batch.turns_N.tolist() == [0, 0, 1]
@@ -161,10 +188,19 @@ def test_a_reward_belongs_to_the_last_loss_token_before_it_of_the_same_trajector
     assert whole.trajectories_M.tolist() == [0, 0]  # the last turn forked
     assert whole.tokens_of_trajectories.tolist() == [4]
     stale = to_samples(trajectory, 1.0, turn_rewards=rewards, oldest_version=1)
-    assert collate(stale).rewards_N.tolist() == [0.0, 2.0, 4.0]  # nothing that is trained on earned the first
+    assert collate(stale).rewards_N.tolist() == [
+        0.0,
+        2.0,
+        4.0,
+    ]  # nothing that is trained on earned the first
     masked = [replace(stale[0], loss_mask=np.arange(7) == 5), stale[1]]
     assert collate(masked).rewards_N.tolist() == [2.0, 4.0]
-    two = collate([*to_samples(trajectory, 1.0, turn_rewards=rewards), *to_samples(played((1, 0.0, False)), 1.0)])
+    two = collate(
+        [
+            *to_samples(trajectory, 1.0, turn_rewards=rewards),
+            *to_samples(played((1, 0.0, False)), 1.0),
+        ]
+    )
     assert two.trajectories_M.tolist() == [0, 0, 1]
 
 
@@ -175,7 +211,9 @@ def test_what_a_stale_fork_earned_counts_for_the_turn_before_it() -> None:
         replace(turn, completion=replace(turn.completion, policy_versions=(version,)))
         for turn, version in zip(trajectory.turns, versions, strict=True)
     )
-    samples = to_samples(replace(trajectory, turns=turns), 1.0, turn_rewards=[1.0, 2.0, 4.0], oldest_version=2)
+    samples = to_samples(
+        replace(trajectory, turns=turns), 1.0, turn_rewards=[1.0, 2.0, 4.0], oldest_version=2
+    )
     assert [sample.continues for sample in samples] == [False, True]
     assert collate(samples).rewards_N.tolist() == [3.0, 4.0]
 
@@ -189,12 +227,16 @@ def test_other_tokens_may_carry_loss_and_what_is_known_of_those_that_stay_is_kep
     other = batch.with_loss_on(chosen_S)
     both_S = batch.loss_mask_S & chosen_S
     kept_N, stay_N = chosen_S[batch.loss_mask_S], batch.loss_mask_S[chosen_S]
-    assert other.num_loss_tokens == len(other.support_N) == len(other.turns_N) == int(chosen_S.sum())
+    assert (
+        other.num_loss_tokens == len(other.support_N) == len(other.turns_N) == int(chosen_S.sum())
+    )
     assert other.rollout_logprobs_N[stay_N].tolist() == batch.rollout_logprobs_N[kept_N].tolist()
     assert not other.rollout_logprobs_N[~stay_N].any()
     assert not other.weights_N[~stay_N].any()
     assert other.with_loss_on(both_S).support_N == batch.with_loss_on(both_S).support_N
-    assert batch.with_loss_on(batch.loss_mask_S).advantages_N.tolist() == batch.advantages_N.tolist()
+    assert (
+        batch.with_loss_on(batch.loss_mask_S).advantages_N.tolist() == batch.advantages_N.tolist()
+    )
 
 
 @given(sample_lists, sample_lists)
@@ -207,7 +249,9 @@ def test_joined_batches_have_all_samples_and_number_what_belongs_together_by_tur
     whole = collate([*first, *(replace(sample, group=1 + sample.group) for sample in second)])
     for field in fields(TrainBatch):
         one, other = getattr(joined, field.name), getattr(whole, field.name)
-        assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other, field.name
+        assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other, (
+            field.name
+        )
         assert not isinstance(one, np.ndarray) or one.dtype == other.dtype, field.name
 
 
@@ -243,11 +287,15 @@ def test_a_batch_holds_every_token_of_every_sample_in_order(listed: list[Trainin
     assert batch.num_samples == len(listed)
     assert batch.reference_logprobs_N is batch.rollout_logprobs_N, "no reference was asked yet"
     arrays = (batch.tokens_S, batch.loss_mask_S, batch.rollout_logprobs_N, batch.advantages_N)
-    assert sum(array.nbytes for array in arrays) == 5 * len(batch.tokens_S) + 8 * batch.num_loss_tokens
+    assert (
+        sum(array.nbytes for array in arrays) == 5 * len(batch.tokens_S) + 8 * batch.num_loss_tokens
+    )
 
 
 @given(sample_lists)
-def test_what_stands_under_the_loss_mask_never_reaches_a_batch(listed: list[TrainingSample]) -> None:
+def test_what_stands_under_the_loss_mask_never_reaches_a_batch(
+    listed: list[TrainingSample],
+) -> None:
     soiled = [
         replace(
             sample,
@@ -257,11 +305,15 @@ def test_what_stands_under_the_loss_mask_never_reaches_a_batch(listed: list[Trai
         for sample in listed
     ]
     clean, dirty = collate(listed), collate(soiled)
-    assert all(np.array_equal(getattr(clean, f.name), getattr(dirty, f.name)) for f in fields(TrainBatch))
+    assert all(
+        np.array_equal(getattr(clean, f.name), getattr(dirty, f.name)) for f in fields(TrainBatch)
+    )
 
 
 @given(sample_lists, st.data())
-def test_samples_are_put_in_order_and_split_whole(listed: list[TrainingSample], data: st.DataObject) -> None:
+def test_samples_are_put_in_order_and_split_whole(
+    listed: list[TrainingSample], data: st.DataObject
+) -> None:
     batch, listed = collate(listed), without_versions(listed)
     order = data.draw(st.permutations(range(len(listed))))
     asked = replace(batch, reference_logprobs_N=batch.rollout_logprobs_N - 1)
@@ -288,10 +340,19 @@ def test_nothing_to_collate_says_so() -> None:
 def test_tokens_before_the_oldest_version_are_context_and_all_others_carry_loss(trajectory, oldest):
     kept = to_samples(trajectory, 2.0, oldest_version=oldest)
     everything = to_samples(trajectory, 2.0)
-    fresh = [v for sample in everything for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True) if m]
-    assert sum(sum(sample.loss_mask) for sample in kept) == sum(version >= oldest for version in fresh)
+    fresh = [
+        v
+        for sample in everything
+        for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True)
+        if m
+    ]
+    assert sum(sum(sample.loss_mask) for sample in kept) == sum(
+        version >= oldest for version in fresh
+    )
     assert all(any(sample.loss_mask) for sample in kept) or oldest == 0
     for sample in kept:
-        for version, mask, advantage in zip(sample.policy_versions, sample.loss_mask, sample.advantages, strict=True):
+        for version, mask, advantage in zip(
+            sample.policy_versions, sample.loss_mask, sample.advantages, strict=True
+        ):
             assert mask == (version >= max(oldest, 0))
             assert advantage == 2.0 * mask

@@ -11,7 +11,9 @@ def test_the_frame_is_that_of_the_code_that_called_the_library():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
     assert f"({__file__}:" in with_frame(caught.value)
-    assert with_frame(caught.value).endswith("in test_the_frame_is_that_of_the_code_that_called_the_library)")
+    assert with_frame(caught.value).endswith(
+        "in test_the_frame_is_that_of_the_code_that_called_the_library)"
+    )
 
 
 def test_without_code_of_the_user_the_frame_is_the_innermost_one():
@@ -28,6 +30,7 @@ def test_an_error_without_traceback_has_no_frame():
 def test_a_group_is_told_by_its_first_error():
     inner = ExceptionGroup("", [ValueError("y")])
     assert (
-        with_frame(ExceptionGroup("unhandled errors", [KeyError("x"), inner])) == "KeyError: 'x', and 1 other at once"
+        with_frame(ExceptionGroup("unhandled errors", [KeyError("x"), inner]))
+        == "KeyError: 'x', and 1 other at once"
     )
     assert with_frame(inner) == "ValueError: y"

@@ -1,4 +1,6 @@
-"""The generator of covering arrays: no combination is left out, few rows, and a refusal settles nothing else."""
+"""The generator of covering arrays: no combination is left out, few rows, and a refusal settles
+nothing else.
+"""
 
 from itertools import combinations, product
 
@@ -23,19 +25,25 @@ def pairs_in(rows, strength=2):
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcdefg"), st.integers(1, 5), min_size=2), st.integers(0, 99), st.integers(2, 3)
+    st.dictionaries(st.sampled_from("abcdefg"), st.integers(1, 5), min_size=2),
+    st.integers(0, 99),
+    st.integers(2, 3),
 )
 def test_every_combination_is_in_a_row(sizes, seed, strength):
     factors = {name: list(range(size)) for name, size in sizes.items()}
     rows = covering_rows(factors, seed=seed, strength=min(strength, len(factors)))
-    assert pairs_in(rows, min(strength, len(factors))) == pairs_of(factors, min(strength, len(factors)))
+    assert pairs_in(rows, min(strength, len(factors))) == pairs_of(
+        factors, min(strength, len(factors))
+    )
     assert all(list(row) == list(factors) for row in rows)
 
 
 def test_pairs_of_many_factors_need_few_rows():
     factors = {f"factor {number}": list(range(4)) for number in range(12)}
     rows = covering_rows(factors, seed=0)
-    assert len(rows) <= 48  # 16 are the least that twelve factors of four values could need; all together are 4^12
+    assert (
+        len(rows) <= 48
+    )  # 16 are the least that twelve factors of four values could need; all together are 4^12
 
 
 def test_a_seed_makes_the_same_rows_again():

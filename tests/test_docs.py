@@ -26,9 +26,12 @@ from agentrl.testing import check_env
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "higher_lower"
-DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+DOCS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
 STAND_IN = ROOT / "examples" / "frozen_lake.yaml"
-"""The config of commands that name a run which does not exist here, or a placeholder in capitals."""
+"""The config of commands that name a run which does not exist here, or a placeholder in capitals.
+"""
 
 each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
 
@@ -47,7 +50,9 @@ def inline_code(doc: Path) -> list[str]:
 
 def commands(doc: Path, program: str) -> list[list[str]]:
     """The arguments of each call of `program` that the document shows, in blocks and in prose."""
-    lines = [line for block in blocks(doc, "sh", "") for line in block.splitlines()] + inline_code(doc)
+    lines = [line for block in blocks(doc, "sh", "") for line in block.splitlines()] + inline_code(
+        doc
+    )
     calls = []
     for line in lines:
         words = shlex.split(line, comments=True) if line.count("'") % 2 == 0 else line.split()
@@ -59,12 +64,20 @@ def commands(doc: Path, program: str) -> list[list[str]]:
 
 
 def subcommand_calls(doc: Path) -> list[list[str]]:
-    """The calls of `agentrl`, without its name alone and its own options, which act when they are parsed."""
-    return [arguments for arguments in commands(doc, "agentrl") if arguments and not arguments[0].startswith("-")]
+    """The calls of `agentrl`, without its name alone and its own options, which act when they are
+    parsed.
+    """
+    return [
+        arguments
+        for arguments in commands(doc, "agentrl")
+        if arguments and not arguments[0].startswith("-")
+    ]
 
 
 def parse(arguments: list[str]) -> tuple[str, dict[str, object]]:
-    """(subcommand, its parameters), by the command line's own parser; raises what a user would be told."""
+    """(subcommand, its parameters), by the command line's own parser; raises what a user would be
+    told.
+    """
     command = get_command(app)
     context = command.context_class(command, info_name="agentrl")
     path = []
@@ -88,7 +101,11 @@ def subcommands(command: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
 def validate_settings(arguments: list[str], parameters: dict[str, object]) -> None:
     """Load the config that a command names, with its overrides."""
     config = parameters.get("config") or parameters.get("run")
-    overrides = list(parameters["overrides"] or []) if isinstance(parameters["overrides"], list | tuple) else []
+    overrides = (
+        list(parameters["overrides"] or [])
+        if isinstance(parameters["overrides"], list | tuple)
+        else []
+    )
     if config is not None and "=" in str(config):  # `train --resume RUN a=b`
         config, overrides = None, [str(config), *overrides]
     path = ROOT / str(config) if config is not None and str(config).endswith(".yaml") else STAND_IN
@@ -101,9 +118,14 @@ def example_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     metadata = tmp_path / "example.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n")
-    lines = [f"[{group}]\n{name} = {point}\n" for group, points in project["entry-points"].items()
-             for name, point in points.items()]  # fmt: skip
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n"
+    )
+    lines = [
+        f"[{group}]\n{name} = {point}\n"
+        for group, points in project["entry-points"].items()
+        for name, point in points.items()
+    ]
     (metadata / "entry_points.txt").write_text("".join(lines))
     monkeypatch.syspath_prepend(EXAMPLE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -123,7 +145,13 @@ def test_every_command_line_shown_is_one_that_the_program_takes(doc: Path) -> No
 
 @pytest.mark.parametrize(
     "wrong",
-    ["trian x.yaml", "train --resme runs/x", "train examples/frozen_lake.yaml trainer.lrr=1", "eval", "model make x"],
+    [
+        "trian x.yaml",
+        "train --resme runs/x",
+        "train examples/frozen_lake.yaml trainer.lrr=1",
+        "eval",
+        "model make x",
+    ],
 )
 def test_a_wrong_command_line_would_be_found(wrong: str) -> None:
     with pytest.raises(Exception, match=r"(?i)no such|missing|lrr"):
@@ -187,12 +215,18 @@ RUNNABLE = [
 
 
 @pytest.mark.parametrize(("name", "block"), RUNNABLE, ids=[name for name, _ in RUNNABLE])
-def test_every_environment_shown_runs_and_keeps_the_contract(name: str, block: str, tmp_path: Path) -> None:
+def test_every_environment_shown_runs_and_keeps_the_contract(
+    name: str, block: str, tmp_path: Path
+) -> None:
     path = tmp_path / Path(name).name
     path.write_text(block)
     module = load(f"shown_{path.stem}", path)
     try:
-        envs = [v for v in vars(module).values() if inspect.isclass(v) and v.__module__ == module.__name__]
+        envs = [
+            v
+            for v in vars(module).values()
+            if inspect.isclass(v) and v.__module__ == module.__name__
+        ]
         assert envs
         for env in envs:
             check_env(env)
@@ -201,7 +235,9 @@ def test_every_environment_shown_runs_and_keeps_the_contract(name: str, block: s
 
 
 @pytest.mark.slow
-def test_the_algorithm_shown_is_configurable_and_passes_the_test_that_is_shown_with_it(tmp_path: Path) -> None:
+def test_the_algorithm_shown_is_configurable_and_passes_the_test_that_is_shown_with_it(
+    tmp_path: Path,
+) -> None:
     shown = [
         match
         for block in blocks(ROOT / "docs" / "your-algorithm.md", "python")
@@ -212,15 +248,27 @@ def test_the_algorithm_shown_is_configurable_and_passes_the_test_that_is_shown_w
         (tmp_path / match[2]).write_text(match.string)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout
-    named = [Path(sys.executable).with_name("agentrl"), "config", STAND_IN, "algorithm={}", "algorithm=spo:Spo"]
-    configured = subprocess.run(named, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    named = [
+        Path(sys.executable).with_name("agentrl"),
+        "config",
+        STAND_IN,
+        "algorithm={}",
+        "algorithm=spo:Spo",
+    ]
+    configured = subprocess.run(
+        named, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert "epsilon" in configured.stdout, configured.stderr
 
 
 @pytest.mark.slow
-def test_the_package_shown_for_credit_by_turn_is_short_proved_and_found_by_its_name(tmp_path: Path) -> None:
+def test_the_package_shown_for_credit_by_turn_is_short_proved_and_found_by_its_name(
+    tmp_path: Path,
+) -> None:
     page = ROOT / "docs" / "credit-by-turn.md"
     shown = [match for block in blocks(page, "python") if (match := FILE_OF_BLOCK.match(block))]
     assert [match[1] for match in shown] == ["algorithm", "test"]
@@ -235,14 +283,25 @@ def test_the_package_shown_for_credit_by_turn_is_short_proved_and_found_by_its_n
     assert len([line for line in shown[0].string.splitlines() if line.strip()]) <= 30
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout
-    named = [Path(sys.executable).with_name("agentrl"), "config", STAND_IN, "algorithm={name: by_state, gamma: 0.95}"]
-    configured = subprocess.run(named, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    named = [
+        Path(sys.executable).with_name("agentrl"),
+        "config",
+        STAND_IN,
+        "algorithm={name: by_state, gamma: 0.95}",
+    ]
+    configured = subprocess.run(
+        named, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert re.search(r"algorithm.gamma +0.95", configured.stdout), configured.stderr
 
 
-def test_the_rewards_shown_are_valid_and_keep_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rewards_shown_are_valid_and_keep_the_contract(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     doc = ROOT / "docs" / "rewards.md"
     shown, contract = blocks(doc, "python")
     (tmp_path / "mine.py").write_text(shown)
@@ -251,11 +310,14 @@ def test_the_rewards_shown_are_valid_and_keep_the_contract(tmp_path: Path, monke
     del sys.modules["mine"]
     for number, settings in enumerate(blocks(doc, "yaml")):
         path = tmp_path / f"{number}.yaml"
-        path.write_text(settings if settings.startswith("env:") else f"env: frozen_lake\n{settings}")
+        path.write_text(
+            settings if settings.startswith("env:") else f"env: frozen_lake\n{settings}"
+        )
         reward = load_config(path).config.reward.make(RulePool(), 60.0, Retries())
         assert len(reward.parts) == 3
     listed = re.findall(
-        r"`(\w+)`", "".join(line.split("|")[1] for line in doc.read_text().splitlines() if ".py` |" in line)
+        r"`(\w+)`",
+        "".join(line.split("|")[1] for line in doc.read_text().splitlines() if ".py` |" in line),
     )
     assert set(listed) == {plugin.name for plugin in plugins.installed("rewards")}
 
@@ -265,4 +327,6 @@ def test_the_environment_shown_is_the_example_file_and_both_are_short() -> None:
     path = "examples/higher_lower/higher_lower.py"
     assert shown[path].removeprefix(f"# file: {path}\n") == (ROOT / path).read_text()
     for text in shown.values():
-        assert len([line for line in text.splitlines() if line.strip()]) <= 20 + len(["# file: ..."])
+        assert len([line for line in text.splitlines() if line.strip()]) <= 20 + len(
+            ["# file: ..."]
+        )

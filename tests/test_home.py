@@ -15,7 +15,9 @@ from agentrl.sandbox.settings import SandboxConfig
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine whose folder for temporary files is `tmp`, with the environment variable HOME alone."""
+    """A machine whose folder for temporary files is `tmp`, with the environment variable HOME
+    alone.
+    """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path / "home")})
@@ -38,7 +40,9 @@ def test_caches_lie_in_the_home_folder_and_where_nothing_can_be_written_there_be
     assert cache_folder() == own / "agentrl"
     assert own.stat().st_mode & 0o077 == 0
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(own)
-    assert os.environ["HF_HOME"] == str(machine / "home" / ".cache" / "huggingface")  # models that are there already
+    assert os.environ["HF_HOME"] == str(
+        machine / "home" / ".cache" / "huggingface"
+    )  # models that are there already
     (said,) = caplog.messages
     assert "File exists" in said
     assert f"caches go into {own}; XDG_CACHE_HOME names another" in said
@@ -54,13 +58,19 @@ def test_nothing_is_imported_from_a_cache_that_others_can_write(machine: Path) -
     assert caches.cache_folder().is_relative_to(machine / "tmp")
 
 
-def test_a_user_without_a_home_folder_has_caches(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a number without a name in a container
+def test_a_user_without_a_home_folder_has_caches(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        os.path, "expanduser", lambda path: path
+    )  # as for a number without a name in a container
     prepare_caches()
     assert cache_folder().is_relative_to(machine / "tmp")
 
 
-def test_a_tilde_in_any_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_any_path_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "lake.yaml"
     file.write_text(
@@ -72,9 +82,13 @@ def test_a_tilde_in_any_path_is_the_home_folder(tmp_path: Path, monkeypatch: pyt
     loaded = load_config(file, ["weights.folder=~/others"])
     rows = {key: value for key, value, _ in loaded.rows()}
     for key, value in {
-        "run_dir": "runs/lake", "model.name": "model", "model.chat_template": "chat.jinja",
-        "weights.folder": "others", "algorithm.teacher": "teacher", "env.agents.guide.model": "guide",
-    }.items():  # fmt: skip
+        "run_dir": "runs/lake",
+        "model.name": "model",
+        "model.chat_template": "chat.jinja",
+        "weights.folder": "others",
+        "algorithm.teacher": "teacher",
+        "env.agents.guide.model": "guide",
+    }.items():
         assert rows[key] == f"{tmp_path}/{value}", key
     assert "~" not in loaded.config.to_yaml()
     assert SandboxConfig(paths=("~/packages",)).paths == (f"{tmp_path}/packages",)

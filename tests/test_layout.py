@@ -11,14 +11,17 @@ import pytest
 
 from tests.processes import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.xdist_group("layout")  # all look at the same sources, which are read once a process
+pytestmark = pytest.mark.xdist_group(
+    "layout"
+)  # all look at the same sources, which are read once a process
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = ("envs", "rewards", "trainers")
 SHARED_NAMES = {"Config", "Options"}
 """What many components nest."""
 
-# Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
+# Who may import whom inside agentrl: a package imports those of the layers before its own, so there
+# are no circles.
 LAYERS = [
     {"arrays", "blame", "distribution", "errors", "files", "rounding"},
     {"models", "settings", "trajectory"},
@@ -65,7 +68,10 @@ PLUGINS_MAY_IMPORT = {
 def sources() -> list[Path]:
     folders = [ROOT / "agentrl", *(ROOT / name for name in TOP_LEVEL)]
     return [
-        p for folder in folders for p in folder.rglob("*.py") if not (ROOT / "agentrl" in p.parents and p.is_symlink())
+        p
+        for folder in folders
+        for p in folder.rglob("*.py")
+        if not (ROOT / "agentrl" in p.parents and p.is_symlink())
     ]
 
 
@@ -123,7 +129,12 @@ def test_imports_go_one_way():
         for name in imports_of(path):
             parts = name.split(".")
             mine = len(parts) < 2 or parts[1] == me[1]
-            if parts[0] == "agentrl" and not mine and parts[1] in rank and rank[parts[1]] >= rank[me[1]]:
+            if (
+                parts[0] == "agentrl"
+                and not mine
+                and parts[1] in rank
+                and rank[parts[1]] >= rank[me[1]]
+            ):
                 wrong.append(f"{'.'.join(me)} imports {name}")
             if parts[0] in TOP_LEVEL:
                 wrong.append(f"{'.'.join(me)} imports {name}: write agentrl.{name}")
@@ -159,7 +170,8 @@ def test_the_tests_folders_are_the_products():
 
 def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
     heavy = {"torch", "vllm", "ray", "transformers"}
-    # One process for all: what one loads is said with its name, and starting each its own costs a second.
+    # One process for all: what one loads is said with its name, and starting each its own costs a
+    # second.
     code = (
         "import importlib, sys\n"
         "for name in ('agentrl', 'agentrl.protocols', 'agentrl.cli', 'agentrl.testing'):\n"
@@ -171,9 +183,21 @@ def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
         f"print('a config', *sorted({heavy!r} & set(sys.modules)))"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS, cwd=ROOT
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+        cwd=ROOT,
     )
-    assert out.stdout.split("\n") == ["agentrl", "agentrl.protocols", "agentrl.cli", "agentrl.testing", "a config", ""]
+    assert out.stdout.split("\n") == [
+        "agentrl",
+        "agentrl.protocols",
+        "agentrl.cli",
+        "agentrl.testing",
+        "a config",
+        "",
+    ]
 
 
 def test_no_module_reads_the_wall_clock_or_gathers_or_draws_from_a_global_generator():
@@ -197,7 +221,9 @@ def test_no_module_reads_the_wall_clock_or_gathers_or_draws_from_a_global_genera
     assert not wrong
 
 
-SHIPPED = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "learn").glob("*.yaml")])
+SHIPPED = sorted(
+    [*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "learn").glob("*.yaml")]
+)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -205,5 +231,9 @@ def test_every_shipped_config_is_valid_and_at_most_thirty_lines(path):
     from agentrl.config import load_config
 
     load_config(path)
-    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in path.read_text().splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
     assert len(lines) <= 30

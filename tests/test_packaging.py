@@ -1,4 +1,6 @@
-"""What users install: agentrl's own wheel, and somebody else's environment in a package of its own. No network."""
+"""What users install: agentrl's own wheel, and somebody else's environment in a package of its own.
+No network.
+"""
 
 import json
 import os
@@ -13,15 +15,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAPPED = ("envs", "rewards", "trainers")
-OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check")
+OFFLINE = (
+    "--no-deps",
+    "--no-build-isolation",
+    "--no-index",
+    "--quiet",
+    "--disable-pip-version-check",
+)
 """Setuptools, which builds both, is there already: torch needs it."""
 
 
 def run(*command: str | Path, cwd: Path, packages: Path | None = None) -> str:
-    """What the command says, run where no checkout can be found by accident; `packages` comes first on the path."""
+    """What the command says, run where no checkout can be found by accident; `packages` comes first
+    on the path.
+    """
     env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "PYTHONPATH": str(packages or "")}
     done = subprocess.run(
-        list(map(str, command)), check=False, capture_output=True, text=True, cwd=cwd, env=env, timeout=300
+        list(map(str, command)),
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=env,
+        timeout=300,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -32,12 +48,21 @@ def pip(*arguments: str | Path, cwd: Path) -> None:
 
 
 def agentrl(*arguments: str | Path, cwd: Path, packages: Path) -> str:
-    return run(sys.executable, "-c", "from agentrl.cli import main; main()", *arguments, cwd=cwd, packages=packages)
+    return run(
+        sys.executable,
+        "-c",
+        "from agentrl.cli import main; main()",
+        *arguments,
+        cwd=cwd,
+        packages=packages,
+    )
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the example package was installed into. It was built from a copy: building leaves files."""
+    """The folder that the example package was installed into. It was built from a copy: building
+    leaves files.
+    """
     folder = tmp_path_factory.mktemp("example")
     shutil.copytree(ROOT / "examples" / "higher_lower", folder / "source")
     pip("install", folder / "source", "--target", folder / "installed", cwd=folder)
@@ -47,7 +72,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow  # pip builds and installs
 def test_an_environment_of_another_package_is_there_by_name(example: Path, tmp_path: Path) -> None:
     row = next(
-        line for line in agentrl("envs", cwd=tmp_path, packages=example).splitlines() if line.startswith("higher_lower")
+        line
+        for line in agentrl("envs", cwd=tmp_path, packages=example).splitlines()
+        if line.startswith("higher_lower")
     )
     assert "higher_lower:HigherLower" in row
     assert "agentrl-higher-lower 0.1.0" in row
@@ -55,8 +82,12 @@ def test_an_environment_of_another_package_is_there_by_name(example: Path, tmp_p
 
 
 @pytest.mark.slow  # pip builds and installs
-def test_an_environment_of_another_package_is_checked_by_name(example: Path, tmp_path: Path) -> None:
-    assert "keeps the contract" in agentrl("check-env", "higher_lower", cwd=tmp_path, packages=example)
+def test_an_environment_of_another_package_is_checked_by_name(
+    example: Path, tmp_path: Path
+) -> None:
+    assert "keeps the contract" in agentrl(
+        "check-env", "higher_lower", cwd=tmp_path, packages=example
+    )
 
 
 @pytest.mark.slow  # pip builds and installs
@@ -64,11 +95,18 @@ def test_the_other_package_is_an_entry_point_and_one_module(example: Path) -> No
     modules = [path.relative_to(example).as_posix() for path in example.rglob("*.py")]
     assert modules == ["higher_lower.py"]
     points = next(example.glob("*.dist-info")) / "entry_points.txt"
-    assert points.read_text().split() == ["[agentrl.envs]", "higher_lower", "=", "higher_lower:HigherLower"]
+    assert points.read_text().split() == [
+        "[agentrl.envs]",
+        "higher_lower",
+        "=",
+        "higher_lower:HigherLower",
+    ]
 
 
 @pytest.mark.slow
-def test_an_environment_of_another_package_is_trained_by_name(example: Path, tmp_path: Path) -> None:
+def test_an_environment_of_another_package_is_trained_by_name(
+    example: Path, tmp_path: Path
+) -> None:
     config = ROOT / "examples" / "higher_lower" / "higher_lower.yaml"
     small = (
         "rollout.groups_per_step=2",
@@ -103,7 +141,9 @@ def test_the_wheel_holds_every_module_exactly_once_and_nothing_else(wheel: Path)
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name, count in Counter(names).items() if count > 1] == []
     package = ROOT / "agentrl"
-    own = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in MAPPED]
+    own = [
+        path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in MAPPED
+    ]
     mapped = [path for name in MAPPED for path in (ROOT / name).rglob("*.py")]
     expected = {path.relative_to(ROOT).as_posix() for path in own}
     expected |= {f"agentrl/{path.relative_to(ROOT).as_posix()}" for path in mapped}
@@ -111,7 +151,11 @@ def test_the_wheel_holds_every_module_exactly_once_and_nothing_else(wheel: Path)
     data += [package / "viewer" / "report.html", package / "py.typed"]
     expected |= {path.relative_to(ROOT).as_posix() for path in data}
     assert {name for name in names if ".dist-info/" not in name} == expected
-    assert {"agentrl/envs/frozen_lake.py", "agentrl/rewards/environment.py", "agentrl/trainers/local.py"} <= expected
+    assert {
+        "agentrl/envs/frozen_lake.py",
+        "agentrl/rewards/environment.py",
+        "agentrl/trainers/local.py",
+    } <= expected
 
 
 LOAD_EVERYTHING = """
@@ -131,8 +175,16 @@ print(json.dumps([str(distribution("agentrl-train").locate_file("")), files]))
 def test_the_wheel_alone_is_enough(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     pip("install", wheel, "--target", installed, cwd=tmp_path)
-    metadata, files = json.loads(run(sys.executable, "-c", LOAD_EVERYTHING, cwd=tmp_path, packages=installed))
+    metadata, files = json.loads(
+        run(sys.executable, "-c", LOAD_EVERYTHING, cwd=tmp_path, packages=installed)
+    )
     assert Path(metadata) == installed
     assert [file for file in files.values() if not Path(file).is_relative_to(installed)] == []
-    assert {"agentrl.envs.frozen_lake", "agentrl.trainers.local", "agentrl.rewards.environment"} <= set(files)
-    assert "keeps the contract" in agentrl("check-env", "frozen_lake", cwd=tmp_path, packages=installed)
+    assert {
+        "agentrl.envs.frozen_lake",
+        "agentrl.trainers.local",
+        "agentrl.rewards.environment",
+    } <= set(files)
+    assert "keeps the contract" in agentrl(
+        "check-env", "frozen_lake", cwd=tmp_path, packages=installed
+    )

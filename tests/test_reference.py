@@ -29,13 +29,22 @@ def test_every_setting_has_a_meaning() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["reward/a-part", "reward/code/all_passed", "staleness/tokens/3", "critic/grad_norm", "critic/value", "loss"],
+    [
+        "reward/a-part",
+        "reward/code/all_passed",
+        "staleness/tokens/3",
+        "critic/grad_norm",
+        "critic/value",
+        "loss",
+    ],
 )
 def test_names_with_a_part_have_the_meaning_of_their_pattern(name: str) -> None:
     assert meaning_of(name)
 
 
-@pytest.mark.parametrize("name", ["lost", "reward/", "eval", "eval/agents/black", "staleness/tokens/1/2"])
+@pytest.mark.parametrize(
+    "name", ["lost", "reward/", "eval", "eval/agents/black", "staleness/tokens/1/2"]
+)
 def test_a_name_that_is_none_has_no_meaning(name: str) -> None:
     assert meaning_of(name) is None
 

@@ -76,7 +76,9 @@ def test_an_environment_gets_them_wherever_it_runs(task: Task, isolation: Any) -
 
 
 @pytest.mark.parametrize("client", [RemoteEnv, OpenEnv])
-def test_a_remote_environment_gets_them_from_the_run_and_from_its_owner(task: Task, client: Any) -> None:
+def test_a_remote_environment_gets_them_from_the_run_and_from_its_owner(
+    task: Task, client: Any
+) -> None:
     with served(Tells) as server:
         assert same(asyncio.run(told(client([server.url]), task)), EXPECTED)
     owners = ClientOptions.Config(fixed=env_options(in_yaml(dict(task.options))))
@@ -95,7 +97,10 @@ def test_a_server_refuses_what_a_config_cannot_hold(number: str) -> None:
     with served(Tells) as server, httpx.Client(base_url=server.url) as http:
         session = http.post("/sessions").json()["session"]
         body = f'{{"seq": 1, "seed": 1, "options": {{"a": [{number}]}}}}'
-        for path, sent in ((f"/sessions/{session}/reset", body), ("/reset", f'{{"seed": 1, "a": [{number}]}}')):
+        for path, sent in (
+            (f"/sessions/{session}/reset", body),
+            ("/reset", f'{{"seed": 1, "a": [{number}]}}'),
+        ):
             refused = http.post(path, content=sent, headers={"content-type": "application/json"})
             assert refused.status_code == 422
             assert "is not a finite number" in refused.json()["detail"]
@@ -117,7 +122,10 @@ def test_the_ledger_gives_them_back_to_a_resumed_run(task: Task, tmp_path: Path)
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), (1, 2), {1: "a"}, b"x", "\ud800"])
 def test_the_ledger_refuses_options_that_it_could_not_give_back(wrong: Any, tmp_path: Path) -> None:
-    with Ledger(tmp_path / "ledger.sqlite") as ledger, pytest.raises(ConfigError, match="of task t cannot be stored"):
+    with (
+        Ledger(tmp_path / "ledger.sqlite") as ledger,
+        pytest.raises(ConfigError, match="of task t cannot be stored"),
+    ):
         ledger.admit(0, Task("env", 1, {"a": [wrong]}, "t"), 0)
 
 

@@ -25,11 +25,17 @@ NOISY = (0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2)
 
 
 def group(*rewards: float) -> Group:
-    played = tuple(replace(trajectory("x", rewards=[1.0]), id=str(number)) for number in range(len(rewards)))
+    played = tuple(
+        replace(trajectory("x", rewards=[1.0]), id=str(number)) for number in range(len(rewards))
+    )
     return Group(played[0].task, played, tuple(map(Score, rewards)))
 
 
-@given(st.lists(st.floats(-1, 1), min_size=1, max_size=200), st.integers(-12, 12), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.floats(-1, 1), min_size=1, max_size=200),
+    st.integers(-12, 12),
+    st.randoms(use_true_random=False),
+)
 def test_sums_of_the_same_numbers_in_another_order_are_equal(
     numbers: list[float], power: int, rng: random.Random
 ) -> None:
@@ -67,13 +73,19 @@ def test_a_group_whose_rewards_differ_by_rounding_is_not_mixed_and_gives_no_pair
     for which in ("best_worst", "all"):
         assert ranked_pairs(list(NOISY), which, "hard") == []
     assert len(ranked_pairs(list(true.rewards_G), "best_worst", "hard")) == 1
-    keep = {name: RejectionSampling(RejectionSampling.Config(keep=name)) for name in ("best", "above_mean")}
+    keep = {
+        name: RejectionSampling(RejectionSampling.Config(keep=name))
+        for name in ("best", "above_mean")
+    }
     assert keep["best"].advantages(noisy) == [1.0] * 4
     assert keep["above_mean"].advantages(noisy) == [0.0] * 4
 
 
 def test_parts_that_cancel_out_leave_an_exact_zero() -> None:
-    parts = [RewardPart(lambda trajectory: 0.0, name, weight) for name, weight in (("a", 3.0), ("b", -1.0))]
+    parts = [
+        RewardPart(lambda trajectory: 0.0, name, weight)
+        for name, weight in (("a", 3.0), ("b", -1.0))
+    ]
     assert 3 * 0.1 - 0.3 != 0
     assert total(parts, [Score(0.1), Score(0.3)]).value == 0.0
     shaped = trajectory(["x"] * 4, rewards=[0.1, 0.2, -0.3, 5e-17])
@@ -85,7 +97,9 @@ def test_a_turn_that_gets_the_rest_of_a_score_gets_no_rounding() -> None:
     earned = [0.1] * 10
     assert sum(earned) != math.fsum(earned)
     played = trajectory(["x"] * 11, rewards=earned)
-    (rewards,) = Group(played.task, (played,), (Score(sum(earned), turns=tuple(earned)),)).turn_rewards_G
+    (rewards,) = Group(
+        played.task, (played,), (Score(sum(earned), turns=tuple(earned)),)
+    ).turn_rewards_G
     assert list(rewards) == [*earned, 0.0]
 
 

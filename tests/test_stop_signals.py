@@ -24,8 +24,12 @@ from agentrl.viewer.server import PageServer
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
-    """The signals do what they do in a process that a terminal has started, whatever this one has inherited."""
-    handlers = dict.fromkeys(STOP_SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    """The signals do what they do in a process that a terminal has started, whatever this one has
+    inherited.
+    """
+    handlers = dict.fromkeys(STOP_SIGNALS, signal.SIG_DFL) | {
+        signal.SIGINT: signal.default_int_handler
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     for number, handler in before.items():
@@ -36,13 +40,16 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("first", "second", "saved"), [
-    (signal.SIGTERM, signal.SIGTERM, True),
-    (signal.SIGHUP, signal.SIGTERM, True),
-    (signal.SIGUSR1, signal.SIGHUP, True),
-    (signal.SIGINT, signal.SIGTERM, True),
-    (signal.SIGTERM, signal.SIGINT, False),  # a person who does not want to wait
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "saved"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, True),
+        (signal.SIGHUP, signal.SIGTERM, True),
+        (signal.SIGUSR1, signal.SIGHUP, True),
+        (signal.SIGINT, signal.SIGTERM, True),
+        (signal.SIGTERM, signal.SIGINT, False),  # a person who does not want to wait
+    ],
+)
 def test_signals_of_schedulers_and_terminals_stop_a_run_and_the_next_one_keeps_its_checkpoint(
     first: signal.Signals, second: signal.Signals, saved: bool
 ) -> None:
@@ -66,7 +73,9 @@ def test_signals_of_schedulers_and_terminals_stop_a_run_and_the_next_one_keeps_i
 
 
 @pytest.mark.parametrize("ignored", [signal.SIGHUP, signal.SIGUSR1])
-def test_what_nohup_has_told_to_ignore_stays_ignored(ignored: signal.Signals, tmp_path: Path) -> None:
+def test_what_nohup_has_told_to_ignore_stays_ignored(
+    ignored: signal.Signals, tmp_path: Path
+) -> None:
     signal.signal(ignored, signal.SIG_IGN)
     with Stopping():
         send(ignored)
@@ -84,7 +93,9 @@ def test_what_nohup_has_told_to_ignore_stays_ignored(ignored: signal.Signals, tm
 
 
 def env_server(number: signal.Signals, folder: Path) -> HttpServer:
-    return EnvServer(FrozenLake, limits=ServerLimits(drain_seconds=0), on_start=lambda url: send(number))
+    return EnvServer(
+        FrozenLake, limits=ServerLimits(drain_seconds=0), on_start=lambda url: send(number)
+    )
 
 
 def page_server(number: signal.Signals, folder: Path) -> HttpServer:
@@ -120,7 +131,9 @@ def test_each_stop_signal_ends_the_gateway_which_writes_what_it_has_recorded(
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_each_stop_signal_ends_an_evaluation_with_the_status_of_a_shell(number: signal.Signals) -> None:
+def test_each_stop_signal_ends_an_evaluation_with_the_status_of_a_shell(
+    number: signal.Signals,
+) -> None:
     ended: list[str] = []
 
     async def plays() -> None:

@@ -42,7 +42,9 @@ HERE = "tests.test_unshared"
 
 def parts_of(tree):
     """All lists and dicts of a tree."""
-    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    inner = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     own = [tree] if isinstance(tree, dict | list) else []
     return own + [part for one in inner for part in parts_of(one)]
 
@@ -56,20 +58,28 @@ def test_a_copy_is_equal_and_shares_nothing_that_can_be_changed(tree):
 
 
 def test_what_cannot_be_copied_is_refused_by_name_before_anything_is_played():
-    with pytest.raises(ConfigError, match=r"the options of task 't1' hold <unlocked .*cannot be copied"):
+    with pytest.raises(
+        ConfigError, match=r"the options of task 't1' hold <unlocked .*cannot be copied"
+    ):
         Task("x", 0, {"deep": [{"lock": threading.Lock()}]}, "t1")
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(ConfigError, match="hold themselves"):
         Task("x", 0, {"loop": loop})
-    assert Task("x", 0, MappingProxyType({"a": MappingProxyType({"b": 1})})).options == {"a": {"b": 1}}
+    assert Task("x", 0, MappingProxyType({"a": MappingProxyType({"b": 1})})).options == {
+        "a": {"b": 1}
+    }
 
 
 def sources(folder: Path):
     """(two tasks of one source, or of two that share options) for each kind of source."""
     shared = {"seen": []}
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{number}", "answer": [number]}) + "\n" for number in range(4)))
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"{number}", "answer": [number]}) + "\n" for number in range(4)
+        )
+    )
     seeded = [SeededTasks(NoSettings(), "e", 0, split, shared) for split in ("train", "held-out")]
     yield seeded[0].task(0), seeded[1].task(0)
     yield seeded[0].task(0), seeded[0].task(0)
@@ -168,7 +178,11 @@ class Pops:
 
     def score(self, played):
         call = played.messages[-1].tool_calls[0]
-        value = played.task.options.pop("gold", 0) + len(played.task.options["deep"]) + played.turns[0].info.pop("n", 0)
+        value = (
+            played.task.options.pop("gold", 0)
+            + len(played.task.options["deep"])
+            + played.turns[0].info.pop("n", 0)
+        )
         value += call.arguments.pop("x", 0)
         played.task.options["deep"].append(1)
         call.arguments["deep"].clear()
@@ -188,7 +202,9 @@ def member():
     call = ToolCall("look", {"x": 4, "deep": [1]})
     played = trajectory("yes", options={"gold": 1, "deep": []})
     turns = tuple(replace(turn, info={"n": 2}) for turn in played.turns)
-    return replace(played, turns=turns, messages=(Message("assistant", call.render(), tool_calls=(call,)),))
+    return replace(
+        played, turns=turns, messages=(Message("assistant", call.render(), tool_calls=(call,)),)
+    )
 
 
 @pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
@@ -197,15 +213,22 @@ def test_a_reward_that_takes_what_it_gets_scores_equal_members_equally_wherever_
     group = [one, one, member()]
     # In a process each call has a reward of its own, so one that fails once would fail for ever.
     fails = 0 if isolation == "process" else 1
-    parts = [RewardPart(Pops(fails), "pops", 1.0, isolation), RewardPart(Pops(), "too", 10.0, isolation)]
+    parts = [
+        RewardPart(Pops(fails), "pops", 1.0, isolation),
+        RewardPart(Pops(), "too", 10.0, isolation),
+    ]
 
     async def main():
-        async with RewardPipeline(parts, RulePool(), deadline=60.0, retries=Retries(reward=3)) as reward:
+        async with RewardPipeline(
+            parts, RulePool(), deadline=60.0, retries=Retries(reward=3)
+        ) as reward:
             return [await reward.score(played) for played in group]
 
     scores = asyncio.run(main())
     assert [score.value for score in scores] == [77.0] * 3
-    assert [dict(score.parts) for score in scores] == [{"pops": 7, "pops/seen": 7, "too": 7, "too/seen": 7}] * 3
+    assert [dict(score.parts) for score in scores] == [
+        {"pops": 7, "pops/seen": 7, "too": 7, "too/seen": 7}
+    ] * 3
     assert one == member()
 
 
@@ -239,7 +262,9 @@ def spoils_options(env, rng, *, words):
 
 
 def test_each_call_of_a_scripted_player_gets_its_options_anew():
-    chosen = DemonstrationsConfig(player=f"{HERE}:spoils_options", options={"words": ["left", "right"]})
+    chosen = DemonstrationsConfig(
+        player=f"{HERE}:spoils_options", options={"words": ["left", "right"]}
+    )
     player = _player(chosen)
     assert [player(None, None) for _ in range(3)] == ["right"] * 3
     assert chosen.options == {"words": ["left", "right"]}

@@ -1,4 +1,6 @@
-"""The wheel is all that a user needs: it installs into an empty environment and runs the demo there."""
+"""The wheel is all that a user needs: it installs into an empty environment and runs the demo
+there.
+"""
 
 import os
 import subprocess
@@ -10,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ONE_STEP = (
-    "steps=1 recipe.demonstrations.episodes=32 rollout.groups_per_step=2 rollout.group_size=4 evaluation.tasks=4 "
-    "checkpoint.every=1 run_dir=run"
+    "steps=1 recipe.demonstrations.episodes=32 rollout.groups_per_step=2 rollout.group_size=4"
+    " evaluation.tasks=4 checkpoint.every=1 run_dir=run"
 )
 
 
@@ -19,22 +21,43 @@ def demo_of_the_wheel(folder: Path, overrides: str) -> str:
     """What the demo prints, in an environment of its own in `folder`."""
     command = ["make", "wheel-demo", f"WHEEL_VENV={folder / 'venv'}", f"OVERRIDES={overrides}"]
     environment = {**os.environ, "MAKEFLAGS": ""}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     return ended.stdout
 
 
 @pytest.mark.slow
 def test_the_wheel_has_all_that_its_command_needs(tmp_path: Path) -> None:
-    """Its files alone, beside the libraries that are here: nothing of the repository can be imported."""
+    """Its files alone, beside the libraries that are here: nothing of the repository can be
+    imported.
+    """
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, "."],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            tmp_path,
+            ".",
+        ],
         cwd=ROOT,
         check=True,
     )
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "site")
-    command = [sys.executable, "-P", "-c", "from agentrl.cli import main; main()", "demo", *ONE_STEP.split()]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from agentrl.cli import main; main()",
+        "demo",
+        *ONE_STEP.split(),
+    ]
     ended = subprocess.run(
         command,
         cwd=tmp_path,

@@ -1,4 +1,6 @@
-"""Cuts a batch into shards for a trainer's ranks, with equal numbers of micro-batches and nearly equal work."""
+"""Cuts a batch into shards for a trainer's ranks, with equal numbers of micro-batches and nearly
+equal work.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,19 +18,27 @@ BatchShard = Sequence[Sequence[MicroBatch]]
 
 
 def shard_batch(
-    batch: TrainBatch, settings: TrainerSettings, *, ranks: int, minibatches: int = 1, attention: float = 0.0
+    batch: TrainBatch,
+    settings: TrainerSettings,
+    *,
+    ranks: int,
+    minibatches: int = 1,
+    attention: float = 0.0,
 ) -> list[BatchShard]:
-    """Cut a batch into minibatches, these into micro-batches, and divide them into a shard for each rank.
+    """Cut a batch into minibatches, these into micro-batches, and divide them into a shard for each
+    rank.
 
-    In each minibatch every rank gets the same number of micro-batches; the costs of two ranks differ by at most that of
-    the largest micro-batch (`MicroBatch.cost`, with `attention`). Micro-batches without a loss token are left out. A
-    single rank gets all, in order.
+    In each minibatch every rank gets the same number of micro-batches; the costs of two ranks
+    differ by at most that of the largest micro-batch (`MicroBatch.cost`, with `attention`).
+    Micro-batches without a loss token are left out. A single rank gets all, in order.
 
     Raises:
         ValueError: the batch has no loss token.
     """
     by_minibatch = [
-        _shard_minibatch(micro_batches(part, settings.tokens_at_once, parts=ranks), ranks, attention)
+        _shard_minibatch(
+            micro_batches(part, settings.tokens_at_once, parts=ranks), ranks, attention
+        )
         for part in minibatches_of(batch, minibatches)
         if part.num_loss_tokens
     ]
@@ -40,8 +50,8 @@ def shard_batch(
 def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
     """Split the samples, in order, into `count` batches of nearly equal numbers of loss tokens.
 
-    Neighbours stay together, so each border splits at most one group. With fewer samples than `count`, each sample is a
-    batch.
+    Neighbours stay together, so each border splits at most one group. With fewer samples than
+    `count`, each sample is a batch.
 
     Raises:
         ValueError: `count` is below 1.
@@ -51,7 +61,9 @@ def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
     return batch.split(equal_parts(batch.loss_tokens_M, count))
 
 
-def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:
+def gather(
+    batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]
+) -> FloatArray:
     """The ranks' predictions for the loss tokens, in the order of the batch; shape N.
 
     The batch must have been sharded as one minibatch.
@@ -63,30 +75,47 @@ def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequenc
             if micro_batch.counts:
                 counts = micro_batch.samples.loss_tokens_M
                 by_sample = np.split(predicted_N, np.cumsum(counts)[:-1])
-                for number, of_sample_N in zip(micro_batch.numbers_M.tolist(), by_sample, strict=True):
+                for number, of_sample_N in zip(
+                    micro_batch.numbers_M.tolist(), by_sample, strict=True
+                ):
                     gathered_N[ends_M[number] - len(of_sample_N) : ends_M[number]] = of_sample_N
     return gathered_N
 
 
 def gather_rows(
-    batch: TrainBatch, shards: Sequence[BatchShard], minibatches: int, found: Sequence[Sequence[FloatArray]]
+    batch: TrainBatch,
+    shards: Sequence[BatchShard],
+    minibatches: int,
+    found: Sequence[Sequence[FloatArray]],
 ) -> FloatArray:
-    """K numbers for each loss token, in the order of a batch that was sharded as `minibatches`; shape (K, N).
+    """K numbers for each loss token, in the order of a batch that was sharded as `minibatches`;
+    shape (K, N).
 
-    `found` has those of each rank's micro-batches, one minibatch after another, each of shape (K, its loss tokens).
+    `found` has those of each rank's micro-batches, one minibatch after another, each of shape (K,
+    its loss tokens).
     """
     gathered = []
     unread = [iter(of_rank) for of_rank in found]
     parts = [part for part in minibatches_of(batch, minibatches) if part.num_loss_tokens]
     for number, part in enumerate(parts):
         of_part = [[shard[number]] for shard in shards]
-        values = [list(islice(of_rank, len(shard[0]))) for of_rank, shard in zip(unread, of_part, strict=True)]
+        values = [
+            list(islice(of_rank, len(shard[0])))
+            for of_rank, shard in zip(unread, of_part, strict=True)
+        ]
         rows = range(len(values[0][0]))
-        gathered.append([gather(part, of_part, [[one_KN[row] for one_KN in own] for own in values]) for row in rows])
+        gathered.append(
+            [
+                gather(part, of_part, [[one_KN[row] for one_KN in own] for own in values])
+                for row in rows
+            ]
+        )
     return np.concatenate(gathered, axis=1)
 
 
-def _shard_minibatch(all_of_it: Sequence[MicroBatch], ranks: int, attention: float) -> list[list[MicroBatch]]:
+def _shard_minibatch(
+    all_of_it: Sequence[MicroBatch], ranks: int, attention: float
+) -> list[list[MicroBatch]]:
     found = [micro_batch for micro_batch in all_of_it if micro_batch.samples.num_loss_tokens]
     if ranks == 1:
         return [found]
@@ -94,7 +123,9 @@ def _shard_minibatch(all_of_it: Sequence[MicroBatch], ranks: int, attention: flo
     loads, most = [0.0] * ranks, -(-len(found) // ranks)
     costs = [micro_batch.cost(attention) for micro_batch in found]
     for number in sorted(range(len(found)), key=lambda number: -costs[number]):
-        rank = min((rank for rank in range(ranks) if len(by_rank[rank]) < most), key=loads.__getitem__)
+        rank = min(
+            (rank for rank in range(ranks) if len(by_rank[rank]) < most), key=loads.__getitem__
+        )
         by_rank[rank].append(found[number])
         loads[rank] += costs[number]
     filler = replace(found[costs.index(min(costs))], counts=False)

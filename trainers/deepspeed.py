@@ -21,16 +21,20 @@ class DeepSpeedTrainer(GroupTrainer):
         world_size: int = Field(1, ge=1)
         """Number of ranks, with one device each."""
         zero_stage: Literal[1, 2, 3] = 2
-        """What is sharded: the optimizer (1), also the gradients (2), also the weights (3); arXiv:1910.02054."""
+        """What is sharded: the optimizer (1), also the gradients (2), also the weights (3);
+        arXiv:1910.02054.
+        """
         offload: bool = False
-        """Keep the optimizer (and with stage 3 the weights) in CPU memory, if the devices are GPUs."""
+        """Keep the optimizer (and with stage 3 the weights) in CPU memory, if the devices are GPUs.
+        """
 
         @model_validator(mode="after")
         def _moments_are_divided_by_elements(self) -> Self:
             if self.moments != "float32":
                 raise ValueError(
-                    f"DeepSpeed keeps the moments of many parameters as one float32 tensor, so it has no moments of "
-                    f"{self.moments}: write trainer: fsdp (or local), or moments: float32"
+                    "DeepSpeed keeps the moments of many parameters as one float32 tensor, so it"
+                    f" has no moments of {self.moments}: write trainer: fsdp (or local), or"
+                    " moments: float32"
                 )
             return self
 
@@ -38,15 +42,16 @@ class DeepSpeedTrainer(GroupTrainer):
         def _layers_are_computed_again_as_they_were(self) -> Self:
             if self.zero_stage == 3 and self.activation_checkpointing == "selective":
                 raise ValueError(
-                    "ZeRO 3 gathers weights inside of a layer, and not the same ones when the layer is computed again, "
-                    "so torch cannot tell what selective recomputation has kept: write activation_checkpointing: full "
-                    "(or none), zero_stage: 2, or trainer: fsdp"
+                    "ZeRO 3 gathers weights inside of a layer, and not the same ones when the layer"
+                    " is computed again, so torch cannot tell what selective recomputation has"
+                    " kept: write activation_checkpointing: full (or none), zero_stage: 2, or"
+                    " trainer: fsdp"
                 )
             return self
 
         def layout(self) -> TrainerLayout:
-            """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of float32 ones, and adds up
-            the gradients of all ranks in a buffer.
+            """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of
+            float32 ones, and adds up the gradients of all ranks in a buffer.
             """
             return replace(
                 super().layout(),

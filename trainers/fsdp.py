@@ -1,4 +1,6 @@
-"""The trainer for many ranks with FSDP2: each rank has an equal part of weights, gradients and optimizer."""
+"""The trainer for many ranks with FSDP2: each rank has an equal part of weights, gradients and
+optimizer.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -21,15 +23,16 @@ class FsdpTrainer(GroupTrainer):
         world_size: int = Field(1, ge=1)
         """Number of ranks, with one device each."""
         reshard_after_forward: bool = True
-        """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass (ZeRO
-        3). Otherwise keep them until then (ZeRO 2), which is faster but takes more memory."""
+        """Free a layer's gathered weights after its forward pass, and gather them again for the
+        backward pass (ZeRO 3). Otherwise keep them until then (ZeRO 2), which is faster but takes
+        more memory."""
         keep_gradients: bool = False
-        """Keep the gradients of all weights whole on each rank until the last micro-batch, and sum them over the ranks
-        once: less traffic, for 4 bytes of memory for each parameter. Otherwise each micro-batch's are summed at once,
-        and each rank keeps its part."""
+        """Keep the gradients of all weights whole on each rank until the last micro-batch, and sum
+        them over the ranks once: less traffic, for 4 bytes of memory for each parameter. Otherwise
+        each micro-batch's are summed at once, and each rank keeps its part."""
         optimizer_offload: bool = False
-        """Keep the shards of weights, gradients and moments in CPU memory, and update the weights there, if the devices
-        are GPUs."""
+        """Keep the shards of weights, gradients and moments in CPU memory, and update the weights
+        there, if the devices are GPUs."""
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. Weights are cast before they are gathered."""

@@ -1,4 +1,6 @@
-"""A trainer whose ranks are workers: it cuts each batch into shards for them, and restarts them when one dies."""
+"""A trainer whose ranks are workers: it cuts each batch into shards for them, and restarts them
+when one dies.
+"""
 
 import asyncio
 import json
@@ -56,20 +58,23 @@ class _Saving:
 class GroupTrainer:
     """The base of all trainers; implements `agentrl.protocols.Trainer`.
 
-    `sharding` names the function that makes a rank's `Sharding`, as "module:function". It needs torch, so only the
-    ranks import it. A call does not block the event loop. The ranks finish a step that they have begun, even if the
-    caller is cancelled.
+    `sharding` names the function that makes a rank's `Sharding`, as "module:function". It needs
+    torch, so only the ranks import it. A call does not block the event loop. The ranks finish a
+    step that they have begun, even if the caller is cancelled.
 
-    `temperature` is the engine's sampling temperature: logprobs are of the distribution that was sampled from.
-    `total_steps` is the end of the learning rate schedule. `model` is a Hugging Face folder. `start` starts the ranks,
-    in this process or elsewhere. `role` is their name in messages. With the `head` "value" the model is a critic, whose
-    losses are of its values. `recovery` says how often ranks are restarted, and from what.
+    `temperature` is the engine's sampling temperature: logprobs are of the distribution that was
+    sampled from. `total_steps` is the end of the learning rate schedule. `model` is a Hugging Face
+    folder. `start` starts the ranks, in this process or elsewhere. `role` is their name in
+    messages. With the `head` "value" the model is a critic, whose losses are of its values.
+    `recovery` says how often ranks are restarted, and from what.
 
     Raises:
-        ConfigError: on entering: the model folder is missing, or its model cannot be trained exactly.
-        WorkerDiedError: from any call: ranks have died more than `recovery.restarts` times in a row, with no step and
-            no prediction between.
-        StallError: from any call: it has missed `recovery.deadline`, or its ranks `recovery.start_seconds`.
+        ConfigError: on entering: the model folder is missing, or its model cannot be trained
+        exactly.
+        WorkerDiedError: from any call: ranks have died more than `recovery.restarts` times in a
+            row, with no step and no prediction between.
+        StallError: from any call: it has missed `recovery.deadline`, or its ranks
+        `recovery.start_seconds`.
     """
 
     sharding: ClassVar[str]
@@ -88,7 +93,10 @@ class GroupTrainer:
         recovery: Recovery | None = None,
     ) -> None:
         if temperature <= 0:
-            raise ConfigError(f"cannot train on samples of temperature {temperature}: greedy choices have no gradient")
+            raise ConfigError(
+                f"cannot train on samples of temperature {temperature}: greedy choices have no"
+                " gradient"
+            )
         self.config = config = config.within(longest_sample(model))
         self._spec = TrainerSpec(self.sharding, config, model, total_steps, temperature, head)
         self._role = role
@@ -112,7 +120,9 @@ class GroupTrainer:
     def crew(self) -> Crew:
         """How many ranks are alive, as far as is known. Any thread may ask."""
         ranks = self._ranks
-        return Crew(self._role, 0 if ranks is None else len(ranks), self.world_size, self._restarts.total)
+        return Crew(
+            self._role, 0 if ranks is None else len(ranks), self.world_size, self._restarts.total
+        )
 
     async def __aenter__(self) -> Self:
         self._running = True
@@ -130,19 +140,19 @@ class GroupTrainer:
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
         """One pass over the batch, in `minibatches` optimizer steps.
 
-        Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of the minibatches),
-        `lr`, `loss_tokens`, `tokens`, `tokens_computed` (a prefix that samples share counts once),
-        `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase
-        and the means of the loss's own metrics.
+        Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of
+        the minibatches), `lr`, `loss_tokens`, `tokens`, `tokens_computed` (a prefix that samples
+        share counts once), `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's
+        logprob|, in nats), the seconds of each phase and the means of the loss's own metrics.
 
         Raises:
-            TrainingError: no loss token, a normalizer that is not above zero, or a loss or gradient that is not
-                finite. The weights are then as the last good minibatch left them.
+            TrainingError: no loss token, a normalizer that is not above zero, or a loss or gradient
+                that is not finite. The weights are then as the last good minibatch left them.
         """
         if batch.num_loss_tokens < 1 or not 0 < normalizer < math.inf:
             raise TrainingError(
-                f"cannot train on {batch.num_loss_tokens} loss tokens with the normalizer {normalizer}: a batch needs "
-                "a sampled token, and a normalizer above zero"
+                f"cannot train on {batch.num_loss_tokens} loss tokens with the normalizer"
+                f" {normalizer}: a batch needs a sampled token, and a normalizer above zero"
             )
         step = TrainingStep(batch, loss, normalizer)
         metrics = await self._ask(lambda ranks: self._make(ranks, step), len(batch.tokens_S))
@@ -151,7 +161,9 @@ class GroupTrainer:
         return metrics
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
-        """The model's logprob (a critic's value) of each loss token, in the order of the batch, shape N."""
+        """The model's logprob (a critic's value) of each loss token, in the order of the batch,
+        shape N.
+        """
 
         async def predict(ranks: WorkerGroup) -> FloatArray:
             shards = await asyncio.to_thread(
@@ -166,8 +178,12 @@ class GroupTrainer:
 
     async def token_logprobs(self) -> FloatArray | None:
         """See `SupportsTokenLogprobs`."""
-        by_rank: Sequence[Sequence[FloatArray]] = await self._ask(lambda ranks: ranks.all("token_logprobs"))
-        if self._made is None or not all(by_rank):  # ranks that have been restarted after a checkpoint know of no step
+        by_rank: Sequence[Sequence[FloatArray]] = await self._ask(
+            lambda ranks: ranks.all("token_logprobs")
+        )
+        if self._made is None or not all(
+            by_rank
+        ):  # ranks that have been restarted after a checkpoint know of no step
             return None
         return await asyncio.to_thread(gather_rows, *self._made, self.config.minibatches, by_rank)
 
@@ -184,11 +200,18 @@ class GroupTrainer:
 
         If rank 0's machine cannot reach the place, the weights are sent here and written here.
         """
-        written: Mapping[str, Tensor] = (await self._ask(lambda ranks: ranks.all("write_weights", place)))[0]
-        return written if isinstance(written, WeightBundle) else await asyncio.to_thread(place.write, written)
+        written: Mapping[str, Tensor] = (
+            await self._ask(lambda ranks: ranks.all("write_weights", place))
+        )[0]
+        return (
+            written
+            if isinstance(written, WeightBundle)
+            else await asyncio.to_thread(place.write, written)
+        )
 
     async def save(self, folder: Path) -> None:
-        """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside it.
+        """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside
+        it.
 
         To save all or nothing, save to a temporary folder and rename it.
         """
@@ -198,11 +221,13 @@ class GroupTrainer:
     async def begin_save(self, folder: Path) -> None:
         """Copy the state, and let the ranks write it while steps go on; `saved` waits for them.
 
-        Ranks that are restarted meanwhile write it again, over what there is, when they have come to the same step.
+        Ranks that are restarted meanwhile write it again, over what there is, when they have come
+        to the same step.
         """
         if self._saving is not None:
             await self.saved()
-        self._log.drop_saved()  # those in the last checkpoint only: this one may not become complete
+        # those in the last checkpoint only: this one may not become complete
+        self._log.drop_saved()
         saving = _Saving(folder, self._log.done)
         await self._ask(saving.begin)
         self._saving = saving
@@ -226,11 +251,13 @@ class GroupTrainer:
             self._saving = None
 
     async def load(self, folder: Path) -> None:
-        """Continue exactly where `save` left off; settings (learning rate, decay, ...) stay those of this run.
+        """Continue exactly where `save` left off; settings (learning rate, decay, ...) stay those
+        of this run.
 
         Raises:
             CheckpointError: the folder is missing or incomplete.
-            ValueError: it is not the run's newest checkpoint, the only one that a restart would find.
+            ValueError: it is not the run's newest checkpoint, the only one that a restart would
+            find.
         """
         checkpoint = self._log.checked(folder)
         await self._ask(lambda ranks: ranks.all("load", folder))
@@ -315,7 +342,9 @@ class GroupTrainer:
             await self._leave(error)
 
     async def _begin(self) -> WorkerGroup:
-        """Start ranks, and bring them to the state after the steps done. They save again what they had not saved."""
+        """Start ranks, and bring them to the state after the steps done. They save again what they
+        had not saved.
+        """
         ranks = await self._start(self._role, self._spec.make_rank, self.world_size)
         try:
             checkpoint = await self._loaded(ranks)
@@ -349,7 +378,9 @@ class GroupTrainer:
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return
-        if not isinstance(error, WorkerDiedError):  # the remaining ranks would wait for the dead one
+        if not isinstance(
+            error, WorkerDiedError
+        ):  # the remaining ranks would wait for the dead one
             with suppress(AgentRLError, TimeoutError):  # a stuck rank is stopped below anyway
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await ranks.all("close")
@@ -357,7 +388,9 @@ class GroupTrainer:
 
 
 def longest_sample(model: Path) -> int:
-    """Most tokens of a sample of the model in a folder, by its config; `MOST_TOKENS` if it says nothing."""
+    """Most tokens of a sample of the model in a folder, by its config; `MOST_TOKENS` if it says
+    nothing.
+    """
     try:
         config = json.loads((model / "config.json").read_text())
     except FileNotFoundError:
@@ -367,7 +400,8 @@ def longest_sample(model: Path) -> int:
 
 
 def attention_share(model: Path) -> float:
-    """The work that attention to one token before adds to a token, as a share of its work in the matrix products.
+    """The work that attention to one token before adds to a token, as a share of its work in the
+    matrix products.
 
     0 for models that cannot be counted: their samples cost as much as their tokens.
     """

@@ -9,8 +9,8 @@ from agentrl.trainers.settings import TrainerSettings
 class LocalTrainer(GroupTrainer):
     """Weights and optimizer on one device, by default in a thread of this process.
 
-    On the same machine the same batches give bitwise the same weights, if the device's kernels are deterministic (those
-    of a CPU are).
+    On the same machine the same batches give bitwise the same weights, if the device's kernels are
+    deterministic (those of a CPU are).
     """
 
     sharding: ClassVar[str] = "agentrl.trainers.rank.one_device:open_sharding"

@@ -16,11 +16,12 @@ from agentrl.trainers.compute.prefixes import SharedPrefixes, families, find_sha
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples that one rank computes at once, end to end in one sequence, without padding; the longest come first.
+    """Samples that one rank computes at once, end to end in one sequence, without padding; the
+    longest come first.
 
-    `numbers_M`: the numbers of the samples in the packed batch. `shared`: the prefixes that are computed once; None if
-    every token is computed. If `counts` is false, the micro-batch is computed with a weight of zero: it keeps a rank
-    that has no work left in step with the others.
+    `numbers_M`: the numbers of the samples in the packed batch. `shared`: the prefixes that are
+    computed once; None if every token is computed. If `counts` is false, the micro-batch is
+    computed with a weight of zero: it keeps a rank that has no work left in step with the others.
     """
 
     samples: TrainBatch
@@ -39,16 +40,19 @@ class MicroBatch:
         return self.tokens if self.shared is None else len(self.shared.computed_S)
 
     def cost(self, attention: float) -> float:
-        """The work, in tokens of a model without attention. `attention`: the share that each token before adds."""
+        """The work, in tokens of a model without attention. `attention`: the share that each token
+        before adds.
+        """
         lengths_M = self.samples.lengths_M.astype(np.float64)
         return float(self.computed_tokens + attention / 2 * np.square(lengths_M).sum())
 
 
 def pack(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample, longest first, goes into the fullest sequence that has room. Ties: the first.
+    """Best-fit decreasing: each sample, longest first, goes into the fullest sequence that has
+    room. Ties: the first.
 
-    Returns the samples of each sequence, by their numbers. A sample longer than `tokens` gets a sequence of its own:
-    nothing is ever cut. Longer sequences come first.
+    Returns the samples of each sequence, by their numbers. A sample longer than `tokens` gets a
+    sequence of its own: nothing is ever cut. Longer sequences come first.
 
     Raises:
         ValueError: `tokens` is below 1.
@@ -71,22 +75,28 @@ def pack(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def micro_batches(batch: TrainBatch, tokens: int, *, parts: int = 1) -> list[MicroBatch]:
-    """Pack a batch into micro-batches of at most `tokens` tokens that go through the model, or of a single sample.
+    """Pack a batch into micro-batches of at most `tokens` tokens that go through the model, or of a
+    single sample.
 
-    Samples that share a prefix go into the same micro-batch, where it is computed once; its repetitions count as a part
-    of their tokens (`REPEATED`). For several `parts`, micro-batches are small enough for each part to get its share.
+    Samples that share a prefix go into the same micro-batch, where it is computed once; its
+    repetitions count as a part of their tokens (`REPEATED`). For several `parts`, micro-batches are
+    small enough for each part to get its share.
 
     Raises:
         ValueError: `tokens` is below 1.
     """
     rows = np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1])
     found, sizes, limit = families(rows, tokens, parts=parts)
-    sequences = [[number for one in packed for number in found[one]] for packed in pack(sizes, limit)]
+    sequences = [
+        [number for one in packed for number in found[one]] for packed in pack(sizes, limit)
+    ]
     for sequence in sequences:
         sequence.sort(key=lambda number: (-len(rows[number]), number))
     ordered = batch.ordered([number for sequence in sequences for number in sequence])
     parts_R = ordered.split([len(sequence) for sequence in sequences])
     return [
-        MicroBatch(part, np.asarray(sequence, np.int32), find_shared([rows[number] for number in sequence]))
+        MicroBatch(
+            part, np.asarray(sequence, np.int32), find_shared([rows[number] for number in sequence])
+        )
         for part, sequence in zip(parts_R, sequences, strict=True)
     ]

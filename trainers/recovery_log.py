@@ -59,7 +59,9 @@ class ReplayLog:
         self.done = checkpoint[0]
 
     def checkpoint(self) -> tuple[int, Path] | None:
-        """What new ranks load: the run's newest (steps done, checkpoint) if it has done steps, else the loaded one."""
+        """What new ranks load: the run's newest (steps done, checkpoint) if it has done steps, else
+        the loaded one.
+        """
         return (self.latest() if self.done else None) or self._loaded
 
     def since(self, number: int) -> Iterator[TrainingStep]:
@@ -70,5 +72,7 @@ class ReplayLog:
         """
         for missing in range(number, self.done):
             if missing not in self._steps:
-                raise AgentRLError(f"step {missing} is neither in the checkpoint of {number} steps nor in the log")
+                raise AgentRLError(
+                    f"step {missing} is neither in the checkpoint of {number} steps nor in the log"
+                )
             yield self._steps[missing]

@@ -16,12 +16,14 @@ MomentType = Literal["float32", "bfloat16", "int8"]
 _MOMENT_BYTES: dict[MomentType, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
 """Bytes of a moment of a parameter."""
 _SLOWEST = 0.99
-"""The largest decay rate of bfloat16 moments: the steps between their numbers are up to a hundredth."""
+"""The largest decay rate of bfloat16 moments: the steps between their numbers are up to a
+hundredth.
+"""
 
 
 class LoraSettings(Settings):
-    """Train small adapters instead of the model's weights. They have no dropout: the policy that trains is the one
-    that samples.
+    """Train small adapters instead of the model's weights. They have no dropout: the policy that
+    trains is the one that samples.
     """
 
     rank: Annotated[int, Field(ge=1)] = 16
@@ -31,8 +33,8 @@ class LoraSettings(Settings):
     """An update is scaled by alpha / rank."""
 
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """The layers that get adapters, by the ends of their names, as [q_proj, v_proj]; or all linear ones except the
-    head; of a mixture of experts, those of attention."""
+    """The layers that get adapters, by the ends of their names, as [q_proj, v_proj]; or all linear
+    ones except the head; of a mixture of experts, those of attention."""
 
 
 class TrainerSettings(Settings):
@@ -41,7 +43,10 @@ class TrainerSettings(Settings):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
 
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.95,
+    )
     """AdamW's decay rates of the two moments."""
 
     eps: Annotated[float, Field(ge=1e-30)] = 1e-8
@@ -57,68 +62,82 @@ class TrainerSettings(Settings):
     """The learning rate after the warm-up."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly; the first step already has 1/warmup_steps of it."""
+    """Steps over which the learning rate rises linearly; the first step already has 1/warmup_steps
+    of it.
+    """
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The learning rate at the end of the cosine, as a share of `lr`."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of the computation. Weights, gradients and optimizer are float32 either way. By default bfloat16 on
-    GPUs that have it, and float32 on CPUs."""
+    """Precision of the computation. Weights, gradients and optimizer are float32 either way. By
+    default bfloat16 on GPUs that have it, and float32 on CPUs."""
 
     micro_batch_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Tokens that go through the model at once, as samples end to end; attention never crosses from one to another. A
-    prefix that samples share is computed once, and its repetitions count an eighth. A longer sample goes alone. Changes
-    memory and speed, not the result. By default as many as the longest context of the engine, at most 16,384."""
+    """Tokens that go through the model at once, as samples end to end; attention never crosses from
+    one to another. A prefix that samples share is computed once, and its repetitions count an
+    eighth. A longer sample goes alone. Changes memory and speed, not the result. By default as many
+    as the longest context of the engine, at most 16,384."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""
 
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """The old logprobs of the loss, where there are several minibatches: the trainer's own before its first update,
-    which takes a forward pass over all minibatches but the first; or the engine's, which need none. These are the same
-    numbers if the engine has the trainer's weights and precision; otherwise the ratio is to what was sampled from, and
-    there is no importance weight between the two."""
+    """The old logprobs of the loss, where there are several minibatches: the trainer's own before
+    its first update, which takes a forward pass over all minibatches but the first; or the
+    engine's, which need none. These are the same numbers if the engine has the trainer's weights
+    and precision; otherwise the ratio is to what was sampled from, and there is no importance
+    weight between the two."""
 
     moments: MomentType = "float32"
-    """What AdamW keeps its two moments in, while it computes updates in float32. `bfloat16` takes 4 bytes less for each
-    parameter, `int8` (codes with a scale for each block, arXiv:2110.02861) 6 less. Not of `deepspeed`."""
+    """What AdamW keeps its two moments in, while it computes updates in float32. `bfloat16` takes 4
+    bytes less for each parameter, `int8` (codes with a scale for each block, arXiv:2110.02861) 6
+    less. Not of `deepspeed`."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Of a mixture of experts: the weight of a loss that lets the routers use all experts equally, added to the loss of
-    each optimizer step. It is transformers' `load_balancing_loss_func`, over all tokens of the samples of a minibatch,
-    however these are packed and divided over ranks; this takes one more forward pass, unless one rank computes a
-    minibatch at once. 0: without it. Not of a critic."""
+    """Of a mixture of experts: the weight of a loss that lets the routers use all experts equally,
+    added to the loss of each optimizer step. It is transformers' `load_balancing_loss_func`, over
+    all tokens of the samples of a minibatch, however these are packed and divided over ranks; this
+    takes one more forward pass, unless one rank computes a minibatch at once. 0: without it. Not of
+    a critic."""
 
     activation_checkpointing: Recompute | None = None
-    """Activations that are computed again in the backward pass instead of kept: `none`; all of a layer except its
-    matrix products and its attention (`selective`, not with ZeRO 3); or all except its inputs (`full`). By default
-    `full` for models of a billion parameters or more, and with `activation_offload`; otherwise `none`."""
+    """Activations that are computed again in the backward pass instead of kept: `none`; all of a
+    layer except its matrix products and its attention (`selective`, not with ZeRO 3); or all except
+    its inputs (`full`). By default `full` for models of a billion parameters or more, and with
+    `activation_offload`; otherwise `none`."""
 
     activation_offload: bool = False
-    """Keep the inputs of layers, which are there to compute the rest again, in CPU memory, if the devices are GPUs."""
+    """Keep the inputs of layers, which are there to compute the rest again, in CPU memory, if the
+    devices are GPUs.
+    """
 
     trust_remote_code: bool = False
-    """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
+    """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a
+    run.
+    """
 
     lora: LoraSettings | None = None
-    """Train low-rank adapters, and freeze the model's own weights; `lora: {}` is rank 16 in all linear layers."""
+    """Train low-rank adapters, and freeze the model's own weights; `lora: {}` is rank 16 in all
+    linear layers.
+    """
 
     @model_validator(mode="after")
     def _moments_can_change(self) -> Self:
         if self.moments == "bfloat16" and max(self.betas) > _SLOWEST:
             raise ValueError(
-                f"betas of {self.betas} change a moment by less than bfloat16 can tell: write betas of at most "
-                f"{_SLOWEST}, or moments: int8 or float32"
+                f"betas of {self.betas} change a moment by less than bfloat16 can tell: write betas"
+                f" of at most {_SLOWEST}, or moments: int8 or float32"
             )
         return self
 
     def learning_rate(self, step: int, total_steps: int) -> float:
-        """The rate of step `step`, counted from 0 in calls of `Trainer.step`: a pure function, so the only scheduler
-        state of a resumed run is the step.
+        """The rate of step `step`, counted from 0 in calls of `Trainer.step`: a pure function, so
+        the only scheduler state of a resumed run is the step.
 
-        A linear warm-up, then constant, or half a cosine from `lr` down to `min_lr_ratio * lr` at `total_steps`
-        (SGDR, arXiv:1608.03983, equation 5, without restarts). Steps beyond `total_steps` keep the last rate.
+        A linear warm-up, then constant, or half a cosine from `lr` down to `min_lr_ratio * lr` at
+        `total_steps` (SGDR, arXiv:1608.03983, equation 5, without restarts). Steps beyond
+        `total_steps` keep the last rate.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
@@ -134,7 +153,9 @@ class TrainerSettings(Settings):
         return self.micro_batch_tokens or MOST_TOKENS
 
     def within(self, context: int) -> Self:
-        """The same, with micro-batches for samples of up to `context` tokens where the settings say nothing."""
+        """The same, with micro-batches for samples of up to `context` tokens where the settings say
+        nothing.
+        """
         chosen = self.micro_batch_tokens or max(2, min(context, MOST_TOKENS))
         return self.model_copy(update={"micro_batch_tokens": chosen})
 

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from agentrl.trainers.rank.worker import TrainerRank
 
 Head = Literal["policy", "value"]
-"""A model's output for a token: its logprob, or the reward that is expected after the tokens before it."""
+"""A model's output for a token: its logprob, or the reward that is expected after the tokens before
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
     """The specification that all ranks share.
 
-    `sharding` is the "module:function" that makes a rank's `Sharding` (`agentrl/trainers/rank/sharding.py`); `head` says
-    what the model computes for a token.
+    `sharding` is the "module:function" that makes a rank's `Sharding`
+    (`agentrl/trainers/rank/sharding.py`); `head` says what the model computes for a token.
     """
 
     sharding: str

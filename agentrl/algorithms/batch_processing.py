@@ -1,7 +1,9 @@
-"""Batch processing: penalties, constraints and normalisation of scores and advantages, between rollouts and loss.
+"""Batch processing: penalties, constraints and normalisation of scores and advantages, between
+rollouts and loss.
 
-All of it is pure functions of groups, except the multiplier of each constraint and what an algorithm remembers, which
-`BatchProcessing` carries from step to step. Both are among a step's metrics, from which a resumed run reads them.
+All of it is pure functions of groups, except the multiplier of each constraint and what an
+algorithm remembers, which `BatchProcessing` carries from step to step. Both are among a step's
+metrics, from which a resumed run reads them.
 
 Dimension suffixes: G members of a group, M trajectories of a batch.
 """
@@ -17,20 +19,31 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.protocols import Algorithm, LearnsFromBatches, MeasuresSpread, MemberAdvantage, Settings
+from agentrl.protocols import (
+    Algorithm,
+    LearnsFromBatches,
+    MeasuresSpread,
+    MemberAdvantage,
+    Settings,
+)
 from agentrl.rounding import constant, scale_of, settled
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 
 class Constraint(Settings):
-    """A bound on the mean of a part of the score, kept by a Lagrange multiplier that follows its violation."""
+    """A bound on the mean of a part of the score, kept by a Lagrange multiplier that follows its
+    violation.
+    """
 
     part: str
-    """The part that is the cost, by the name of its metric without `reward/`, such as `monitor/violated`."""
+    """The part that is the cost, by the name of its metric without `reward/`, such as
+    `monitor/violated`.
+    """
     at_most: float = Field(ge=0, allow_inf_nan=False)
     """Bound of its mean over a batch."""
     rate: float = Field(0.1, gt=0, allow_inf_nan=False)
-    """How far the multiplier moves in a step, for each unit of the mean above or below the bound."""
+    """How far the multiplier moves in a step, for each unit of the mean above or below the bound.
+    """
     initial: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The multiplier of the first step."""
     largest: float = Field(10.0, gt=0, allow_inf_nan=False)
@@ -41,29 +54,33 @@ class BatchProcessingConfig(Settings):
     """How scores and advantages are processed."""
 
     normalize: Literal["group", "batch", "environment"] = "group"
-    """Further normalisation of the advantages: none beyond the algorithm's own in each group (`group`), over the whole
-    batch, or over each environment in the batch. A batch's own spread biases its gradient as `whiten` of `ppo` does;
-    that of an environment also weighs the environments."""
+    """Further normalisation of the advantages: none beyond the algorithm's own in each group
+    (`group`), over the whole batch, or over each environment in the batch. A batch's own spread
+    biases its gradient as `whiten` of `ppo` does; that of an environment also weighs the
+    environments."""
     length_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
     """How much reward the longest member of a group loses to the shortest."""
     overlong: Literal["train", "mask"] = "train"
-    """Whether tokens of truncated episodes carry loss. `mask` is biased, whatever the batch size: what led to them is
-    never unlearned (0.09 of the gradient with 2 % truncated, 0.5 with 20 %, in the example of docs/algorithms.md)."""
+    """Whether tokens of truncated episodes carry loss. `mask` is biased, whatever the batch size:
+    what led to them is never unlearned (0.09 of the gradient with 2 % truncated, 0.5 with 20 %, in
+    the example of docs/algorithms.md)."""
     keep_variance: float = Field(1.0, gt=0, le=1)
-    """Train only on the groups that vary most, as many as have this share of the variance of all groups of a batch
-    together (top-p filtering, RAGEN-2, arXiv:2604.06268; there 0.9). In groups that hardly vary, entropy and KL terms
-    outweigh the reward. What varies is what the algorithm compares: whole rewards, or with credit by turn the turns'
-    returns. In a mixture, and among several agents, each is compared with its own. Biased: tasks with mixed results
-    count more. Only for algorithms that compare the members of a group: the others learn from all groups alike."""
+    """Train only on the groups that vary most, as many as have this share of the variance of all
+    groups of a batch together (top-p filtering, RAGEN-2, arXiv:2604.06268; there 0.9). In groups
+    that hardly vary, entropy and KL terms outweigh the reward. What varies is what the algorithm
+    compares: whole rewards, or with credit by turn the turns' returns. In a mixture, and among
+    several agents, each is compared with its own. Biased: tasks with mixed results count more. Only
+    for algorithms that compare the members of a group: the others learn from all groups alike."""
     constraints: tuple[Constraint, ...] = ()
     """Bounds on parts of the score."""
 
 
 class BatchProcessing:
-    """Processes the batches of a run. `rows`: metrics of earlier steps, with what a resumed run carries on.
+    """Processes the batches of a run. `rows`: metrics of earlier steps, with what a resumed run
+    carries on.
 
-    `algorithm`: the one that is trained with, in case it learns from batches, or says how much a group varies;
-    `by_env`: those of the groups of some environments, which learn from these alone.
+    `algorithm`: the one that is trained with, in case it learns from batches, or says how much a
+    group varies; `by_env`: those of the groups of some environments, which learn from these alone.
     """
 
     def __init__(
@@ -77,18 +94,23 @@ class BatchProcessing:
         self._algorithm, self._by_env = algorithm, by_env
         rows = list(rows)
         learners = {"": algorithm, **{f"envs/{env}/": own for env, own in by_env.items()}}
-        self._learners = {prefix: one for prefix, one in learners.items() if isinstance(one, LearnsFromBatches)}
+        self._learners = {
+            prefix: one for prefix, one in learners.items() if isinstance(one, LearnsFromBatches)
+        }
         """What learns from batches, by the prefix of its metrics."""
         for prefix, learner in self._learners.items():
             learner.restore([_under(prefix, row) for row in rows])
-        self.multipliers = {constraint.part: constraint.initial for constraint in config.constraints}
+        self.multipliers = {
+            constraint.part: constraint.initial for constraint in config.constraints
+        }
         """The multiplier of each constraint, by its part."""
         for row in rows:
             for part in self.multipliers:
                 self.multipliers[part] = row.get(_multiplier(part), self.multipliers[part])
 
     def scores(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with length penalties and the constraints' terms added to their scores; parts are unchanged.
+        """The groups with length penalties and the constraints' terms added to their scores; parts
+        are unchanged.
 
         Partial groups stay as they are: these terms belong to the end of an episode.
 
@@ -109,7 +131,8 @@ class BatchProcessing:
         return normalised(advantages, ["" if whole else group.task.env for group in groups])
 
     def trained(self, trajectories: Sequence[Trajectory]) -> list[bool]:
-        """Which of a batch's trajectories carry loss: overlong filtering, DAPO (arXiv:2503.14476), section 3.4.
+        """Which of a batch's trajectories carry loss: overlong filtering, DAPO (arXiv:2503.14476),
+        section 3.4.
 
         Raises:
             TrainingError: none does.
@@ -119,16 +142,20 @@ class BatchProcessing:
         kept = [not isinstance(t.status, Truncated) or t.status == SEGMENT for t in trajectories]
         if not any(kept):
             raise TrainingError(
-                f"all {len(kept)} episodes of the step were truncated, and batch_processing.overlong=mask trains on "
-                "none of these: raise rollout.budget or engine.max_context, or write batch_processing.overlong=train"
+                f"all {len(kept)} episodes of the step were truncated, and"
+                " batch_processing.overlong=mask trains on none of these: raise rollout.budget or"
+                " engine.max_context, or write batch_processing.overlong=train"
             )
         return kept
 
-    def informative(self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()) -> list[bool]:
+    def informative(
+        self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()
+    ) -> list[bool]:
         """Which groups vary enough to be trained on: `keep_variance`. All, if none varies.
 
-        Each is a group of one agent. They are compared with those of the same environment and agent, since others'
-        rewards may have another scale. `algorithms`: whose advantages each has, by default the run's own.
+        Each is a group of one agent. They are compared with those of the same environment and
+        agent, since others' rewards may have another scale. `algorithms`: whose advantages each
+        has, by default the run's own.
         """
         share = self._config.keep_variance
         if share == 1:
@@ -139,19 +166,37 @@ class BatchProcessing:
         kept = [False] * len(groups)
         scopes = [(group.task.env, group.trajectories[0].agent) for group in groups]
         for scope in dict.fromkeys(scopes):
-            own = [number for number, of_group in enumerate(scopes) if of_group == scope and spreads[number]]
-            for number, wanted in zip(own, most_varying([spreads[number] for number in own], share), strict=True):
+            own = [
+                number
+                for number, of_group in enumerate(scopes)
+                if of_group == scope and spreads[number]
+            ]
+            for number, wanted in zip(
+                own, most_varying([spreads[number] for number in own], share), strict=True
+            ):
                 kept[number] = wanted
         return kept
 
     def left_out(self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()) -> list[str]:
-        """Why each trajectory of these groups carries no loss (`trained`, `informative`); "" for those that do."""
+        """Why each trajectory of these groups carries no loss (`trained`, `informative`); "" for
+        those that do.
+        """
         share, reasons = self._config.keep_variance, list[str]()
-        trained = iter(self.trained([trajectory for group in groups for trajectory in group.trajectories]))
+        trained = iter(
+            self.trained([trajectory for group in groups for trajectory in group.trajectories])
+        )
         for group, varies in zip(groups, self.informative(groups, algorithms), strict=True):
-            why = "" if varies else f"its group's scores vary too little (batch_processing.keep_variance={share:g})"
+            why = (
+                ""
+                if varies
+                else (
+                    f"its group's scores vary too little (batch_processing.keep_variance={share:g})"
+                )
+            )
             for _ in group.trajectories:
-                reasons.append(why if next(trained) else "it was truncated (batch_processing.overlong=mask)")
+                reasons.append(
+                    why if next(trained) else "it was truncated (batch_processing.overlong=mask)"
+                )
         return reasons
 
     def teaches(self, group: Group) -> bool:
@@ -159,7 +204,9 @@ class BatchProcessing:
         algorithm = self._of(group)
         if algorithm is None:
             return group.mixed
-        return any(any(numbers_in(algorithm.advantages(part))) for part in self._changed(group).by_agent())
+        return any(
+            any(numbers_in(algorithm.advantages(part))) for part in self._changed(group).by_agent()
+        )
 
     def _of(self, group: Group) -> Algorithm | None:
         own = self._by_env.get(group.task.env)
@@ -178,10 +225,11 @@ class BatchProcessing:
         return group
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Update what is carried on from a batch, and return its metrics. Multipliers follow projected dual ascent:
+        """Update what is carried on from a batch, and return its metrics. Multipliers follow
+        projected dual ascent:
 
-        m <- min(largest, max(0, m + rate * (mean cost - at_most))): Tessler et al., "Reward Constrained Policy
-        Optimization" (arXiv:1805.11074).
+        m <- min(largest, max(0, m + rate * (mean cost - at_most))): Tessler et al., "Reward
+        Constrained Policy Optimization" (arXiv:1805.11074).
         """
         metrics: dict[str, float] = {}
         parts = [part for group in self.scores(groups) for part in group.by_agent()]
@@ -192,7 +240,9 @@ class BatchProcessing:
             metrics["informative_groups"] = fmean(self.informative(parts))
         for constraint in self._config.constraints:
             rate = fmean(_costs(groups, constraint.part))
-            moved = self.multipliers[constraint.part] + constraint.rate * (rate - constraint.at_most)
+            moved = self.multipliers[constraint.part] + constraint.rate * (
+                rate - constraint.at_most
+            )
             self.multipliers[constraint.part] = min(constraint.largest, max(0.0, moved))
             metrics[f"constraints/rate/{constraint.part}"] = rate
             metrics[_multiplier(constraint.part)] = self.multipliers[constraint.part]
@@ -200,14 +250,18 @@ class BatchProcessing:
 
 
 def _spread(group: Group, algorithm: Algorithm | None) -> float:
-    """How much the members of a group differ in what the algorithm compares; by default, in their whole rewards."""
+    """How much the members of a group differ in what the algorithm compares; by default, in their
+    whole rewards.
+    """
     if isinstance(algorithm, MeasuresSpread):
         return algorithm.spread(group)
     return 0.0 if constant(group.rewards_G) else pvariance(group.rewards_G)
 
 
 def most_varying(variances: Sequence[float], share: float) -> list[bool]:
-    """The fewest largest variances that add up to `share` of all; among equals the first. All, if none is above 0."""
+    """The fewest largest variances that add up to `share` of all; among equals the first. All, if
+    none is above 0.
+    """
     total, sum_so_far = math.fsum(variances), 0.0
     if total == 0:
         return [True] * len(variances)
@@ -221,7 +275,8 @@ def most_varying(variances: Sequence[float], share: float) -> list[bool]:
 
 
 def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool | None]) -> list[float]:
-    """From 0.5 for the shortest member to -0.5 for the longest; only right members get a bonus for being short.
+    """From 0.5 for the shortest member to -0.5 for the longest; only right members get a bonus for
+    being short.
 
     Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Zeros if all are equally long.
     """
@@ -251,7 +306,9 @@ def _plus(group: Group, terms_G: Sequence[float]) -> Group:
 
 def _under(prefix: str, row: Mapping[str, float]) -> Mapping[str, float]:
     """The metrics of a row with this prefix, without it."""
-    return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)
+    }
 
 
 def _costs(groups: Sequence[Group], part: str) -> list[float]:

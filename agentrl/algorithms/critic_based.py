@@ -11,13 +11,17 @@ from agentrl.trajectory import Group
 
 
 class CriticBased(PolicyAlgorithm):
-    """An algorithm whose advantages its `estimate` finds with a critic (`agentrl.protocols.ActorCritic`)."""
+    """An algorithm whose advantages its `estimate` finds with a critic
+    (`agentrl.protocols.ActorCritic`).
+    """
 
     class Config(PolicyLoss):
         """The policy's loss, and the end of a truncated episode."""
 
         truncated: Literal["bootstrap", "terminal"] = "bootstrap"
-        """What is expected after the end of a truncated episode: what the critic says there, or nothing."""
+        """What is expected after the end of a truncated episode: what the critic says there, or
+        nothing.
+        """
 
     config: Config
 

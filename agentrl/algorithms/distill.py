@@ -18,27 +18,30 @@ class DistillLoss(PolicyLoss):
     """The weight of the reward, and the loss."""
 
     reward_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the episode's reward, against the other members of the group, beside the teacher."""
+    """Weight of the episode's reward, against the other members of the group, beside the teacher.
+    """
 
     kl_reward: Literal[0] = 0
     """Always 0: the KL to the teacher is what is learned, by token."""
 
 
 class Distill(PolicyAlgorithm):
-    """The reverse KL to a teacher, token by token, on the policy's own episodes: GKD (arXiv:2306.13649), MiniLLM
-    (arXiv:2306.08543).
+    """The reverse KL to a teacher, token by token, on the policy's own episodes: GKD
+    (arXiv:2306.13649), MiniLLM (arXiv:2306.08543).
 
-    The advantage of a token is log q - log p, for the teacher q and the policy p. So each token is told by itself
-    whether the teacher would have written it there: much denser than a reward, and without the teacher ever playing.
-    Later tokens' KL is not credited to earlier ones. The section `reference` configures how the teacher is computed; in
-    `recipe: distill`, an engine computes it.
+    The advantage of a token is log q - log p, for the teacher q and the policy p. So each token is
+    told by itself whether the teacher would have written it there: much denser than a reward, and
+    without the teacher ever playing. Later tokens' KL is not credited to earlier ones. The section
+    `reference` configures how the teacher is computed; in `recipe: distill`, an engine computes it.
     """
 
     class Config(DistillLoss):
         """The teacher, the weight of the reward, and the loss."""
 
         teacher: Path | None = None
-        """Folder of the teacher, with the same tokenizer; by default the model that the run began with."""
+        """Folder of the teacher, with the same tokenizer; by default the model that the run began
+        with.
+        """
 
     config: Config
     fixed_scale = True

@@ -22,12 +22,16 @@ from agentrl.trajectory import Group
 Pairing = Literal["best_worst", "all"]
 """Which members of a group are compared: the best with the worst, or each with each."""
 Labels = Literal["hard", "soft"]
-"""Whether the better half of a pair is chosen for certain, or with the probability that the rewards give it."""
+"""Whether the better half of a pair is chosen for certain, or with the probability that the rewards
+give it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RankedPair:
-    """Two trajectories by their numbers; `label` is the probability that the better one is preferred, above 0.5."""
+    """Two trajectories by their numbers; `label` is the probability that the better one is
+    preferred, above 0.5.
+    """
 
     better: int
     worse: int
@@ -35,17 +39,25 @@ class RankedPair:
 
 
 def ranked_pairs(rewards_G: Sequence[float], which: Pairing, labels: Labels) -> list[RankedPair]:
-    """The best member against the worst, or each against each; rewards that are equal but for rounding make no pair.
+    """The best member against the worst, or each against each; rewards that are equal but for
+    rounding make no pair.
 
-    Soft labels are those of Bradley and Terry: sigmoid(r_better - r_worse), for rewards that are its scores.
+    Soft labels are those of Bradley and Terry: sigmoid(r_better - r_worse), for rewards that are
+    its scores.
     """
     order_G = sorted(range(len(rewards_G)), key=lambda member: -rewards_G[member])
     couples = list(combinations(order_G, 2))
     if which == "best_worst":
         couples = [(order_G[0], rewards_G.index(min(rewards_G)))] if couples else []
-    differing = [(better, worse) for better, worse in couples if above(rewards_G[better], rewards_G[worse])]
+    differing = [
+        (better, worse) for better, worse in couples if above(rewards_G[better], rewards_G[worse])
+    ]
     return [
-        RankedPair(better, worse, 1.0 if labels == "hard" else _sigmoid(rewards_G[better] - rewards_G[worse]))
+        RankedPair(
+            better,
+            worse,
+            1.0 if labels == "hard" else _sigmoid(rewards_G[better] - rewards_G[worse]),
+        )
         for better, worse in differing
     ]
 
@@ -53,8 +65,8 @@ def ranked_pairs(rewards_G: Sequence[float], which: Pairing, labels: Labels) -> 
 def batch_of_pairs(played: TrainBatch, pairs: Sequence[RankedPair]) -> TrainBatch:
     """A batch of pairs of a batch's trajectories, which are known by their numbers there.
 
-    Each pair is a group of two trajectories, the better one first, whatever else these trajectories are paired with.
-    Their advantages are the label, and minus the label.
+    Each pair is a group of two trajectories, the better one first, whatever else these trajectories
+    are paired with. Their advantages are the label, and minus the label.
     """
     halves_J = [number for pair in pairs for number in (pair.better, pair.worse)]
     signed_J = np.array([signed for pair in pairs for signed in (pair.label, -pair.label)])
@@ -66,29 +78,34 @@ def batch_of_pairs(played: TrainBatch, pairs: Sequence[RankedPair]) -> TrainBatc
 
 
 class OnlineDpo(PolicyAlgorithm):
-    """DPO (arXiv:2305.18290) on pairs that the policy itself has just played: OAIF (arXiv:2402.04792).
+    """DPO (arXiv:2305.18290) on pairs that the policy itself has just played: OAIF
+    (arXiv:2402.04792).
 
-    The loss of a pair is -log sigmoid(m), with m = beta (log p(chosen) / q(chosen) - log p(rejected) / q(rejected))
-    over all sampled tokens of an episode, for the policy p and the reference q. Its gradient, equation 7, pushes the
-    chosen episode up and the rejected one down, both with the weight beta sigmoid(-m), which is the advantage here: so
-    a pair may lie in two micro-batches. Use it where only comparisons can be trusted, such as those of a reward model.
+    The loss of a pair is -log sigmoid(m), with m = beta (log p(chosen) / q(chosen) - log
+    p(rejected) / q(rejected)) over all sampled tokens of an episode, for the policy p and the
+    reference q. Its gradient, equation 7, pushes the chosen episode up and the rejected one down,
+    both with the weight beta sigmoid(-m), which is the advantage here: so a pair may lie in two
+    micro-batches. Use it where only comparisons can be trusted, such as those of a reward model.
 
-    With a soft label y, the loss is -y log sigmoid(m) - (1 - y) log sigmoid(-m), and the weight beta (y - sigmoid(m)).
+    With a soft label y, the loss is -y log sigmoid(m) - (1 - y) log sigmoid(-m), and the weight
+    beta (y - sigmoid(m)).
     """
 
     class Config(PolicyLoss):
         """The strength of the reference, the labels, and the loss."""
 
         beta: Annotated[float, Field(gt=0)] = 0.1
-        """How strongly the policy is held to the reference: the smaller, the further it may move."""
+        """How strongly the policy is held to the reference: the smaller, the further it may move.
+        """
 
         kl_reward: Literal[0] = 0
         """Always 0: `beta` holds the policy to its reference."""
 
         labels: Labels = "hard"
-        """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the probability sigmoid(difference
-        of the rewards), as the model of Bradley and Terry says. Use it with a reward on that scale, as `reward_model`
-        is: the loss then has its minimum where the policy is the reference times exp(reward / beta)."""
+        """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the
+        probability sigmoid(difference of the rewards), as the model of Bradley and Terry says. Use
+        it with a reward on that scale, as `reward_model` is: the loss then has its minimum where
+        the policy is the reference times exp(reward / beta)."""
 
     config: Config
     compares_members = True
@@ -102,8 +119,8 @@ class OnlineDpo(PolicyAlgorithm):
         return True
 
     def advantages(self, group: Group) -> Sequence[float]:
-        """The label for the chosen member (1 if it is hard), minus the label for the rejected one, 0 for the others;
-        0 for all if their rewards are equal.
+        """The label for the chosen member (1 if it is hard), minus the label for the rejected one,
+        0 for the others; 0 for all if their rewards are equal.
 
         Raises:
             ValueError: a member has no score.
@@ -115,22 +132,33 @@ class OnlineDpo(PolicyAlgorithm):
         return advantages_G
 
     def spread(self, group: Group) -> float:
-        """See `MeasuresSpread`: the variance of the rewards, which order the members. 0 if there is no pair."""
+        """See `MeasuresSpread`: the variance of the rewards, which order the members. 0 if there is
+        no pair.
+        """
         rewards_G = scored(group)
         return 0.0 if constant(rewards_G) else pvariance(rewards_G)
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
-        """See `PreparesBatch`: each pair gets its weight, if none of its halves is too old to be trained on."""
-        labels_J = _of_trajectories(batch, batch.advantages_N) / np.maximum(1, batch.tokens_of_trajectories)
+        """See `PreparesBatch`: each pair gets its weight, if none of its halves is too old to be
+        trained on.
+        """
+        labels_J = _of_trajectories(batch, batch.advantages_N) / np.maximum(
+            1, batch.tokens_of_trajectories
+        )
         moved_J = _of_trajectories(batch, batch.rollout_logprobs_N - batch.reference_logprobs_N)
         groups_J, weights_J = batch.groups_of_trajectories, np.zeros(len(labels_J))
         for group in np.unique(groups_J):
-            (chosen, rejected) = (np.flatnonzero((groups_J == group) & (np.sign(labels_J) == sign)) for sign in (1, -1))
+            (chosen, rejected) = (
+                np.flatnonzero((groups_J == group) & (np.sign(labels_J) == sign))
+                for sign in (1, -1)
+            )
             if len(chosen) and len(rejected):
                 margin = self.config.beta * float(moved_J[chosen[0]] - moved_J[rejected[0]])
                 weight = self.config.beta * (float(labels_J[chosen[0]]) - _sigmoid(margin))
                 weights_J[chosen[0]], weights_J[rejected[0]] = weight, -weight
-        return super().prepared(replace(batch, advantages_N=floats(weights_J[batch.trajectories_N])))
+        return super().prepared(
+            replace(batch, advantages_N=floats(weights_J[batch.trajectories_N]))
+        )
 
     def normalizer(self, batch: TrainBatch) -> float:
         """The number of pairs, or the constant that is set."""
@@ -142,7 +170,11 @@ class OnlineDpo(PolicyAlgorithm):
 
 def _of_trajectories(batch: TrainBatch, values_N: FloatArray) -> FloatArray:
     """The sum over each trajectory's loss tokens."""
-    return floats(np.bincount(batch.trajectories_N, weights=values_N, minlength=len(batch.tokens_of_trajectories)))
+    return floats(
+        np.bincount(
+            batch.trajectories_N, weights=values_N, minlength=len(batch.tokens_of_trajectories)
+        )
+    )
 
 
 def _sigmoid(value: float) -> float:

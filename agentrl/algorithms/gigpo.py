@@ -12,10 +12,12 @@ from agentrl.trajectory import Group
 
 
 class Gigpo(Grpo):
-    """GiGPO (arXiv:2505.10978): the episode's advantage plus that of each turn among turns from the same state.
+    """GiGPO (arXiv:2505.10978): the episode's advantage plus that of each turn among turns from the
+    same state.
 
-    States are the same where environments say so (`info["state_key"]`), or else where observations are. It needs
-    environments that come back to the same states, such as mazes, web shops and households.
+    States are the same where environments say so (`info["state_key"]`), or else where observations
+    are. It needs environments that come back to the same states, such as mazes, web shops and
+    households.
     """
 
     class Config(Grpo.Config):
@@ -25,7 +27,9 @@ class Gigpo(Grpo):
         """Weight of the advantage among turns from the same state, equation 9."""
 
         step_gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
-        """Discount of these turns' returns. With 1, ways of different lengths to the same reward are equally good."""
+        """Discount of these turns' returns. With 1, ways of different lengths to the same reward
+        are equally good.
+        """
 
     config: Config
 
@@ -46,7 +50,9 @@ class Gigpo(Grpo):
         ]
         by_std = self.config.advantage == "group_std"
         own = self.config
-        steps_G = compared_by_state(group.turn_rewards_G, states_G, own.step_gamma, by_std=by_std, deviation=own.std)
+        steps_G = compared_by_state(
+            group.turn_rewards_G, states_G, own.step_gamma, by_std=by_std, deviation=own.std
+        )
         episodes_G = super().advantages(group)
         return [
             [

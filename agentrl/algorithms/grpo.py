@@ -1,4 +1,6 @@
-"""Group-relative policy optimisation and its relatives: GRPO, Dr. GRPO, RLOO, DAPO are settings of one class."""
+"""Group-relative policy optimisation and its relatives: GRPO, Dr. GRPO, RLOO, DAPO are settings of
+one class.
+"""
 
 from collections.abc import Sequence
 from copy import copy
@@ -7,50 +9,63 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.algorithms.advantages import Deviation, compared, compared_by_turn, numbers_in, returns_to_go
+from agentrl.algorithms.advantages import (
+    Deviation,
+    compared,
+    compared_by_turn,
+    numbers_in,
+    returns_to_go,
+)
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import Group
 
 
 class Grpo(PolicyAlgorithm):
-    """An advantage over the group, and the clipped policy gradient with truncated importance weights.
+    """An advantage over the group, and the clipped policy gradient with truncated importance
+    weights.
 
-    GRPO (arXiv:2402.03300) with DAPO's clip and token mean (arXiv:2503.14476) is the default. Dr. GRPO
-    (arXiv:2503.20783) is `advantage: group_mean` and a number for `normalizer`. RLOO (arXiv:2402.14740) is
-    `advantage: leave_one_out`. With `reward_to_go`, each turn has its own advantage.
+    GRPO (arXiv:2402.03300) with DAPO's clip and token mean (arXiv:2503.14476) is the default. Dr.
+    GRPO (arXiv:2503.20783) is `advantage: group_mean` and a number for `normalizer`. RLOO
+    (arXiv:2402.14740) is `advantage: leave_one_out`. With `reward_to_go`, each turn has its own
+    advantage.
     """
 
     class Config(PolicyLoss):
         """The baseline of the advantages, and the loss."""
 
         advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
-        """What a reward is compared with; see `agentrl.algorithms.advantages`. `group_std` is biased, whatever the
-        batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of the gradient). The others are not
-        biased. With `reward_to_go` the spread is that of the group's turns."""
+        """What a reward is compared with; see `agentrl.algorithms.advantages`. `group_std` is
+        biased, whatever the batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of
+        the gradient). The others are not biased. With `reward_to_go` the spread is that of the
+        group's turns."""
 
         std: Deviation = "population"
-        """The standard deviation of `group_std`, of the numbers of a group: with `population` of n numbers the sum of
-        squares is divided by n, with `sample` by n - 1, as TRL and verl do. Groups of 8 then have advantages that are
-        smaller by 6 %. DeepSeekMath does not say which."""
+        """The standard deviation of `group_std`, of the numbers of a group: with `population` of n
+        numbers the sum of squares is divided by n, with `sample` by n - 1, as TRL and verl do.
+        Groups of 8 then have advantages that are smaller by 6 %. DeepSeekMath does not say which.
+        """
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-        """Discount of a turn's reward for each turn before it. Below 1, the gradient follows what the discounted return
-        says at every turn, which is not the gradient of the reward."""
+        """Discount of a turn's reward for each turn before it. Below 1, the gradient follows what
+        the discounted return says at every turn, which is not the gradient of the reward."""
 
         reward_to_go: bool = False
-        """Credit each turn only with what is earned from it on, and not with what was earned before."""
+        """Credit each turn only with what is earned from it on, and not with what was earned
+        before.
+        """
 
         baseline: Literal["episode", "turn"] = "episode"
-        """With `reward_to_go`, what a turn's return is compared with: whole returns of the group, or the group's
-        returns from turns with the same number (0 where an episode was over by then)."""
+        """With `reward_to_go`, what a turn's return is compared with: whole returns of the group,
+        or the group's returns from turns with the same number (0 where an episode was over by
+        then)."""
 
         @model_validator(mode="after")
         def _something_is_divided_by_it(self) -> Self:
             if self.std == "sample" and self.advantage != "group_std":
                 raise ValueError(
-                    f"std=sample is the standard deviation that advantage=group_std divides by, and {self.advantage} "
-                    "divides by none: leave it out"
+                    "std=sample is the standard deviation that advantage=group_std divides by, and"
+                    f" {self.advantage} divides by none: leave it out"
                 )
             return self
 
@@ -66,7 +81,9 @@ class Grpo(PolicyAlgorithm):
         """
         own, rewards_G = self.config, scored(group)
         if own.reward_to_go:
-            return compared_by_turn(group.turn_rewards_G, own.advantage, own.gamma, own.baseline, own.std)
+            return compared_by_turn(
+                group.turn_rewards_G, own.advantage, own.gamma, own.baseline, own.std
+            )
         returns_G = rewards_G if own.gamma == 1 else discounted(group, own.gamma)
         return compared(returns_G, own.advantage, deviation=own.std)
 
@@ -81,7 +98,8 @@ class Grpo(PolicyAlgorithm):
 class Rloo(Grpo):
     """REINFORCE with a leave-one-out baseline: "Back to Basics" (arXiv:2402.14740), section 3.3.
 
-    An unbiased estimate of the gradient of the mean reward with a constant `normalizer`, for any number of members.
+    An unbiased estimate of the gradient of the mean reward with a constant `normalizer`, for any
+    number of members.
     """
 
     class Config(Grpo.Config):
@@ -93,4 +111,6 @@ class Rloo(Grpo):
 
 def discounted(group: Group, gamma: float) -> list[float]:
     """The discounted return of each member at its first turn."""
-    return [returns_to_go(rewards, gamma)[0] if rewards else 0.0 for rewards in group.turn_rewards_G]
+    return [
+        returns_to_go(rewards, gamma)[0] if rewards else 0.0 for rewards in group.turn_rewards_G
+    ]

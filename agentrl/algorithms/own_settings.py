@@ -1,6 +1,8 @@
-"""Which settings of an algorithm an environment of a mixture can have of its own: those of its groups' advantages.
+"""Which settings of an algorithm an environment of a mixture can have of its own: those of its
+groups' advantages.
 
-The loss is one for a whole batch. Which settings the advantages depend on is found out by asking for some.
+The loss is one for a whole batch. Which settings the advantages depend on is found out by asking
+for some.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +19,15 @@ _REWARDS: Sequence[Sequence[Sequence[float]]] = (
 """The rewards of the turns of each member, in two groups."""
 
 
-def without_effect(factory: Callable[[Settings], Algorithm], own: Settings, shared: Settings) -> list[str]:
-    """The settings in which `own`, an environment's, differs from the run's `shared`, and which its advantages ignore,
-    as does what the algorithm learns for them. `factory` makes the algorithm from its settings.
+def without_effect(
+    factory: Callable[[Settings], Algorithm], own: Settings, shared: Settings
+) -> list[str]:
+    """The settings in which `own`, an environment's, differs from the run's `shared`, and which its
+    advantages ignore, as does what the algorithm learns for them. `factory` makes the algorithm
+    from its settings.
 
-    An algorithm that these groups do not suit cannot be asked: then none is known to be without effect.
+    An algorithm that these groups do not suit cannot be asked: then none is known to be without
+    effect.
     """
     of_run = dict(shared)
     differing = [name for name, value in own if value != of_run.get(name)]
@@ -37,7 +43,8 @@ def without_effect(factory: Callable[[Settings], Algorithm], own: Settings, shar
         return [
             name
             for name in unread
-            if name not in in_constructor or found == _asked(factory(_with(own, name, of_run[name])))
+            if name not in in_constructor
+            or found == _asked(factory(_with(own, name, of_run[name])))
         ]
     except Exception:  # the user's code, which may need what these groups do not have
         return []
@@ -55,13 +62,20 @@ def _asked(algorithm: Algorithm) -> list[list[Sequence[MemberAdvantage]]]:
 
 def _group(name: str, rewards_G: Sequence[Sequence[float]]) -> Group:
     task = Task("env", 0, {}, name)
-    members = tuple(_member(task, f"{name}/{number}", rewards) for number, rewards in enumerate(rewards_G))
-    return Group(task, members, tuple(Score(sum(rewards), turns=tuple(rewards)) for rewards in rewards_G))
+    members = tuple(
+        _member(task, f"{name}/{number}", rewards) for number, rewards in enumerate(rewards_G)
+    )
+    return Group(
+        task, members, tuple(Score(sum(rewards), turns=tuple(rewards)) for rewards in rewards_G)
+    )
 
 
 def _member(task: Task, name: str, rewards: Sequence[float]) -> Trajectory:
     said = Completion(ints((2, 3)), floats((-0.5, -0.5)), ints((0, 0)), "stop")
-    turns = tuple(Turn(ints((1,)), said, reward, {}, state=f"{number % 2}") for number, reward in enumerate(rewards))
+    turns = tuple(
+        Turn(ints((1,)), said, reward, {}, state=f"{number % 2}")
+        for number, reward in enumerate(rewards)
+    )
     return Trajectory(name, task, turns, Terminated(), agent="a")
 
 

@@ -1,4 +1,6 @@
-"""Role-conditioned advantage estimation: the return less what the role has earned of late, a baseline for self-play."""
+"""Role-conditioned advantage estimation: the return less what the role has earned of late, a
+baseline for self-play.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +18,12 @@ _METRIC = "baseline/"
 
 
 class RoleAdvantage(Reinforce):
-    """A = R - b of the environment and the role, with b <- decay b + (1 - decay) R after each episode.
+    """A = R - b of the environment and the role, with b <- decay b + (1 - decay) R after each
+    episode.
 
-    SPIRAL (arXiv:2506.24119), section 3: in a game of several seats, what an episode earns depends on the seat. The
-    baseline is that of earlier steps, so it does not depend on the episode's own actions, and the gradient is unbiased.
-    Works with any `group_size`.
+    SPIRAL (arXiv:2506.24119), section 3: in a game of several seats, what an episode earns depends
+    on the seat. The baseline is that of earlier steps, so it does not depend on the episode's own
+    actions, and the gradient is unbiased. Works with any `group_size`.
     """
 
     class Config(Reinforce.Config):
@@ -50,10 +53,15 @@ class RoleAdvantage(Reinforce):
         """
         baseline = self.baselines.get(self._key(group), 0.0)
         found = super().advantages(group)
-        return [a - baseline if isinstance(a, float | int) else [one - baseline for one in a] for a in found]
+        return [
+            a - baseline if isinstance(a, float | int) else [one - baseline for one in a]
+            for a in found
+        ]
 
     def learned(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Move each baseline towards the mean return of the step's episodes, as far as their number says."""
+        """Move each baseline towards the mean return of the step's episodes, as far as their number
+        says.
+        """
         returns: dict[str, list[float]] = defaultdict(list)
         for group in groups:
             returns[self._key(group)] += (
@@ -61,13 +69,19 @@ class RoleAdvantage(Reinforce):
             )
         for key, earned in returns.items():
             kept = self.config.decay ** len(earned)
-            self.baselines[key] = kept * self.baselines.get(key, 0.0) + (1 - kept) * sum(earned) / len(earned)
+            self.baselines[key] = kept * self.baselines.get(key, 0.0) + (1 - kept) * sum(
+                earned
+            ) / len(earned)
         return {_METRIC + key: value for key, value in sorted(self.baselines.items())}
 
     def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
         """See `LearnsFromBatches`."""
         for row in rows:
-            found = {name.removeprefix(_METRIC): value for name, value in row.items() if name.startswith(_METRIC)}
+            found = {
+                name.removeprefix(_METRIC): value
+                for name, value in row.items()
+                if name.startswith(_METRIC)
+            }
             self.baselines |= found
 
     def _key(self, group: Group) -> str:

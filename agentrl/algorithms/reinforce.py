@@ -15,9 +15,11 @@ from agentrl.trajectory import Group
 
 
 class Reinforce(PolicyAlgorithm):
-    """The return itself as the advantage: Williams, "Simple statistical gradient-following algorithms" (1992).
+    """The return itself as the advantage: Williams, "Simple statistical gradient-following
+    algorithms" (1992).
 
-    Needs neither a group nor a critic. Its variance is large: use it to compare with, or with `group_size` 1.
+    Needs neither a group nor a critic. Its variance is large: use it to compare with, or with
+    `group_size` 1.
     """
 
     class Config(PolicyLoss):
@@ -41,10 +43,12 @@ class Reinforce(PolicyAlgorithm):
 
 
 class ReinforcePlusPlus(Reinforce):
-    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, with the KL in the reward.
+    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, with the KL in the
+    reward.
 
-    With `group_baseline`, the group's mean is subtracted first (its section 3.3). Normalisation is biased: a batch's
-    spread depends on its own samples. Where the paper counts tokens, `statistics` says what is counted here.
+    With `group_baseline`, the group's mean is subtracted first (its section 3.3). Normalisation is
+    biased: a batch's spread depends on its own samples. Where the paper counts tokens, `statistics`
+    says what is counted here.
     """
 
     class Config(Reinforce.Config):
@@ -57,8 +61,9 @@ class ReinforcePlusPlus(Reinforce):
         """Subtract the mean of the group before normalising."""
 
         statistics: Literal["trajectories", "tokens"] = "trajectories"
-        """What the mean and the standard deviation of a batch are over: its trajectories (with `reward_to_go` their
-        turns), each counted once; or its loss tokens, as in the paper and in verl, where long episodes count more."""
+        """What the mean and the standard deviation of a batch are over: its trajectories (with
+        `reward_to_go` their turns), each counted once; or its loss tokens, as in the paper and in
+        verl, where long episodes count more."""
 
     config: Config
 
@@ -71,7 +76,9 @@ class ReinforcePlusPlus(Reinforce):
         """See `Reinforce`."""
         return _credited(group, "group_mean" if self.config.group_baseline else "none", self.config)
 
-    def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
+    def normalized(
+        self, advantages: Sequence[Sequence[MemberAdvantage]]
+    ) -> Sequence[Sequence[MemberAdvantage]]:
         """See `NormalizesAdvantages`."""
         if self.config.statistics == "tokens":
             return advantages  # `prepared` knows how many tokens each has
@@ -88,7 +95,8 @@ class ReinforcePlusPlus(Reinforce):
 class ReturnBatchNorm(ReinforcePlusPlus):
     """REINFORCE with return batch normalisation (ReBN): GEM (arXiv:2510.01051), section 3.
 
-    The discounted return to go of every turn, normalised over all turns of the batch. Works with any `group_size`.
+    The discounted return to go of every turn, normalised over all turns of the batch. Works with
+    any `group_size`.
     """
 
     class Config(ReinforcePlusPlus.Config):

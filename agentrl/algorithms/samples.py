@@ -1,4 +1,6 @@
-"""From groups to the samples that are trained on: with the algorithm's advantages and the turns' rewards."""
+"""From groups to the samples that are trained on: with the algorithm's advantages and the turns'
+rewards.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,9 @@ from agentrl.trajectory import Group, Score, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SampleOrigin:
-    """Where a training sample comes from: the turns `first` to `last` of an agent's view of an episode."""
+    """Where a training sample comes from: the turns `first` to `last` of an agent's view of an
+    episode.
+    """
 
     episode: str
     agent: str
@@ -27,10 +31,11 @@ class SampleOrigin:
 
 @dataclass(frozen=True, slots=True)
 class TracedBatch:
-    """The batch of a step: where each of its samples comes from, and which of its episodes carry no loss.
+    """The batch of a step: where each of its samples comes from, and which of its episodes carry no
+    loss.
 
-    `masked`: by the id of an episode, why none of its tokens does, whichever agent sampled them. `masked_segments`: id
-    and agent of those of episodes that go on.
+    `masked`: by the id of an episode, why none of its tokens does, whichever agent sampled them.
+    `masked_segments`: id and agent of those of episodes that go on.
     """
 
     batch: TrainBatch
@@ -39,7 +44,9 @@ class TracedBatch:
     masked_segments: Sequence[tuple[str, str]] = ()
 
 
-def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int) -> TrainBatch:
+def batch_of(
+    groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int
+) -> TrainBatch:
     """The batch of a step's groups."""
     return traced_batch_of(groups, algorithm, processing, oldest_version).batch
 
@@ -67,7 +74,9 @@ def traced_batch_of(
             scored, algorithm, oldest_version, processing, by_env=by_env, lossless=lossless
         ):
             first, last = int(sample.turn_ids[0]), int(sample.turn_ids[-1])
-            origins.append(SampleOrigin(trajectory.id, trajectory.agent, trajectory.task.id, first, last))
+            origins.append(
+                SampleOrigin(trajectory.id, trajectory.agent, trajectory.task.id, first, last)
+            )
             yield sample
 
     found = samples()
@@ -75,10 +84,11 @@ def traced_batch_of(
     if first is None:
         played = sum(len(group.trajectories) for group in groups)
         raise TrainingError(
-            f"no token of the step's {played} episodes is trained on: all are masked, too old (rollout.max_staleness "
-            f"leaves out what is older than version {oldest_version}), or of groups that are dropped "
-            "(batch_processing.keep_variance). Raise rollout.groups_per_step or rollout.max_staleness, or leave some "
-            "of these settings out"
+            f"no token of the step's {played} episodes is trained on: all are masked, too old"
+            f" (rollout.max_staleness leaves out what is older than version {oldest_version}), or"
+            " of groups that are dropped (batch_processing.keep_variance). Raise"
+            " rollout.groups_per_step or rollout.max_staleness, or leave some of these"
+            " settings out"
         )
     batch = collate(chain([first], found))
     of_parts = {(t.id, t.agent) for group in groups if group.partial for t in group.trajectories}
@@ -98,14 +108,21 @@ def _masked(groups: Sequence[Group], lossless: Sequence[tuple[Trajectory, str]])
 
 
 def samples_of(
-    groups: list[Group], algorithm: Algorithm, oldest_version: int = 0, processing: BatchProcessing | None = None
+    groups: list[Group],
+    algorithm: Algorithm,
+    oldest_version: int = 0,
+    processing: BatchProcessing | None = None,
 ) -> Iterator[TrainingSample]:
-    """The training samples of a batch of groups. Each token that is fresh enough has the advantage of its turn.
+    """The training samples of a batch of groups. Each token that is fresh enough has the advantage
+    of its turn.
 
     If several agents are trained, each agent's episodes are compared only with its own.
     """
     return (
-        sample for _, sample in _traced_samples(groups, algorithm, oldest_version, processing, by_env={}, lossless=[])
+        sample
+        for _, sample in _traced_samples(
+            groups, algorithm, oldest_version, processing, by_env={}, lossless=[]
+        )
     )
 
 
@@ -118,8 +135,8 @@ def _traced_samples(
     by_env: Mapping[str, Algorithm],
     lossless: list[tuple[Trajectory, str]],
 ) -> Iterator[tuple[Trajectory, TrainingSample]]:
-    """The training samples of `samples_of`, each with its trajectory. Trajectories that carry no loss are added to
-    `lossless`, with the reason.
+    """The training samples of `samples_of`, each with its trajectory. Trajectories that carry no
+    loss are added to `lossless`, with the reason.
     """
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
@@ -136,7 +153,9 @@ def _traced_samples(
         if why:
             lossless.append((trajectory, why))
             continue
-        samples = to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version)
+        samples = to_samples(
+            trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version
+        )
         if not any(sample.loss_mask.any() for sample in samples):
             lossless.append((trajectory, _why_lossless(trajectory, oldest_version)))
         for sample in samples:
@@ -153,7 +172,8 @@ def _why_lossless(trajectory: Trajectory, oldest_version: int) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupCredits:
-    """The `Credits` of a batch of groups: each of one agent, with the scores that are compared, and its algorithm.
+    """The `Credits` of a batch of groups: each of one agent, with the scores that are compared, and
+    its algorithm.
 
     `algorithm` is the run's, which may normalise the advantages of all.
     """
@@ -182,6 +202,9 @@ def _charged(group: Group, costs_G: Sequence[Sequence[float]]) -> Group:
     """The group with what each turn costs taken off its reward."""
     scores: list[Score] = []
     for score, rewards, costs in zip(group.scores, group.turn_rewards_G, costs_G, strict=True):
-        left = tuple(reward - cost for reward, cost in zip_longest(rewards, costs[: len(rewards)], fillvalue=0.0))
+        left = tuple(
+            reward - cost
+            for reward, cost in zip_longest(rewards, costs[: len(rewards)], fillvalue=0.0)
+        )
         scores.append(replace(score, value=score.value - fsum(costs), turns=left))
     return replace(group, scores=tuple(scores))

@@ -40,16 +40,18 @@ class Sft:
 class RejectionSampling(Sft):
     """Imitate the policy's own best episodes: RAFT (arXiv:2304.06767), STaR (arXiv:2203.14465).
 
-    Bad episodes teach nothing, so it is slower than policy gradients and hard to break: a first step where a model is
-    rarely right, or where rewards can be gamed. The episodes are the policy's own, so they are imitated as they were
-    sampled, at `rollout.sampling.temperature`.
+    Bad episodes teach nothing, so it is slower than policy gradients and hard to break: a first
+    step where a model is rarely right, or where rewards can be gamed. The episodes are the policy's
+    own, so they are imitated as they were sampled, at `rollout.sampling.temperature`.
     """
 
     class Config(Settings):
         """Which episodes are imitated."""
 
         keep: Literal["success", "best", "above_mean"] = "success"
-        """Those that succeeded, the best of each group (all that are equally good), or those above the group's mean."""
+        """Those that succeeded, the best of each group (all that are equally good), or those above
+        the group's mean.
+        """
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or RejectionSampling.Config()

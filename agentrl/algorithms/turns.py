@@ -15,7 +15,8 @@ from agentrl.batch import TrainBatch
 class BatchTurns:
     """Where turns begin and end among the loss tokens of a batch, and what each one earned.
 
-    `turns_N` numbers the turns of the whole batch. `lengths_J` is the number of turns of each trajectory.
+    `turns_N` numbers the turns of the whole batch. `lengths_J` is the number of turns of each
+    trajectory.
     """
 
     begins_N: MaskArray
@@ -37,5 +38,11 @@ def turns_of(batch: TrainBatch) -> BatchTurns:
 
 
 def after_trajectories(ends_M: FloatArray, batch: TrainBatch) -> FloatArray:
-    """What is expected after each trajectory, from what is expected after each sample: after its last one."""
-    return floats(np.bincount(batch.trajectories_M, weights=ends_M, minlength=len(batch.tokens_of_trajectories)))
+    """What is expected after each trajectory, from what is expected after each sample: after its
+    last one.
+    """
+    return floats(
+        np.bincount(
+            batch.trajectories_M, weights=ends_M, minlength=len(batch.tokens_of_trajectories)
+        )
+    )

@@ -1,4 +1,6 @@
-"""The devices of a run: its cluster, what its parts may use of it, and how engines and trainers take turns."""
+"""The devices of a run: its cluster, what its parts may use of it, and how engines and trainers
+take turns.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,7 +12,13 @@ from agentrl.cluster.workers import Cluster
 from agentrl.config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.time_share import DeviceSharing, NoSharing, SleepingTrainer, Tenant, TimeSharing
+from agentrl.placement.time_share import (
+    DeviceSharing,
+    NoSharing,
+    SleepingTrainer,
+    Tenant,
+    TimeSharing,
+)
 from agentrl.planner.plan import Plan, make_plan
 from agentrl.planner.run_facts import model_of
 from agentrl.protocols import Trainer
@@ -18,7 +26,9 @@ from agentrl.protocols import Trainer
 
 @dataclass(frozen=True, slots=True)
 class PlacedCluster:
-    """An open cluster, its placement plan if any, and the config with the settings that follow from the plan."""
+    """An open cluster, its placement plan if any, and the config with the settings that follow from
+    the plan.
+    """
 
     config: RunConfig
     cluster: Cluster
@@ -27,8 +37,8 @@ class PlacedCluster:
 
 @asynccontextmanager
 async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
-    """Open the configured cluster. If it has GPUs to assign, assign them by the best device map that `placement`
-    allows.
+    """Open the configured cluster. If it has GPUs to assign, assign them by the best device map
+    that `placement` allows.
 
     Raises:
         ConfigError: there is no such cluster, or nothing fits on its devices.
@@ -40,7 +50,9 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
         if inventory is None:
             yield PlacedCluster(config, cluster)
             return
-        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))  # it runs its own event loop
+        plan = await asyncio.to_thread(
+            make_plan, config, inventory, model_of(config)
+        )  # it runs its own event loop
         async with cluster.placed(plan.devices):
             yield PlacedCluster(_on_devices(config, plan.devices), cluster, plan)
 
@@ -49,8 +61,9 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
 async def device_sharing(
     placed: PlacedCluster, engines: Sequence[Router], trainers: Sequence[Trainer]
 ) -> AsyncIterator[DeviceSharing]:
-    """Start the trainer and its advisors, and yield how they share devices with the engines. If they take turns on the
-    devices, the engines sleep during the start, and are awake afterwards while the trainers sleep.
+    """Start the trainer and its advisors, and yield how they share devices with the engines. If
+    they take turns on the devices, the engines sleep during the start, and are awake afterwards
+    while the trainers sleep.
     """
     plan = placed.plan
     time_shared = plan is not None and plan.devices.time_shared
@@ -60,10 +73,16 @@ async def device_sharing(
         for trainer in trainers:
             await entered.enter_async_context(trainer)
             if time_shared:
-                await cast(SleepingTrainer, trainer).sleep()  # a time-shared plan has only trainers that can
+                await cast(
+                    SleepingTrainer, trainer
+                ).sleep()  # a time-shared plan has only trainers that can
         for engine in engines if time_shared else ():
             await engine.wake()
-        yield NoSharing() if plan is None or not time_shared else _time_sharing(placed, plan, engines, trainers)
+        yield (
+            NoSharing()
+            if plan is None or not time_shared
+            else _time_sharing(placed, plan, engines, trainers)
+        )
 
 
 def _time_sharing(
@@ -82,11 +101,15 @@ def _time_sharing(
 
 
 def _trusting(config: RunConfig) -> RunConfig:
-    """The config whose engine and trainers may run the code that comes with the model, if the user has written that."""
+    """The config whose engine and trainers may run the code that comes with the model, if the user
+    has written that.
+    """
     if not config.model.trust_remote_code:
         return config
     settings = {"trust_remote_code": True}
-    return _with_settings(config, dict.fromkeys(("engine", "trainer", "reference", "critic"), settings))
+    return _with_settings(
+        config, dict.fromkeys(("engine", "trainer", "reference", "critic"), settings)
+    )
 
 
 def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
@@ -108,6 +131,10 @@ def _with_settings(config: RunConfig, wanted: Mapping[str, Mapping[str, Any]]) -
         chosen = getattr(config, section)
         if chosen is None:
             continue
-        known = {key: value for key, value in settings.items() if key in type(chosen.settings).model_fields}
+        known = {
+            key: value
+            for key, value in settings.items()
+            if key in type(chosen.settings).model_fields
+        }
         sections[section] = replace(chosen, settings=chosen.settings.model_copy(update=known))
     return config.model_copy(update=sections)

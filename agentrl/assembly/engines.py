@@ -1,4 +1,6 @@
-"""The engines of a run: that of the policy, and those of its opponents, its teacher, and evaluation beside training."""
+"""The engines of a run: that of the policy, and those of its opponents, its teacher, and evaluation
+beside training.
+"""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -81,10 +83,12 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
         return
     if placed.plan is not None:
         raise ConfigError(
-            "evaluation.engines asks for engines of its own, and the planned placement has no devices for them: leave "
-            "it out, or assign devices yourself with placement=local"
+            "evaluation.engines asks for engines of its own, and the planned placement has no"
+            " devices for them: leave it out, or assign devices yourself with placement=local"
         )
-    factories = [factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)]
+    factories = [
+        factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)
+    ]
     router = Router(
         [make() for make in factories],
         factory=lambda number: factories[number](),
@@ -102,7 +106,9 @@ async def opponent_engines(
     """Start the engines of self-play's opponents."""
     async with AsyncExitStack() as stack:
         count = matches.config.num_engines if matches else 0
-        served = [engine_router(placed.config, placed.cluster, model, "opponent") for _ in range(count)]
+        served = [
+            engine_router(placed.config, placed.cluster, model, "opponent") for _ in range(count)
+        ]
         yield [await stack.enter_async_context(engine) for engine in served]
 
 
@@ -118,8 +124,9 @@ async def teacher_served(
     async with engine_router(config, placed.cluster, teacher.model or model, "teacher") as served:
         if served.max_context < longest:
             raise ConfigError(
-                f"the teacher's engine takes at most {served.max_context} tokens, and the policy's {longest}: write "
-                f"engine.max_context={served.max_context}, or another recipe.teacher.engine.max_context"
+                f"the teacher's engine takes at most {served.max_context} tokens, and the policy's"
+                f" {longest}: write engine.max_context={served.max_context}, or another"
+                " recipe.teacher.engine.max_context"
             )
         yield served
 
@@ -141,24 +148,29 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
         ConfigError: there is no such engine, or it cannot score the tokens that the run samples.
     """
     chosen = component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
-    way_out = "with engine=local or engine=vllm, or train with algorithm=distill, whose teacher a trainer computes"
+    way_out = (
+        "with engine=local or engine=vllm, or train with algorithm=distill, whose teacher a trainer"
+        " computes"
+    )
     if not (isinstance(chosen.factory, type) and issubclass(chosen.factory, SupportsScore)):
         raise ConfigError(
-            f"recipe.teacher.engine.name: engine {chosen.name!r} has no method `score`, so it cannot say how likely "
-            f"given tokens are: serve the teacher {way_out}"
+            f"recipe.teacher.engine.name: engine {chosen.name!r} has no method `score`, so it"
+            f" cannot say how likely given tokens are: serve the teacher {way_out}"
         )
     temperature = config.rollout.sampling.temperature
     if getattr(chosen.factory, "scores_at_one_only", False) and temperature != 1:
         raise ConfigError(
-            f"recipe.teacher.engine.name: engine {chosen.name!r} scores tokens at temperature 1 only, and "
-            f"rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the teacher with engine=local"
+            f"recipe.teacher.engine.name: engine {chosen.name!r} scores tokens at temperature 1"
+            f" only, and rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the"
+            " teacher with engine=local"
         )
     return chosen
 
 
 def check_trains(config: RunConfig) -> None:
-    """Check that the engine can follow the trainer, and says what the run compares. A recipe that trains on what the
-    engine samples asks this before anything else, so that nobody waits for demonstrations first.
+    """Check that the engine can follow the trainer, and says what the run compares. A recipe that
+    trains on what the engine samples asks this before anything else, so that nobody waits for
+    demonstrations first.
 
     Raises:
         ConfigError: the engine cannot.
@@ -176,9 +188,10 @@ def _check_takes_weights(config: RunConfig) -> None:
     layout = getattr(config.engine.settings, "layout", None)
     if layout is not None and not layout().here:
         raise ConfigError(
-            f"engine={config.engine.name} samples from a model that is served elsewhere: it can neither take new "
-            "weights nor say what truncated sampling left to sample from. Train with engine=vllm or engine=local, and "
-            f"evaluate with engine={config.engine.name} (`agentrl eval`)"
+            f"engine={config.engine.name} samples from a model that is served elsewhere: it can"
+            " neither take new weights nor say what truncated sampling left to sample from. Train"
+            f" with engine=vllm or engine=local, and evaluate with engine={config.engine.name}"
+            " (`agentrl eval`)"
         )
 
 
@@ -188,8 +201,10 @@ def _check_compares_routing(config: RunConfig) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if config.rollout.compare_routing and not getattr(config.engine.factory, "reports_experts", False):
+    if config.rollout.compare_routing and not getattr(
+        config.engine.factory, "reports_experts", False
+    ):
         raise ConfigError(
-            f"rollout.compare_routing: engine {config.engine.name!r} does not say which experts it chose. Leave the "
-            "setting out, or write engine=local"
+            f"rollout.compare_routing: engine {config.engine.name!r} does not say which experts it"
+            " chose. Leave the setting out, or write engine=local"
         )

@@ -1,9 +1,11 @@
-"""Exact metrics of a run whose environment can be enumerated, such as `oracle` (ShinRL, arXiv:2112.04123).
+"""Exact metrics of a run whose environment can be enumerated, such as `oracle` (ShinRL,
+arXiv:2112.04123).
 
     questions of the environment ──▶ trainer: probability of each answer ──▶ exact return, regret
                                                                         └──▶ exact advantages ◀─ compare ─▶ the batch's
 
-They are of the policy before the step. That policy has played the batch only with `rollout.max_staleness = 0`.
+They are of the policy before the step. That policy has played the batch only with
+`rollout.max_staleness = 0`.
 """
 
 import logging
@@ -21,7 +23,15 @@ from agentrl.config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.oracles.exact import spelling_probabilities
-from agentrl.protocols import Credit, EnumeratesCredit, Enumeration, Question, Renderer, SupportsPredict, Trainer
+from agentrl.protocols import (
+    Credit,
+    EnumeratesCredit,
+    Enumeration,
+    Question,
+    Renderer,
+    SupportsPredict,
+    Trainer,
+)
 from agentrl.trajectory import Group, Message, Trajectory, unshared
 
 logger = logging.getLogger(__name__)
@@ -29,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExactMetrics:
-    """The exact metrics of a run. Where the environment cannot be enumerated there are none, and they cost nothing."""
+    """The exact metrics of a run. Where the environment cannot be enumerated there are none, and
+    they cost nothing.
+    """
 
     config: RunConfig
     renderer: Renderer
@@ -41,7 +53,9 @@ class ExactMetrics:
     def of_run(
         config: RunConfig, renderer: Renderer, trainer: Trainer, critic: SupportsPredict | None
     ) -> "ExactMetrics":
-        """The metrics of a run with these parts. If its environment offers some and they would be wrong, it warns."""
+        """The metrics of a run with these parts. If its environment offers some and they would be
+        wrong, it warns.
+        """
         enumeration = _enumeration(config)
         obstacle = "" if enumeration is None else _obstacle(config, renderer, trainer, enumeration)
         if obstacle:
@@ -49,15 +63,30 @@ class ExactMetrics:
         return ExactMetrics(config, renderer, trainer, critic, None if obstacle else enumeration)
 
     async def measured(self, groups: Sequence[Group], batch: TrainBatch) -> Mapping[str, float]:
-        """The metrics of the present policy, and of the advantages that the batch of these groups is trained with."""
+        """The metrics of the present policy, and of the advantages that the batch of these groups
+        is trained with.
+        """
         if self.enumeration is None:
             return {}
-        trainer, renderer = cast(SupportsPredict, self.trainer), cast(TemplateRenderer, self.renderer)  # as checked
+        trainer, renderer = (
+            cast(SupportsPredict, self.trainer),
+            cast(TemplateRenderer, self.renderer),
+        )  # as checked
         context, longest = self.config.rollout.context, self.config.rollout.sampling.max_tokens
-        questions = [_with_instructions(question, context.instructions) for question in self.enumeration.questions]
-        spelled = await spelling_probabilities(trainer, renderer, questions, max_tokens=longest, context=context)
-        probabilities = [[sum(chances.values()) for chances in of_question] for of_question in spelled]
-        found = {**self.enumeration.metrics(probabilities), "respelled": _respelled(renderer, questions, spelled)}
+        questions = [
+            _with_instructions(question, context.instructions)
+            for question in self.enumeration.questions
+        ]
+        spelled = await spelling_probabilities(
+            trainer, renderer, questions, max_tokens=longest, context=context
+        )
+        probabilities = [
+            [sum(chances.values()) for chances in of_question] for of_question in spelled
+        ]
+        found = {
+            **self.enumeration.metrics(probabilities),
+            "respelled": _respelled(renderer, questions, spelled),
+        }
         if isinstance(self.enumeration, EnumeratesCredit):
             found |= await self._errors(self.enumeration, probabilities, groups, batch)
         return {f"exact/{name}": value for name, value in found.items()}
@@ -69,8 +98,12 @@ class ExactMetrics:
         groups: Sequence[Group],
         batch: TrainBatch,
     ) -> Mapping[str, float]:
-        """How far the trained advantages lie from the exact ones, and the critic's values from the exact values."""
-        trajectories = [one for group in groups for part in group.by_agent() for one in part.trajectories]
+        """How far the trained advantages lie from the exact ones, and the critic's values from the
+        exact values.
+        """
+        trajectories = [
+            one for group in groups for part in group.by_agent() for one in part.trajectories
+        ]
         if any(dict(one.task.options) != self.config.env.options for one in trajectories):
             return {}
         credits_ = [enumeration.credit(probabilities, one) for one in trajectories]
@@ -83,14 +116,17 @@ class ExactMetrics:
             return {}
         found = compared(batch.advantages_N, advantages_N)
         if self.critic is not None:
-            begins_N = np.diff(batch.turns_N, prepend=-1) + np.diff(batch.trajectories_N, prepend=-1) != 0
+            begins_N = (
+                np.diff(batch.turns_N, prepend=-1) + np.diff(batch.trajectories_N, prepend=-1) != 0
+            )
             off = (await self.critic.predict(batch) - values_N)[begins_N].astype(np.float64)
             found["value_error"] = sqrt(float(np.mean(off**2)))
         return found
 
 
 def compared(found_N: FloatArray, exact_N: FloatArray) -> dict[str, float]:
-    """The cosine of two kinds of advantages, and the norm of their difference relative to that of the exact ones.
+    """The cosine of two kinds of advantages, and the norm of their difference relative to that of
+    the exact ones.
 
     Nothing, if either are all zero: then they have no direction.
     """
@@ -109,26 +145,37 @@ def _respelled(
     questions: Sequence[Question],
     spelled: Sequence[Sequence[Mapping[tuple[int, ...], float]]],
 ) -> float:
-    """The largest probability of an answer in other tokens than those that later questions show it in."""
+    """The largest probability of an answer in other tokens than those that later questions show it
+    in.
+    """
     rest = [0.0]
     for question, of_question in zip(questions, spelled, strict=True):
         for text, chances in zip(question.answers, of_question, strict=True):
             usual = tuple(renderer.encode(text).tolist())
-            rest.append(sum(chance for ids, chance in chances.items() if ids[: len(usual)] != usual))
+            rest.append(
+                sum(chance for ids, chance in chances.items() if ids[: len(usual)] != usual)
+            )
     return max(rest)
 
 
 def _laid_out(
-    trajectories: Sequence[Trajectory], credits_: Sequence[Sequence[Credit]], name: str, batch: TrainBatch
+    trajectories: Sequence[Trajectory],
+    credits_: Sequence[Sequence[Credit]],
+    name: str,
+    batch: TrainBatch,
 ) -> FloatArray | None:
-    """One number of each turn's credit for each loss token of the batch; `None` if the batch has other tokens."""
+    """One number of each turn's credit for each loss token of the batch; `None` if the batch has
+    other tokens.
+    """
 
     def samples() -> Iterator[TrainingSample]:
         for trajectory, of_turns in zip(trajectories, credits_, strict=True):
             yield from to_samples(trajectory, [getattr(credit, name) for credit in of_turns])
 
     laid = collate(samples())
-    same = np.array_equal(laid.tokens_S, batch.tokens_S) and np.array_equal(laid.loss_mask_S, batch.loss_mask_S)
+    same = np.array_equal(laid.tokens_S, batch.tokens_S) and np.array_equal(
+        laid.loss_mask_S, batch.loss_mask_S
+    )
     return laid.advantages_N if same else None
 
 
@@ -147,18 +194,33 @@ def _enumeration(config: RunConfig) -> Enumeration | None:
     return found
 
 
-def _obstacle(config: RunConfig, renderer: Renderer, trainer: Trainer, enumeration: Enumeration) -> str:
+def _obstacle(
+    config: RunConfig, renderer: Renderer, trainer: Trainer, enumeration: Enumeration
+) -> str:
     """Why the numbers would not be those of the policy that plays; empty if they are."""
-    sampling, context, budget = config.rollout.sampling, config.rollout.context, config.rollout.budget
-    longest = max(sum(one.role == "assistant" for one in question.messages) + 1 for question in enumeration.questions)
+    sampling, context, budget = (
+        config.rollout.sampling,
+        config.rollout.context,
+        config.rollout.budget,
+    )
+    longest = max(
+        sum(one.role == "assistant" for one in question.messages) + 1
+        for question in enumeration.questions
+    )
     obstacles = {
         "the trainer has no method `predict`": not isinstance(trainer, SupportsPredict),
         "rollout.sampling truncates the policy (top_p, top_k, min_p)": sampling.truncated,
         "rollout.sampling has stops of its own": bool(sampling.stop or sampling.stop_token_ids),
         "rollout.context=summary asks for free text": context.name == "summary",
-        "the model may reason before it answers": not isinstance(renderer, TemplateRenderer) or renderer.reasons,
-        f"episodes have up to {longest} turns, and rollout.budget.turns is less": longest > budget.turns,
-        "rollout.budget ends episodes by their tokens or seconds": bool(budget.tokens or budget.seconds),
+        "the model may reason before it answers": (
+            not isinstance(renderer, TemplateRenderer) or renderer.reasons
+        ),
+        f"episodes have up to {longest} turns, and rollout.budget.turns is less": (
+            longest > budget.turns
+        ),
+        "rollout.budget ends episodes by their tokens or seconds": bool(
+            budget.tokens or budget.seconds
+        ),
     }
     return "; ".join(name for name, is_so in obstacles.items() if is_so)
 
@@ -169,5 +231,7 @@ def _with_instructions(question: Question, instructions: str) -> Question:
         return question
     first, *others = question.messages
     if first.role == "system":
-        return Question((Message("system", f"{first.content}\n\n{instructions}"), *others), question.answers)
+        return Question(
+            (Message("system", f"{first.content}\n\n{instructions}"), *others), question.answers
+        )
     return Question((Message("system", instructions), first, *others), question.answers)

@@ -34,13 +34,22 @@ from agentrl.scoring.config import name_of
 
 
 @asynccontextmanager
-async def env_host(config: RunConfig, cluster: Cluster | None = None, *, shown: bool = True) -> AsyncIterator[EnvHost]:
-    """Host the run's environments in this process or on workers of the cluster, and close them at the end.
+async def env_host(
+    config: RunConfig, cluster: Cluster | None = None, *, shown: bool = True
+) -> AsyncIterator[EnvHost]:
+    """Host the run's environments in this process or on workers of the cluster, and close them at
+    the end.
 
     Without `shown`, the environments draw no pictures: nobody will look at these episodes.
     """
     made = {
-        name: partial(env_factory, address(env.name, env.all_wrappers), env.isolation, env.python, env.requires)
+        name: partial(
+            env_factory,
+            address(env.name, env.all_wrappers),
+            env.isolation,
+            env.python,
+            env.requires,
+        )
         for name, env in config.envs.items()
     }
     pictures = shown and config.observe.picture_kib > 0
@@ -74,8 +83,12 @@ async def env_host(config: RunConfig, cluster: Cluster | None = None, *, shown: 
 @asynccontextmanager
 async def episode_player(
     config: RunConfig, cluster: Cluster, renderer: TemplateRenderer
-) -> AsyncIterator[Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]]:
-    """What makes the episodes' runner of a policy, and of the roles of the agents that it does not play."""
+) -> AsyncIterator[
+    Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]
+]:
+    """What makes the episodes' runner of a policy, and of the roles of the agents that it does not
+    play.
+    """
     rollout = config.rollout
     if config.env.is_agent:
         async with agent_player(config, renderer) as agents:
@@ -100,11 +113,12 @@ async def episode_player(
 async def agent_player(
     config: RunConfig, renderer: TemplateRenderer
 ) -> AsyncIterator[Callable[[EnginePolicy], AgentEpisodeRunner]]:
-    """Serve the gateway to the run's program, and yield what makes the episodes' runner of a policy.
+    """Serve the gateway to the run's program, and yield what makes the episodes' runner of a
+    policy.
 
     Raises:
-        ConfigError: there is no such program, the gateway cannot be served, or the program cannot be kept from the
-            network, as `gateway.network` wants.
+        ConfigError: there is no such program, the gateway cannot be served, or the program cannot
+            be kept from the network, as `gateway.network` wants.
     """
     desk, rollout = Desk(config.gateway), config.rollout
     program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
@@ -127,9 +141,17 @@ async def agent_player(
 
 
 def engine_policy(
-    config: RunConfig, engine: Engine, model: Path, renderer: Renderer, sampling: SamplingParams, *, trained: bool
+    config: RunConfig,
+    engine: Engine,
+    model: Path,
+    renderer: Renderer,
+    sampling: SamplingParams,
+    *,
+    trained: bool,
 ) -> EnginePolicy:
-    """The `model` that an engine serves, as a policy that stops where the model's template ends a message."""
+    """The `model` that an engine serves, as a policy that stops where the model's template ends a
+    message.
+    """
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
     return EnginePolicy(
@@ -156,7 +178,12 @@ def other_roles(
         elif isinstance(route, FrozenRoute):
             own = renderer if route.model is None else renderer_of(route.model, RendererConfig())
             served = engine_policy(
-                config, frozen[route], route.model or model, own, config.rollout.sampling, trained=False
+                config,
+                frozen[route],
+                route.model or model,
+                own,
+                config.rollout.sampling,
+                trained=False,
             )
             roles[agent] = Role(served, own, config.rollout.context, trained=False)
     return roles

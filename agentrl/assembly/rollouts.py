@@ -24,8 +24,8 @@ from agentrl.tasks.suites import EvaluationSampling
 
 @dataclass(frozen=True, slots=True)
 class RolloutAssembly:
-    """The parts that play and score episodes: the policy's engine, the episode runner, the reward, and the engines of
-    frozen agents.
+    """The parts that play and score episodes: the policy's engine, the episode runner, the reward,
+    and the engines of frozen agents.
     """
 
     config: RunConfig
@@ -38,7 +38,9 @@ class RolloutAssembly:
     def evaluating(self, how: EvaluationSampling) -> EnvEpisodeRunner | AgentEpisodeRunner:
         """The same runner, sampling as an evaluation does."""
         sampling = how.sampling(self.config.rollout.sampling)
-        policy = engine_policy(self.config, self.engine, self.model, self.runner.renderer, sampling, trained=False)
+        policy = engine_policy(
+            self.config, self.engine, self.model, self.runner.renderer, sampling, trained=False
+        )
         return replace(self.runner, policy=policy)
 
 
@@ -56,28 +58,47 @@ async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Rollo
     config, cluster = placed.config, placed.cluster
     renderer = renderer_of(model, config.model)
     async with (
-        episode_player(config, cluster, renderer) as player,  # first, so that its errors come before a model is loaded
+        episode_player(
+            config, cluster, renderer
+        ) as player,  # first, so that its errors come before a model is loaded
         engine_router(config, cluster, model) as engine,
         reward_of(config, _rules(config, cluster)) as reward,
         frozen_engines(config, cluster, model) as frozen,
     ):
-        policy = engine_policy(config, engine, model, renderer, config.rollout.sampling, trained=True)
+        policy = engine_policy(
+            config, engine, model, renderer, config.rollout.sampling, trained=True
+        )
         yield RolloutAssembly(
-            config, model, engine, player(policy, other_roles(config, model, renderer, frozen)), reward, frozen
+            config,
+            model,
+            engine,
+            player(policy, other_roles(config, model, renderer, frozen)),
+            reward,
+            frozen,
         )
 
 
 def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipeline:
-    """The run's reward, not yet entered; its rules run in `rules`, by default in processes of this machine."""
+    """The run's reward, not yet entered; its rules run in `rules`, by default in processes of this
+    machine.
+    """
     rollout = config.rollout
     rules = rules or RulePool(rollout.rules)
-    needed = {constraint.part.partition("/")[0] for constraint in config.batch_processing.constraints}
-    return config.reward.make(rules, rollout.deadlines.reward, rollout.retries, config.rewards_by_env(), needed)
+    needed = {
+        constraint.part.partition("/")[0] for constraint in config.batch_processing.constraints
+    }
+    return config.reward.make(
+        rules, rollout.deadlines.reward, rollout.retries, config.rewards_by_env(), needed
+    )
 
 
 @asynccontextmanager
-async def assemble_policy(config: RunConfig, model: Path) -> AsyncIterator[tuple[EnginePolicy, TemplateRenderer]]:
-    """Start an engine that serves `model`, alone: the policy as evaluations sample it, and its renderer."""
+async def assemble_policy(
+    config: RunConfig, model: Path
+) -> AsyncIterator[tuple[EnginePolicy, TemplateRenderer]]:
+    """Start an engine that serves `model`, alone: the policy as evaluations sample it, and its
+    renderer.
+    """
     async with open_cluster(config) as placed:
         renderer = renderer_of(model, placed.config.model)
         async with engine_router(placed.config, placed.cluster, model) as engine:

@@ -1,4 +1,6 @@
-"""The trainers of a run: that of the policy, and the reference and the critic that some algorithms need."""
+"""The trainers of a run: that of the policy, and the reference and the critic that some algorithms
+need.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,11 +38,13 @@ def make_trainer(
     temperature: float | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Make the configured trainer on its devices, for `steps` steps, with `settings` replaced. It survives the death of
-    its ranks. `role` may also name an advisor, which is a trainer of another model with its own settings.
+    """Make the configured trainer on its devices, for `steps` steps, with `settings` replaced. It
+    survives the death of its ranks. `role` may also name an advisor, which is a trainer of another
+    model with its own settings.
 
-    `temperature`: that of its logprobs, by default the one that the run samples at, as policy gradients are of the
-    distribution that was sampled from. What somebody else has said is learned at temperature 1.
+    `temperature`: that of its logprobs, by default the one that the run samples at, as policy
+    gradients are of the distribution that was sampled from. What somebody else has said is learned
+    at temperature 1.
 
     Raises:
         ConfigError: the trainer has no such setting.
@@ -76,8 +80,9 @@ def make_advisors(
     latest: LatestCheckpoint,
     training: CriticTraining = ON_NEWEST,
 ) -> Advisors:
-    """Make the configured reference and critic. They start from the same model as the trainer, unless the algorithm
-    names another reference. The critic has as many steps as `training` has updates.
+    """Make the configured reference and critic. They start from the same model as the trainer,
+    unless the algorithm names another reference. The critic has as many steps as `training` has
+    updates.
 
     Raises:
         ConfigError: the other reference has other tokens.
@@ -91,10 +96,19 @@ def make_advisors(
     teacher: Path | None = getattr(algorithm, "reference_model", None)
     if teacher is not None:
         check_same_tokens(model, teacher)
-    reference = make_trainer(placed, teacher or model, role="reference") if config.reference else None
+    reference = (
+        make_trainer(placed, teacher or model, role="reference") if config.reference else None
+    )
     steps = config.steps * training.updates
-    critic = make_trainer(placed, model, latest_critic, role="critic", steps=steps) if config.critic else None
+    critic = (
+        make_trainer(placed, model, latest_critic, role="critic", steps=steps)
+        if config.critic
+        else None
+    )
     # The config's validation has checked that both have `predict`.
     return Advisors(
-        algorithm, cast("SupportsPredict | None", reference), cast("SupportsPredict | None", critic), training
+        algorithm,
+        cast("SupportsPredict | None", reference),
+        cast("SupportsPredict | None", critic),
+        training,
     )

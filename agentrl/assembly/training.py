@@ -46,7 +46,9 @@ from agentrl.weights.snapshots import Snapshots
 
 @dataclass(frozen=True, slots=True)
 class TrainingAssembly(RolloutAssembly):
-    """All parts of a training run: those of `RolloutAssembly`, the trainers, and the publisher of the weights."""
+    """All parts of a training run: those of `RolloutAssembly`, the trainers, and the publisher of
+    the weights.
+    """
 
     trainer: Trainer
     advisors: Advisors
@@ -73,7 +75,9 @@ class TrainingAssembly(RolloutAssembly):
         await self.advisors.saved()
 
     async def resume(self, run: Run) -> int:
-        """Load a resumed run's newest checkpoint, if any, publish its weights, and return the number of steps done."""
+        """Load a resumed run's newest checkpoint, if any, publish its weights, and return the
+        number of steps done.
+        """
         newest = run.checkpoints.latest() if run.resumed else None
         if self.self_play is not None:
             await self.self_play.restore(newest[0] if newest else 0, run.metrics.rows())
@@ -89,7 +93,8 @@ class TrainingAssembly(RolloutAssembly):
     def rollouts(self, run: Run, step: int, teaches: Callable[[Group], bool]) -> Rollouts:
         """A scheduler for the steps from `step` on, of a run whose metrics have been rewound to it.
 
-        Tasks that an earlier launch left open come first. `teaches`: whether anything can be learned from a group.
+        Tasks that an earlier launch left open come first. `teaches`: whether anything can be
+        learned from a group.
         """
         run.display.resume(step, (row["reward"] for row in run.metrics.rows() if "reward" in row))
         pending = run.open_tasks(step)
@@ -132,10 +137,11 @@ async def assemble_training(
     updates: int | None = None,
     training: CriticTraining = ON_NEWEST,
 ) -> AsyncIterator[TrainingAssembly]:
-    """`assemble_rollouts`, plus a trainer that starts from the same model, and a teacher if the run has one. If a rank
-    dies, its trainer restarts from the checkpoint that `latest` returns, with the number of updates made until then.
-    `updates`: most updates of the whole run, by default one for each step; the learning rate's schedule ends there.
-    With `matches`, the policy plays against itself and earlier versions.
+    """`assemble_rollouts`, plus a trainer that starts from the same model, and a teacher if the run
+    has one. If a rank dies, its trainer restarts from the checkpoint that `latest` returns, with
+    the number of updates made until then. `updates`: most updates of the whole run, by default one
+    for each step; the learning rate's schedule ends there. With `matches`, the policy plays against
+    itself and earlier versions.
 
     Raises:
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
@@ -155,10 +161,15 @@ async def assemble_training(
             others.append((served, teacher.refresh))
             advisors = replace(advisors, teacher=asked_teacher(config, teacher, served))
         self_play = _self_play(rollouts, opponents, model, matches) if matches else None
-        trainers, engines = [trainer, *advisors.all], [rollouts.engine, *(engine for engine, _ in others), *opponents]
+        trainers, engines = (
+            [trainer, *advisors.all],
+            [rollouts.engine, *(engine for engine, _ in others), *opponents],
+        )
         weights = config.weights.for_model(model)
         async with device_sharing(placed, engines, trainers) as sharing:
-            followers: list[tuple[TakesWeights, int]] = [(engine, refresh) for engine, refresh in others if refresh]
+            followers: list[tuple[TakesWeights, int]] = [
+                (engine, refresh) for engine, refresh in others if refresh
+            ]
             followers += [(self_play, 1)] if self_play else []
             async with WeightPublisher(rollouts.engine, tuple(followers), weights) as publisher:
                 spare_what_lives()
@@ -179,16 +190,21 @@ async def assemble_training(
                 )
 
 
-def _self_play(rollouts: RolloutAssembly, engines: Sequence[Router], model: Path, matches: Matches) -> SelfPlay:
+def _self_play(
+    rollouts: RolloutAssembly, engines: Sequence[Router], model: Path, matches: Matches
+) -> SelfPlay:
     config, runner, rules = rollouts.config, rollouts.runner, matches.config
     if not isinstance(runner, EnvEpisodeRunner):
         raise ConfigError(
-            f"recipe=self_play needs an environment of several agents, and {config.env.name} is a program"
+            f"recipe=self_play needs an environment of several agents, and {config.env.name} is a"
+            " program"
         )
     snapshots = Snapshots(config.run_dir.absolute() / "opponents", rules.every, rules.pool)
     opponents = []
     for engine in engines:
-        served = engine_policy(config, engine, model, runner.renderer, config.rollout.sampling, trained=False)
+        served = engine_policy(
+            config, engine, model, runner.renderer, config.rollout.sampling, trained=False
+        )
         role = Role(served, runner.renderer, config.rollout.context, trained=False)
         opponents.append(Opponent(role, engine, snapshots, config.weights.for_model(model).seconds))
     resumable = Checkpoints(config.run_dir / "checkpoints").all

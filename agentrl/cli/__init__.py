@@ -1,6 +1,7 @@
 """The `agentrl` command. Errors in the input are printed in red on stderr, with exit status 2.
 
-A module has the commands of one subject, as functions; here they get their names, in the order of `agentrl --help`.
+A module has the commands of one subject, as functions; here they get their names, in the order of
+`agentrl --help`.
 """
 
 import logging
@@ -9,7 +10,18 @@ import sys
 import typer
 from rich.markup import escape
 
-from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, tasks, training, viewing
+from agentrl.cli import (
+    environments,
+    evaluation,
+    history,
+    models,
+    planning,
+    serving,
+    settings,
+    tasks,
+    training,
+    viewing,
+)
 from agentrl.cli.arguments import TakesSettings
 from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
@@ -64,7 +76,9 @@ def main() -> None:
         sys.exit(2)
     except AgentRLError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        errors.print(f"[red]{type(error).__name__}:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+        errors.print(
+            f"[red]{type(error).__name__}:[/red] {escape(text)}", highlight=False, soft_wrap=True
+        )
         sys.exit(1)
     except Exception as error:
         problem = storage_problem(error)

@@ -14,12 +14,17 @@ from agentrl.protocols import check_numbers, check_plain
 from agentrl.settings.yaml_values import read_yaml, value_of
 
 Step = Annotated[
-    str, typer.Option(metavar="N|best|latest", help="Which checkpoint of the run; best: on held-out tasks.")
+    str,
+    typer.Option(
+        metavar="N|best|latest", help="Which checkpoint of the run; best: on held-out tasks."
+    ),
 ]
 
 
 def _settings_with(context: typer.Context, incomplete: str) -> list[str]:
-    """The settings of the command's config whose names begin with what is typed, for the completion of shells."""
+    """The settings of the command's config whose names begin with what is typed, for the completion
+    of shells.
+    """
     given = (context.params.get(name) for name in ("config", "run", "source", "resume"))
     path = Path(str(next(filter(None, given), "")))
     try:
@@ -38,17 +43,28 @@ Overrides = Annotated[
     ),
 ]
 EnvPython = Annotated[
-    str | None, typer.Option("--python", metavar="PYTHON", help="The Python that runs the environment, if another one.")
+    str | None,
+    typer.Option(
+        "--python", metavar="PYTHON", help="The Python that runs the environment, if another one."
+    ),
 ]
 EnvRequires = Annotated[
     list[str] | None,
-    typer.Option("--requires", metavar="PACKAGE", help="A package for the environment's own interpreter; repeatable."),
+    typer.Option(
+        "--requires",
+        metavar="PACKAGE",
+        help="A package for the environment's own interpreter; repeatable.",
+    ),
 ]
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)
+]
 
 
 class TakesSettings(TyperCommand):
-    """A command with overrides. It answers a setting that is written as an option with the right form."""
+    """A command with overrides. It answers a setting that is written as an option with the right
+    form.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line.
@@ -60,9 +76,15 @@ class TakesSettings(TyperCommand):
         for one, after in zip_longest(args, args[1:], fillvalue=""):
             option = one.partition("=")[0]
             key = setting_of(option)
-            if one.startswith("-") and option not in known and ("." in key or key in RunConfig.model_fields):
+            if (
+                one.startswith("-")
+                and option not in known
+                and ("." in key or key in RunConfig.model_fields)
+            ):
                 form = right_form(one, after) or f"{key}=VALUE"
-                raise ConfigError(f"there is no option {option}: a setting is written without dashes, {form}")
+                raise ConfigError(
+                    f"there is no option {option}: a setting is written without dashes, {form}"
+                )
         return super().parse_args(ctx, args)
 
 

@@ -33,26 +33,37 @@ def envs() -> None:
 
 
 def check_environment(
-    name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
+    name: Annotated[
+        str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")
+    ],
     options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
     gold: Annotated[
-        str, typer.Option(metavar="PACKAGE.MODULE:PLAYER", help="A scripted player that must succeed.")
+        str,
+        typer.Option(metavar="PACKAGE.MODULE:PLAYER", help="A scripted player that must succeed."),
     ] = "",
     python: EnvPython = None,
     requires: EnvRequires = None,
 ) -> None:
-    """Check that an environment keeps the contract: API, determinism, no leaks, closing, reward for right answers."""
+    """Check that an environment keeps the contract: API, determinism, no leaks, closing, reward for
+    right answers.
+    """
     from agentrl.hosting.factory import env_factory
     from agentrl.testing import check_env
 
     foreign = python is not None or bool(requires)
-    # If this interpreter can run it, it is checked as an object of this process, whatever its isolation.
-    make = env_factory(name, python=python, requires=requires or ()) if foreign else plugins.load("envs", name)
+    # If this interpreter can run it, it is checked as an object of this process, whatever its
+    # isolation.
+    make = (
+        env_factory(name, python=python, requires=requires or ())
+        if foreign
+        else plugins.load("envs", name)
+    )
     player = plugins.load("players", gold) if gold else None
     if foreign and player:
         player = partial(_consult, player)
     try:
-        # The first call in another interpreter also imports its packages; a full server is waited for.
+        # The first call in another interpreter also imports its packages; a full server is waited
+        # for.
         patient = foreign or "://" in name
         remarks = check_env(
             make,
@@ -62,7 +73,11 @@ def check_environment(
             address=None if foreign else name,
         )
     except ConformanceError as error:
-        console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}",
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(1) from error
     console.print(f"[green]{name} keeps the contract[/green]")
     for remark in remarks:
@@ -75,47 +90,59 @@ def _consult(player: Any, env: Any, rng: Any) -> str:
 
 
 def new_env(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the package and its folder, such as my_game.")],
-    parent: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Where to write it.")] = Path(),
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Name of the package and its folder, such as my_game."),
+    ],
+    parent: Annotated[
+        Path, typer.Option("--in", metavar="FOLDER", help="Where to write it.")
+    ] = Path(),
     tools: Annotated[
         bool, typer.Option("--tools", help="An environment with tools, instead of a game of text.")
     ] = False,
 ) -> None:
-    """Write a package: an environment, a player, a test, an entry point, and a config by which a tiny model learns."""
+    """Write a package: an environment, a player, a test, an entry point, and a config by which a
+    tiny model learns.
+    """
     from agentrl.cli.new_env import class_name, write_env_package
 
     folder = write_env_package(name, parent, tools=tools)
     module = folder.name
     address = f"{module}:{class_name(module)}"
     console.print(
-        f"wrote {folder}: an environment with a player, its test and its entry point, and a config that trains a tiny "
-        "model. Now:\n\n"
-        f"  cd {folder}\n"
-        f"  agentrl check-env {address}\n"
-        f"  agentrl play {address}\n"
-        f"  agentrl play {address} --player {module}:player\n"
-        f"  agentrl train {module}.yaml\n\n"
-        f"After `pip install -e .` there, its name is {module!r} everywhere.",
+        f"wrote {folder}: an environment with a player, its test and its entry point, and a config"
+        f" that trains a tiny model. Now:\n\n  cd {folder}\n  agentrl check-env {address}\n "
+        f" agentrl play {address}\n  agentrl play {address} --player {module}:player\n  agentrl"
+        f" train {module}.yaml\n\nAfter `pip install -e .` there, its name is {module!r}"
+        " everywhere.",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def play(  # noqa: PLR0917  typer calls it by name
-    name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
+    name: Annotated[
+        str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")
+    ],
     seed: Annotated[int, typer.Option(help="Seed of the episode.")] = 0,
     options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
     player: Annotated[
-        str | None, typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you.")
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you."),
     ] = None,
     person: Annotated[
-        str | None, typer.Option("--as", metavar="AGENT", help="The agent you play, if --player plays the others.")
+        str | None,
+        typer.Option(
+            "--as", metavar="AGENT", help="The agent you play, if --player plays the others."
+        ),
     ] = None,
     max_turns: Annotated[int, typer.Option(help="Turns after which to stop.")] = 64,
     python: EnvPython = None,
     requires: EnvRequires = None,
 ) -> None:
-    """Play an environment in the terminal; shows the system prompt, tools and observations the model would see."""
+    """Play an environment in the terminal; shows the system prompt, tools and observations the
+    model would see.
+    """
     from agentrl.cli.play import play as play_episode
 
     asyncio.run(

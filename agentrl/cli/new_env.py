@@ -166,14 +166,23 @@ _KINDS = {
     "game": (
         _GAME,
         _GAME_TEST,
-        {"@address@": "@name@:@Class@", "@hint@": "", "@turns@": "3", "@tokens@": "8", "@lr@": "1e-3"},
+        {
+            "@address@": "@name@:@Class@",
+            "@hint@": "",
+            "@turns@": "3",
+            "@tokens@": "8",
+            "@lr@": "1e-3",
+        },
     ),
     "tools": (
         _TOOLS,
         _TOOLS_TEST,
         {
             "@address@": "{name: '@name@:@Class@', options: {short_calls: true}}",
-            "@hint@": "\n# short_calls: `compare 5` in place of JSON, which takes a tiny model long to learn",
+            "@hint@": (
+                "\n# short_calls: `compare 5` in place of JSON, which takes a tiny model long to"
+                " learn"
+            ),
             "@turns@": "3",
             "@tokens@": "16",
             "@lr@": "5e-4",
@@ -194,11 +203,17 @@ def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
     module = name.replace("-", "_").lower()
     folder = parent / module
     if not module.isidentifier() or keyword.iskeyword(module) or not module.strip("_"):
-        raise ConfigError(f"{name!r} cannot be the name of a module: use letters, digits and _, such as my_game")
+        raise ConfigError(
+            f"{name!r} cannot be the name of a module: use letters, digits and _, such as my_game"
+        )
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another name, or remove it")
-    if importlib.util.find_spec(module) or module in {plugin.name for plugin in plugins.installed("envs")}:
-        raise ConfigError(f"{module!r} is the name of an installed module or environment: choose another")
+    if importlib.util.find_spec(module) or module in {
+        plugin.name for plugin in plugins.installed("envs")
+    }:
+        raise ConfigError(
+            f"{module!r} is the name of an installed module or environment: choose another"
+        )
     env, test, of_kind = _KINDS["tools" if tools else "game"]
     words = {
         **of_kind,
@@ -207,7 +222,12 @@ def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
         "@Class@": class_name(module),
     }
     folder.mkdir(parents=True)
-    files = {f"{module}.py": env, f"test_{module}.py": test, "pyproject.toml": _PYPROJECT, f"{module}.yaml": _CONFIG}
+    files = {
+        f"{module}.py": env,
+        f"test_{module}.py": test,
+        "pyproject.toml": _PYPROJECT,
+        f"{module}.yaml": _CONFIG,
+    }
     for file, text in files.items():
         for word, meaning in words.items():
             text = text.replace(word, meaning)  # noqa: PLW2901

@@ -11,27 +11,40 @@ from agentrl.config import load_config
 
 
 def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Run the config's scheduler on models of engine, environments and trainer, under a virtual clock.
+    """Run the config's scheduler on models of engine, environments and trainer, under a virtual
+    clock.
 
-    Predicts throughput, utilisation, staleness and bias within seconds, without a language model. The config's section
-    `simulation` sets the models: [bold]agentrl simulate CONFIG simulation.env.hung=0.01[/bold].
+    Predicts throughput, utilisation, staleness and bias within seconds, without a language model.
+    The config's section `simulation` sets the models: [bold]agentrl simulate CONFIG
+    simulation.env.hung=0.01[/bold].
     """
     from agentrl.simulate.report import print_report
     from agentrl.simulate.world import World
 
     loaded = load_config(config, overrides or []).config
-    world = World(loaded.rollout, loaded.simulation, loaded.steps, loaded.seed, weight_update=loaded.weights.update)
+    world = World(
+        loaded.rollout,
+        loaded.simulation,
+        loaded.steps,
+        loaded.seed,
+        weight_update=loaded.weights.update,
+    )
     print_report(world.run(), loaded.rollout.max_staleness, console)
 
 
 def plan(  # noqa: PLR0917  typer calls it by name
     config: ConfigPath,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of each node; 0: the CPU of this machine.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of each node; 0: the CPU of this machine.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     device: Annotated[str, typer.Option(help="Which GPU: H100, H200, A100 or L4.")] = "H100",
     run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="Take episodes and speeds from this run's metrics.")
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", help="Take episodes and speeds from this run's metrics."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
@@ -45,7 +58,13 @@ def plan(  # noqa: PLR0917  typer calls it by name
     from agentrl.planner.run_facts import model_of
 
     loaded = load_config(config, overrides or []).config
-    inventory = visible() if gpus is None else Inventory(gpu_named(device), gpus, nodes) if gpus else Inventory(host())
+    inventory = (
+        visible()
+        if gpus is None
+        else Inventory(gpu_named(device), gpus, nodes)
+        if gpus
+        else Inventory(host())
+    )
     if run is not None:
         loaded = measured.with_measured(loaded, measured.measured(run), inventory)
     made = make_plan(loaded, inventory, model_of(loaded))

@@ -32,9 +32,9 @@ async def play(
 ) -> None:
     """Play one episode of the environment `name`, and show everything that the model would see.
 
-    Without a `player` the actions are read from the terminal, one per line, until the episode or the input ends. With
-    several agents, `person` is the agent whose actions are read. Only its messages are shown, and `player` plays the
-    others.
+    Without a `player` the actions are read from the terminal, one per line, until the episode or
+    the input ends. With several agents, `person` is the agent whose actions are read. Only its
+    messages are shown, and `player` plays the others.
 
     Raises:
         ConfigError: there is no agent `person`, or no player for the others.
@@ -44,7 +44,9 @@ async def play(
     envs = EnvHost({name: env_factory(name, python=python, requires=requires)}, EnvDeadlines())
     env = envs.acquire(name)
     try:
-        await _episode(env, _Session(console, person, player), seed=seed, options=options, max_turns=max_turns)
+        await _episode(
+            env, _Session(console, person, player), seed=seed, options=options, max_turns=max_turns
+        )
     finally:
         await envs.release(name, env)
         await envs.close()
@@ -52,7 +54,9 @@ async def play(
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """The terminal, the agent that its user plays (`None`: `player`, if any, plays all), and the others' player."""
+    """The terminal, the agent that its user plays (`None`: `player`, if any, plays all), and the
+    others' player.
+    """
 
     console: Console
     person: str | None
@@ -70,17 +74,24 @@ class _Session:
             self.say("assistant", action, agent)
             return action
         try:
-            return self.console.input(f"[bold green]{f'assistant ({agent})' if agent else 'assistant'}[/bold green] ")
+            return self.console.input(
+                f"[bold green]{f'assistant ({agent})' if agent else 'assistant'}[/bold green] "
+            )
         except EOFError:
             return None
 
 
-async def _episode(env: LiveEnv, session: _Session, *, seed: int, options: Mapping[str, Any], max_turns: int) -> None:
+async def _episode(
+    env: LiveEnv, session: _Session, *, seed: int, options: Mapping[str, Any], max_turns: int
+) -> None:
     console = session.console
     observation, info = await env.reset(seed, options)
     agents = agents_in(info)
     if session.person not in (None, *agents):
-        raise ConfigError(f"--as {session.person}: there is no such agent; there are {', '.join(agents) or 'none'}")
+        raise ConfigError(
+            f"--as {session.person}: there is no such agent; there are"
+            f" {', '.join(agents) or 'none'}"
+        )
     for agent in agents:
         if prompt := system_prompt_in(info, agent, env.system_prompt):
             session.say("system", prompt, agent)
@@ -93,7 +104,9 @@ async def _episode(env: LiveEnv, session: _Session, *, seed: int, options: Mappi
     for turn in range(max_turns):
         action = await session.action(env, agent, random.Random(derive_seed(seed, turn)))
         if action is None:
-            console.print(f"\nleft after {turn} turns, reward {_format_totals(totals)}", highlight=False)
+            console.print(
+                f"\nleft after {turn} turns, reward {_format_totals(totals)}", highlight=False
+            )
             return
         observation, reward, terminated, truncated, info = await env.step(action)
         paid = {"": float(reward)} if agents is ALONE else earnings(info, agent, reward, agents)
@@ -101,12 +114,19 @@ async def _episode(env: LiveEnv, session: _Session, *, seed: int, options: Mappi
         is_over = terminated or truncated
         agent = agent if is_over else next_agent(info, agents)
         session.say("tool" if env.tools else "user", observation, agent)
-        console.print(f"[dim]reward {float(reward):g}, info {escape(str(info))}[/dim]", highlight=False)
+        console.print(
+            f"[dim]reward {float(reward):g}, info {escape(str(info))}[/dim]", highlight=False
+        )
         if is_over:
             how = "terminated" if terminated else "truncated"
-            console.print(f"\n{how} after {turn + 1} turns, reward {_format_totals(totals)}", highlight=False)
+            console.print(
+                f"\n{how} after {turn + 1} turns, reward {_format_totals(totals)}", highlight=False
+            )
             return
-    console.print(f"\nstopped after {max_turns} turns (--max-turns), reward {_format_totals(totals)}", highlight=False)
+    console.print(
+        f"\nstopped after {max_turns} turns (--max-turns), reward {_format_totals(totals)}",
+        highlight=False,
+    )
 
 
 def _format_totals(totals: Mapping[str, float]) -> str:

@@ -21,7 +21,9 @@ def run_config(folder: Path) -> Path:
     if not path.exists():
         known = sorted(str(found.parent) for found in Path("runs").glob("*/config.yaml"))
         there = f"Runs: {', '.join(known)}" if known else "There are none in runs/ either"
-        raise ConfigError(f"{str(folder)!r} holds no run.{plugins.nearest(str(folder), known)} {there}")
+        raise ConfigError(
+            f"{str(folder)!r} holds no run.{plugins.nearest(str(folder), known)} {there}"
+        )
     return path
 
 
@@ -36,9 +38,35 @@ OWN = {
         "origins.json",
         "changes.jsonl",
     ),
-    *("status.json", "launches.jsonl", "machine.jsonl", "live.json", "lock", "summary.json", "owed_evaluations.json"),
-    *("model_commit", "reward_curve.png", "trajectories", "profile", "untrained", "samples", "checkpoints", "model"),
-    *("demonstrations", "reward_model", "sft", "dpo", "iterations", "opponents", "evaluation_weights", "evaluations"),
+    *(
+        "status.json",
+        "launches.jsonl",
+        "machine.jsonl",
+        "live.json",
+        "lock",
+        "summary.json",
+        "owed_evaluations.json",
+    ),
+    *(
+        "model_commit",
+        "reward_curve.png",
+        "trajectories",
+        "profile",
+        "untrained",
+        "samples",
+        "checkpoints",
+        "model",
+    ),
+    *(
+        "demonstrations",
+        "reward_model",
+        "sft",
+        "dpo",
+        "iterations",
+        "opponents",
+        "evaluation_weights",
+        "evaluations",
+    ),
     *("tensorboard", "trackers", "tmp"),
 }
 """What the folder of a run holds of the run's own."""
@@ -46,22 +74,28 @@ _OWN_PREFIXES = ("config.", "ledger.sqlite", "lock.", "events.out.tfevents", UNF
 
 
 def output(path: Path, within: str | None = None) -> Path:
-    """The path of what a command writes, with `~` replaced. `within`: a folder of a run that it may write folders into.
+    """The path of what a command writes, with `~` replaced. `within`: a folder of a run that it may
+    write folders into.
 
     Raises:
         ConfigError: it is a file or a folder of a run's own, or lies in one.
     """
     path = path.expanduser()
     real = path.resolve()
-    run = next((folder for folder in (real, *real.parents) if (folder / "config.yaml").is_file()), None)
-    if run is None or not any((run / name).exists() for name in ("ledger.sqlite", "metrics.jsonl", "origins.json")):
+    run = next(
+        (folder for folder in (real, *real.parents) if (folder / "config.yaml").is_file()), None
+    )
+    if run is None or not any(
+        (run / name).exists() for name in ("ledger.sqlite", "metrics.jsonl", "origins.json")
+    ):
         return path
     inside = real.relative_to(run).parts
     if inside and inside[0] == within and len(inside) > 1 and not real.is_file():
         return path
     if not inside or inside[0] in OWN or inside[0].startswith(_OWN_PREFIXES):
         raise ConfigError(
-            f"{path} belongs to the run in {run}, and no command writes over what is a run's own: name another place"
+            f"{path} belongs to the run in {run}, and no command writes over what is a run's own:"
+            " name another place"
         )
     return path
 
@@ -71,20 +105,27 @@ def checkpoint_of(run: Path, step: str) -> Path:
     from agentrl.observe.metrics import MetricsFile
 
     metric = load_config(run_config(run)).config.checkpoint.best or "eval/success"
-    return Checkpoints(run / "checkpoints").find(step, MetricsFile(run / "metrics.jsonl").values(metric))
+    return Checkpoints(run / "checkpoints").find(
+        step, MetricsFile(run / "metrics.jsonl").values(metric)
+    )
 
 
 def model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:
     """The folder of a run's checkpoint, or of the model that a config names.
 
     Raises:
-        ConfigError: a config names a model that is made at a run's start, or a step is chosen of it.
+        ConfigError: a config names a model that is made at a run's start, or a step is chosen of
+        it.
     """
     if run.is_dir():
         return checkpoint_of(run, step)
     if step != "latest":
-        raise ConfigError(f"{run} is a config, not a run, so there is no checkpoint to choose: leave out --step")
+        raise ConfigError(
+            f"{run} is a config, not a run, so there is no checkpoint to choose: leave out --step"
+        )
     model = loaded.config.model
     if model.name in SIZES:
-        raise ConfigError(f"model.name: {model.name!r} is made at a run's start; give a run, or model=FOLDER")
+        raise ConfigError(
+            f"model.name: {model.name!r} is made at a run's start; give a run, or model=FOLDER"
+        )
     return model_folder(model.name, model.revision)

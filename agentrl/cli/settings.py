@@ -25,16 +25,23 @@ def _print_version(asked: bool) -> None:
 
 def show_version(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Train language-model agents by reinforcement learning over many turns."""
 
 
 def show_config(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN", help="A YAML file, or the folder of a run.")
+    ],
     overrides: Overrides = None,
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a config file that has every setting.")] = False,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print a config file that has every setting.")
+    ] = False,
 ) -> None:
     """Show the resolved config, or that of a run, and where each value came from."""
     from agentrl.viewer.folders import RunFolder

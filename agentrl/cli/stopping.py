@@ -16,11 +16,12 @@ T = TypeVar("T")
 class Stopping:
     """All stop signals end the block as Ctrl-C does, by a `KeyboardInterrupt`. A context manager.
 
-    Schedulers send them to a process and to its group, or twice, and then kill: so once a run is stopping, they do not
-    stop it at once, as a second Ctrl-C does. What `nohup` has told to ignore stays ignored.
+    Schedulers send them to a process and to its group, or twice, and then kill: so once a run is
+    stopping, they do not stop it at once, as a second Ctrl-C does. What `nohup` has told to ignore
+    stays ignored.
 
-    A shell's background job begins with SIGINT ignored, and then neither would end it: asyncio only takes the place of
-    Python's own handler. So here SIGINT ends such a job too.
+    A shell's background job begins with SIGINT ignored, and then neither would end it: asyncio only
+    takes the place of Python's own handler. So here SIGINT ends such a job too.
     """
 
     def __init__(self) -> None:
@@ -41,10 +42,14 @@ class Stopping:
                 self._before[number] = signal.signal(number, signal.default_int_handler)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._by = self.by
-            for number in self._before:  # the process ends, and others of them change nothing, also not its status
+            for number in (
+                self._before
+            ):  # the process ends, and others of them change nothing, also not its status
                 if number is not signal.SIGINT:
                     signal.signal(number, signal.SIG_IGN)
             return
@@ -63,7 +68,9 @@ class Stopping:
 
 
 def run_or_stop(work: Awaitable[T]) -> T:
-    """Do the work on an event loop of its own. A stop signal ends the command, with the exit status of a shell's."""
+    """Do the work on an event loop of its own. A stop signal ends the command, with the exit status
+    of a shell's.
+    """
     stopping = Stopping()
     try:
         with stopping:

@@ -33,21 +33,31 @@ _MEASURED = 500
 
 
 def tasks(  # noqa: PLR0917  typer calls it by name
-    source: Annotated[str, typer.Argument(metavar="DATA|CONFIG", help="A file or folder of tasks, or a YAML file.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="DATA|CONFIG", help="A file or folder of tasks, or a YAML file."),
+    ],
     overrides: Overrides = None,
     show: Annotated[int, typer.Option(min=0, help="Tasks to print.")] = 3,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Those that are evaluated on.")] = False,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Those that are evaluated on.")
+    ] = False,
     answer: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="An answer to score in each task; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="An answer to score in each task; repeatable."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Show the prompt as this model's chat template writes it.")
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Show the prompt as this model's chat template writes it."
+        ),
     ] = None,
 ) -> None:
     """Print tasks as the model will see them, and what the reward pays for given answers.
 
-    Without --answer, the right answer of each task is scored as if the model had said it and nothing else. Data are
-    read for env=qa; other settings follow: agentrl tasks questions.jsonl reward=math.
+    Without --answer, the right answer of each task is scored as if the model had said it and
+    nothing else. Data are read for env=qa; other settings follow: agentrl tasks questions.jsonl
+    reward=math.
     """
     from agentrl.recipes.preview import openings
 
@@ -57,7 +67,10 @@ def tasks(  # noqa: PLR0917  typer calls it by name
     shown = [next_task(found, index) for index in range(_count(found, show))]
     renderer = _renderer(config)
     if config.env.is_agent:
-        raise ConfigError(f"{config.env.name} is a program, which makes its prompts itself: agentrl gateway shows them")
+        raise ConfigError(
+            f"{config.env.name} is a program, which makes its prompts itself: agentrl gateway shows"
+            " them"
+        )
     opened, scored = run_steadily(openings(config, shown)), _scores(config, shown, answer)
     for index, (task, opening, lines) in enumerate(zip(shown, opened, scored, strict=True)):
         where = found.where(index) if isinstance(found, DatasetTasks) else f"seed {task.seed}"
@@ -75,7 +88,9 @@ def tasks(  # noqa: PLR0917  typer calls it by name
     count = f"tasks: {len(found):,}" if isinstance(found, FiniteTasks) else "tasks without end"
     _say(f"{count}, of {config.env.name or 'several environments'}")
     if problem:
-        console.print(f"[red]a run would not start:[/red] {escape(problem)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[red]a run would not start:[/red] {escape(problem)}", highlight=False, soft_wrap=True
+        )
         raise typer.Exit(1)
 
 
@@ -83,7 +98,11 @@ def _config(source: str, overrides: Sequence[str]) -> RunConfig:
     """The config that a YAML file has, or one for questions in these data."""
     if Path(source).suffix.lower() in (".yaml", ".yml"):
         return load_config(Path(source), overrides).config
-    values = {"env": "qa", "tasks": {"name": "dataset", "data": source, "held_out": 0.0}, "evaluation": {"tasks": 0}}
+    values = {
+        "env": "qa",
+        "tasks": {"name": "dataset", "data": source, "held_out": 0.0},
+        "evaluation": {"tasks": 0},
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tasks.yaml"
         path.write_text(to_yaml(values))
@@ -103,7 +122,11 @@ def _renderer(config: RunConfig) -> "TemplateRenderer | None":
     from agentrl.conversation.renderer import renderer_of
 
     name = config.model.name
-    return None if name in SIZES else renderer_of(description_folder(name, config.model.revision), config.model)
+    return (
+        None
+        if name in SIZES
+        else renderer_of(description_folder(name, config.model.revision), config.model)
+    )
 
 
 def _count(source: TaskSource, most: int) -> int:
@@ -128,12 +151,20 @@ def _print_message(role: str, text: str) -> None:
 def _print_options(task: Task) -> None:
     for name, value in task.options.items():
         if name != "prompt":
-            written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            written = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
+            )
             short = written if len(written) <= 300 else f"{written[:300]}..."
-            console.print(f"[dim]{escape(name)}: {escape(short)}[/dim]", highlight=False, soft_wrap=True)
+            console.print(
+                f"[dim]{escape(name)}: {escape(short)}[/dim]", highlight=False, soft_wrap=True
+            )
 
 
-def _scores(config: RunConfig, shown: Sequence[Task], answers: Sequence[str] | None) -> list[list[str]]:
+def _scores(
+    config: RunConfig, shown: Sequence[Task], answers: Sequence[str] | None
+) -> list[list[str]]:
     """A line for each answer to each task."""
     from agentrl.recipes.preview import paid
 
@@ -168,11 +199,14 @@ def _print_lengths(config: RunConfig, source: TaskSource, renderer: "TemplateRen
     """The tokens of the first prompts. Tasks without end are of seeds, and have no longest one."""
     from agentrl.recipes.preview import openings
 
-    found = run_steadily(openings(config, [next_task(source, n) for n in range(_count(source, _MEASURED))]))
+    found = run_steadily(
+        openings(config, [next_task(source, n) for n in range(_count(source, _MEASURED))])
+    )
     tokens = [opening.tokens(renderer) for opening in found]
     if tokens:
         _say(
-            f"prompts of the first {len(tokens):,} tasks: {median(tokens):,g} tokens (median), {max(tokens):,} at most"
+            f"prompts of the first {len(tokens):,} tasks: {median(tokens):,g} tokens (median),"
+            f" {max(tokens):,} at most"
         )
 
 

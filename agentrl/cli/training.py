@@ -26,25 +26,34 @@ from agentrl.runs.checkpoint import Checkpoints
 from agentrl.settings.yaml_values import in_yaml
 
 _DEMO = "batch_processing.keep_variance=0.999"
-"""GRPO learns nothing from groups in which all episodes cross the lake, or none does, so the demo leaves them out. The
-config keeps them, because a critic learns from them."""
+"""GRPO learns nothing from groups in which all episodes cross the lake, or none does, so the demo
+leaves them out. The config keeps them, because a critic learns from them."""
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN|auto", help="Resume the run in this folder; auto: resume the run of CONFIG if it has begun."
+            metavar="RUN|auto",
+            help="Resume the run in this folder; auto: resume the run of CONFIG if it has begun.",
         ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Resume from the checkpoint after N steps; later ones are set aside."),
+        typer.Option(
+            metavar="N", help="Resume from the checkpoint after N steps; later ones are set aside."
+        ),
     ] = None,
     change: Annotated[
-        bool, typer.Option("--change", help="Resume with another model, seed, environment or other tasks than before.")
+        bool,
+        typer.Option(
+            "--change",
+            help="Resume with another model, seed, environment or other tasks than before.",
+        ),
     ] = False,
 ) -> None:
     """Train an agent: [bold]agentrl train examples/frozen_lake.yaml trainer.lr=1e-3[/bold]."""
@@ -61,8 +70,8 @@ def train(
         given = [*([str(config)] if config is not None else []), *(overrides or [])]
         if elsewhere := [one for one in given if one.startswith("run_dir=")]:
             raise ConfigError(
-                f"{elsewhere[0]}: a run that is resumed stays in its folder, {resume}: leave run_dir "
-                "out, or copy the folder and resume the copy"
+                f"{elsewhere[0]}: a run that is resumed stays in its folder, {resume}: leave"
+                " run_dir out, or copy the folder and resume the copy"
             )
         loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={in_yaml(resume)}"])
     resumes = _was_begun(loaded, change) if resume == "auto" else resume is not None
@@ -73,7 +82,9 @@ def train(
 
 
 def demo(overrides: Overrides = None) -> None:
-    """Train the demo: a tiny model learns to cross FrozenLake maps, in about three minutes on two CPU cores."""
+    """Train the demo: a tiny model learns to cross FrozenLake maps, in about three minutes on two
+    CPU cores.
+    """
     from agentrl import __file__ as package
 
     folder = f"run_dir=runs/demo-{datetime.now():%Y%m%d-%H%M%S}"
@@ -86,7 +97,9 @@ def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
     return was_begun(loaded, change=change)
 
 
-def _run(loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool) -> dict[str, Any] | None:
+def _run(
+    loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool
+) -> dict[str, Any] | None:
     from agentrl.runs.run import Run
 
     folder, stopping = loaded.config.run_dir, Stopping()
@@ -96,7 +109,9 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool) 
                 run_steadily(stopping.watch(loaded.config.recipe.call(run)))
             except KeyboardInterrupt:
                 name = stopping.by.name
-                raise KeyboardInterrupt("Ctrl-C" if name == "SIGINT" else name) from None  # which the run keeps
+                raise KeyboardInterrupt(
+                    "Ctrl-C" if name == "SIGINT" else name
+                ) from None  # which the run keeps
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -109,11 +124,14 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool) 
         if problem is None:
             raise
         raise StorageError(
-            f"the run in {folder} cannot be read or written: {problem}. Mend this; then {_how_to_go_on(folder)}"
+            f"the run in {folder} cannot be read or written: {problem}. Mend this; then"
+            f" {_how_to_go_on(folder)}"
         ) from error
     path = folder / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return summary if summary and summary["tasks"]["total"] else None  # other recipes have said what they have made
+    return (
+        summary if summary and summary["tasks"]["total"] else None
+    )  # other recipes have said what they have made
 
 
 def _how_to_go_on(folder: Path) -> str:
@@ -134,17 +152,20 @@ def _interval(interval: list[float | None] | None) -> str:
 
 
 def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
-    if summary["success_before_interval"] is not None or summary["success_after_interval"] is not None:
+    if (
+        summary["success_before_interval"] is not None
+        or summary["success_after_interval"] is not None
+    ):
         console.print(f"\n{before_and_after(summary)}", highlight=False)
     console.print(
-        f"{_suites_of(summary)}"
-        f"largest staleness {summary['largest_staleness']:.0f} (bound {summary['max_staleness']}); "
-        f"{summary['tasks']['trained']} of {summary['tasks']['total']} tasks trained, "
-        f"{summary['tasks']['masked']} in batches without a loss, {summary['tasks']['failed']} failed\n"
-        f"\nWhere to look next, in {folder}:\n"
-        "  reward_curve.png   the curve\n"
-        "  summary.json       this, and the fates of all episodes\n"
-        "  metrics.jsonl      every step;  tensorboard --logdir " + str(folder) + "\n"
+        f"{_suites_of(summary)}largest staleness {summary['largest_staleness']:.0f} (bound"
+        f" {summary['max_staleness']}); {summary['tasks']['trained']} of"
+        f" {summary['tasks']['total']} tasks trained, {summary['tasks']['masked']} in batches"
+        f" without a loss, {summary['tasks']['failed']} failed\n\nWhere to look next, in"
+        f" {folder}:\n  reward_curve.png   the curve\n  summary.json       this, and the fates of"
+        " all episodes\n  metrics.jsonl      every step;  tensorboard --logdir "
+        + str(folder)
+        + "\n"
         "  trajectories/      every episode, as text and as tokens (Parquet)\n"
         f"  checkpoints/       the trained model;  agentrl eval {folder}",
         highlight=False,
@@ -155,9 +176,11 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
 def before_and_after(summary: dict[str, Any]) -> str:
     """The success on held-out tasks before and after training, in a line with colours of rich."""
     return (
-        f"held-out success [bold]{_share(summary['success_before'])}[/bold] before reinforcement learning"
+        f"held-out success [bold]{_share(summary['success_before'])}[/bold] before reinforcement"
+        " learning"
         f"{_interval(summary['success_before_interval'])}{_failed(summary.get('failed_before'))}, "
-        f"[bold green]{_share(summary['success_after'])}[/bold green] after {summary['steps']} steps"
+        f"[bold green]{_share(summary['success_after'])}[/bold green] after {summary['steps']}"
+        " steps"
         f"{_interval(summary['success_after_interval'])}{_failed(summary.get('failed_after'))}"
     )
 
@@ -179,8 +202,12 @@ def _suites_of(summary: dict[str, Any]) -> str:
         if ends:
             before, after = ends.get("before", {}), ends.get("after", {})
             interval = _interval([after.get("success_low"), after.get("success_high")])
-            passes = "".join(f", {key} {_share(after[key])}" for key in after if re.fullmatch(r"pass@\d+", key))
+            passes = "".join(
+                f", {key} {_share(after[key])}" for key in after if re.fullmatch(r"pass@\d+", key)
+            )
             at_first = f"{_share(before.get('success'))}{_failed(before.get('failed'))}"
             change = f"{at_first} before, {_share(after.get('success'))} after"
-            lines.append(f"{name}: success {change}{interval}{passes}{_failed(after.get('failed'))}\n")
+            lines.append(
+                f"{name}: success {change}{interval}{passes}{_failed(after.get('failed'))}\n"
+            )
     return "".join(lines)

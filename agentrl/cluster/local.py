@@ -1,4 +1,6 @@
-"""The `local` cluster: engines in this process, other workers in threads and processes of this machine."""
+"""The `local` cluster: engines in this process, other workers in threads and processes of this
+machine.
+"""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,7 +28,9 @@ class LocalCluster:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.start = partial(start_local, lease=config.lease, start_seconds=config.start_seconds)
-        self.start_one = partial(ProcessWorker.start, lease=config.lease, start_seconds=config.start_seconds)
+        self.start_one = partial(
+            ProcessWorker.start, lease=config.lease, start_seconds=config.start_seconds
+        )
 
     @property
     def spans_machines(self) -> bool:

@@ -1,7 +1,7 @@
 """Workers on this machine: a single worker is a thread of this process, several are processes.
 
-A process dies with the process that started it, and stopping it kills it; a thread cannot be killed. As a sign of
-life, a thread of the process keeps writing the time to shared memory.
+A process dies with the process that started it, and stopping it kills it; a thread cannot be
+killed. As a sign of life, a thread of the process keeps writing the time to shared memory.
 """
 
 import asyncio
@@ -41,7 +41,12 @@ _BEAT_SECONDS = 0.5
 
 
 async def start_local(
-    role: str, make: Make, count: int, *, lease: float = LEASE_SECONDS, start_seconds: float = START_SECONDS
+    role: str,
+    make: Make,
+    count: int,
+    *,
+    lease: float = LEASE_SECONDS,
+    start_seconds: float = START_SECONDS,
 ) -> WorkerGroup:
     """`StartWorkers` on this machine."""
     if count == 1:
@@ -59,12 +64,16 @@ class ThreadWorker:
     executor: Executor
 
     @staticmethod
-    async def start(role: str, make: Make, rank: int, *, start_seconds: float = START_SECONDS) -> Worker:
+    async def start(
+        role: str, make: Make, rank: int, *, start_seconds: float = START_SECONDS
+    ) -> Worker:
         """Make the worker in its thread."""
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{rank}")
         try:
             async with starting(f"{role} {rank}", start_seconds):
-                return ThreadWorker(await asyncio.wrap_future(executor.submit(make, rank)), executor)
+                return ThreadWorker(
+                    await asyncio.wrap_future(executor.submit(make, rank)), executor
+                )
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -153,7 +162,9 @@ class ProcessWorker:
         silent = time.monotonic() - self._beat.value
         if silent > self._lease:
             raise WorkerDiedError(
-                self.role, self.rank, f"its process {self.pid} gave no sign of life for {silent:.0f} s (cluster.lease)"
+                self.role,
+                self.rank,
+                f"its process {self.pid} gave no sign of life for {silent:.0f} s (cluster.lease)",
             )
 
 
@@ -166,9 +177,15 @@ def _has_ended(pid: int) -> bool:
 
 
 def _context() -> Any:
-    """Fresh interpreters. If torch is loaded, they use its queues, which pass tensors in shared memory."""
+    """Fresh interpreters. If torch is loaded, they use its queues, which pass tensors in shared
+    memory.
+    """
     torch = sys.modules.get("torch")
-    return torch.multiprocessing.get_context("spawn") if torch else multiprocessing.get_context("spawn")
+    return (
+        torch.multiprocessing.get_context("spawn")
+        if torch
+        else multiprocessing.get_context("spawn")
+    )
 
 
 def _begin(parent: int, beat: Any, name: str) -> None:
@@ -177,8 +194,8 @@ def _begin(parent: int, beat: Any, name: str) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before this signal was requested
         os._exit(1)
-    # Terminals and schedulers of jobs send these to all processes of a run. The driver ends its workers itself, when it
-    # has saved what they train.
+    # Terminals and schedulers of jobs send these to all processes of a run. The driver ends its
+    # workers itself, when it has saved what they train.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     make_output_lossy()

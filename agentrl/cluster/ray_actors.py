@@ -1,7 +1,7 @@
 """Workers as Ray actors, on this machine or on any machine of a cluster.
 
-An actor gives a sign of life by answering on a thread other than the one that works. Ray is imported when a worker is
-started, and must be running by then (`agentrl/cluster/ray_cluster.py`).
+An actor gives a sign of life by answering on a thread other than the one that works. Ray is
+imported when a worker is started, and must be running by then (`agentrl/cluster/ray_cluster.py`).
 """
 
 import asyncio
@@ -11,7 +11,15 @@ from typing import Any
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.restarts import START_SECONDS, starting
-from agentrl.cluster.workers import LEASE_SECONDS, PLACE_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
+from agentrl.cluster.workers import (
+    LEASE_SECONDS,
+    PLACE_SECONDS,
+    Make,
+    Worker,
+    WorkerGroup,
+    start_all,
+    under_lease,
+)
 from agentrl.errors import WorkerDiedError
 
 
@@ -48,9 +56,13 @@ class RayWorkers:
         import ray
 
         remote: Any = ray.remote
-        named = type(f"{role}_{rank}", (_Host,), {})  # its name in Ray's dashboard, `ray list actors` and `ps`
+        named = type(
+            f"{role}_{rank}", (_Host,), {}
+        )  # its name in Ray's dashboard, `ray list actors` and `ps`
         host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
-        worker = RayWorker(role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease)
+        worker = RayWorker(
+            role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease
+        )
         try:
             worker.process = await worker.ask(worker.actor.where.remote())
             async with starting(f"{role} {rank}", self.start_seconds):
@@ -93,7 +105,9 @@ class RayWorker:
         try:
             return await under_lease(asyncio.wrap_future(answer.future()), self.check, self.lease)
         except RayActorError as error:
-            raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
+            raise WorkerDiedError(
+                self.role, self.rank, str(error).strip().splitlines()[0]
+            ) from error
         except RayTaskError as error:
             raise error.cause from error  # the original error, not Ray's wrapper of it
 
@@ -104,16 +118,21 @@ class RayWorker:
         beat = self.actor.beat.options(concurrency_group="beside").remote()
         patience = self.lease if self.made else PLACE_SECONDS
         try:
-            # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with the answer.
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with
+            # the answer.
             async with asyncio.timeout(patience):
                 await asyncio.wrap_future(beat.future())
         except TimeoutError as error:
             why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
             if not self.process:
-                why = f"Ray found no place for it in {patience:g} s; `ray status` shows what is free"
+                why = (
+                    f"Ray found no place for it in {patience:g} s; `ray status` shows what is free"
+                )
             raise WorkerDiedError(self.role, self.rank, why) from error
         except RayActorError as error:
-            raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
+            raise WorkerDiedError(
+                self.role, self.rank, str(error).strip().splitlines()[0]
+            ) from error
 
     async def stop(self) -> None:
         """Kill the actor."""

@@ -33,8 +33,8 @@ class RayCluster:
         """Settings of `cluster=ray`."""
 
         address: str = ""
-        """Address of a cluster to join: "auto", or "host:port" of its head. By default, Ray is started on this machine
-        and ends with this process."""
+        """Address of a cluster to join: "auto", or "host:port" of its head. By default, Ray is
+        started on this machine and ends with this process."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -75,7 +75,10 @@ class RayCluster:
     def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
         """See `Cluster`."""
         count = self._placement.count("engine") or self.config.engines
-        return [partial(RayEngine, chosen, model, self._placement.options("engine", number)) for number in range(count)]
+        return [
+            partial(RayEngine, chosen, model, self._placement.options("engine", number))
+            for number in range(count)
+        ]
 
     def gpus(self) -> Inventory | None:
         """See `Cluster`."""
@@ -90,7 +93,8 @@ class RayCluster:
 
 
 def join_ray(address: str = "", **options: Any) -> None:
-    """Make Ray usable in this process: join the cluster at `address`, or if that is empty, start Ray on this machine.
+    """Make Ray usable in this process: join the cluster at `address`, or if that is empty, start
+    Ray on this machine.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -109,24 +113,35 @@ def join_ray(address: str = "", **options: Any) -> None:
             started_with[_NICENESS] = os.environ.get(_NICENESS, "0")
             with _inherited(started_with), _on_loopback():
                 options["_temp_dir"] = str(Path(tempfile.gettempdir(), "ray"))
-                ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, **options)
+                ray.init(
+                    "local",
+                    log_to_driver=False,
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    **options,
+                )
             _end_agents_with_us()
     except ConnectionError as error:
         raise ConfigError(f"no Ray cluster at {address!r} (cluster.address): {error}") from error
-    except Exception as error:  # Ray raises plain ones when a process of its node does not come up in time
+    except (
+        Exception
+    ) as error:  # Ray raises plain ones when a process of its node does not come up in time
         if type(error) is not Exception:
             raise
         raise StallError(
-            f"Ray did not start on this machine: {' '.join(str(error).split())} Start the run again, on a "
-            "less busy machine, or look into Ray's logs in session_latest/logs of its temporary folder"
+            f"Ray did not start on this machine: {' '.join(str(error).split())} Start the run"
+            " again, on a less busy machine, or look into Ray's logs in session_latest/logs of its"
+            " temporary folder"
         ) from error
 
 
 _SPANS_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's variable: whether other machines may join. Elsewhere than on these systems they may by default."""
+"""Ray's variable: whether other machines may join. Elsewhere than on these systems they may by
+default.
+"""
 _NICENESS = "RAY_worker_niceness"
-"""Ray's variable: how far its workers step back for others. By default they get a thirtieth of a core that another
-process wants too, and trainers and engines are the run's own work."""
+"""Ray's variable: how far its workers step back for others. By default they get a thirtieth of a
+core that another process wants too, and trainers and engines are the run's own work."""
 _REAPER = """
 read -r _
 while readlink "/proc/$1/exe"; do sleep 0.2; done >/dev/null 2>&1
@@ -134,8 +149,8 @@ for process in /proc/[0-9]*; do
     grep -q "^ray::" "$process/cmdline" && ls -l "$process/fd" | grep -qF "$2" && kill -9 "${process#/proc/}"
 done 2>/dev/null
 """
-"""Waits until this process has ended, in whatever way, which closes the pipe, and until Ray's node has ended. Then it
-kills the remaining Ray processes that have the node's log open.
+"""Waits until this process has ended, in whatever way, which closes the pipe, and until Ray's node
+has ended. Then it kills the remaining Ray processes that have the node's log open.
 """
 
 
@@ -149,7 +164,9 @@ def _end_agents_with_us() -> None:
     reading, _ = os.pipe()  # the other end closes when this process ends
     for raylet in [child.pid for child in psutil.Process().children() if child.name() == "raylet"]:
         log = os.readlink(f"/proc/{raylet}/fd/1")
-        files: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
+        files: list[tuple[Any, ...]] = [
+            (os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)
+        ]
         files.append((os.POSIX_SPAWN_DUP2, reading, 0))
         command = ["/bin/sh", "-c", _REAPER, "sh", str(raylet), log]
         os.posix_spawn(command[0], command, os.environ, file_actions=files, setsid=True)
@@ -157,7 +174,9 @@ def _end_agents_with_us() -> None:
 
 
 def _python_path() -> str:
-    """Where Ray's processes find the same modules as this one: a user's environments, rewards and players."""
+    """Where Ray's processes find the same modules as this one: a user's environments, rewards and
+    players.
+    """
     return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
 
 
@@ -178,10 +197,11 @@ def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """A Ray that is started in the block takes the loopback address for its own, and so listens there only.
+    """A Ray that is started in the block takes the loopback address for its own, and so listens
+    there only.
 
-    Ray does this on macOS and Windows; on Linux it listens on all interfaces. It reads the variable that turns this on
-    when it is imported, which may have happened already.
+    Ray does this on macOS and Windows; on Linux it listens on all interfaces. It reads the variable
+    that turns this on when it is imported, which may have happened already.
     """
     from ray._private import ray_constants
 

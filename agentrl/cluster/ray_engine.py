@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CALLS = 100_000
-"""Most concurrent requests of an actor. Ray requires a number; the engine has a limit of its own."""
+"""Most concurrent requests of an actor. Ray requires a number; the engine has a limit of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ class _Report:
 
 
 class _EngineHost:
-    """The actor: an engine on the event loop of its process. Most answers include the engine's state."""
+    """The actor: an engine on the event loop of its process. Most answers include the engine's
+    state.
+    """
 
     async def where(self) -> RayProcess:
         return RayProcess.own()
@@ -70,12 +73,16 @@ class _EngineHost:
 
     async def score(self, request: ScoreRequest) -> tuple[Scores, _Report]:
         if not isinstance(self._engine, SupportsScore):
-            raise EngineError(f"{type(self._engine).__name__} has no method `score`: it cannot score given tokens")
+            raise EngineError(
+                f"{type(self._engine).__name__} has no method `score`: it cannot score given tokens"
+            )
         scores = await self._engine.score(request)
         return scores, self._report()
 
     async def begins(self, number: int, oldest: int) -> None:
-        """Stop interrupts from waiting for this request: it begins, or was withdrawn and may never begin."""
+        """Stop interrupts from waiting for this request: it begins, or was withdrawn and may never
+        begin.
+        """
         self._begun.add(number)
         if len(self._begun) > _CALLS:
             self._begun = {begun for begun in self._begun if begun >= oldest}
@@ -171,7 +178,9 @@ class RayEngine:
         self._actor = ray.remote(named).options(**self._options, max_concurrency=_CALLS).remote()
         try:
             self._process = await self._placed()
-            self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
+            self._max_context, self._latest = await _answer_of(
+                self._actor.open.remote(self._chosen, self._model)
+            )
         except BaseException:
             await self._kill()
             raise
@@ -229,7 +238,9 @@ class RayEngine:
         self._latest = await _answer_of(self._running.interrupt.remote(frozenset(self._asked)))
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. If the actor's machine can read a bundle's folder, only its path is sent."""
+        """See `SupportsStageWeights`. If the actor's machine can read a bundle's folder, only its
+        path is sent.
+        """
         await self._bring(weights)
         self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
 
@@ -258,7 +269,9 @@ class RayEngine:
 
     async def _bring(self, weights: Mapping[str, "Tensor"]) -> None:
         """Send the files of a bundle to the actor if its machine cannot read them."""
-        if not isinstance(weights, WeightBundle) or not await _answer_of(self._running.misses.remote(weights)):
+        if not isinstance(weights, WeightBundle) or not await _answer_of(
+            self._running.misses.remote(weights)
+        ):
             return
         try:
             for bucket in weights.manifest.buckets:
@@ -266,7 +279,9 @@ class RayEngine:
                 await _answer_of(self._running.take.remote(weights.manifest, bucket.file, content))
             await _answer_of(self._running.taken.remote(weights.manifest))
         except OSError as error:
-            raise WeightsError(f"{weights} could not be sent to the machine of an engine: {error}") from error
+            raise WeightsError(
+                f"{weights} could not be sent to the machine of an engine: {error}"
+            ) from error
 
     @property
     def _running(self) -> Any:
@@ -309,7 +324,9 @@ async def _answer_of(reference: Any) -> Any:
     try:
         return await asyncio.wrap_future(reference.future())
     except RayActorError as error:
-        raise EngineDeadError(f"the engine's actor is gone: {str(error).strip().splitlines()[0]}") from error
+        raise EngineDeadError(
+            f"the engine's actor is gone: {str(error).strip().splitlines()[0]}"
+        ) from error
     except TaskCancelledError as error:
         raise EngineDeadError("the request was cancelled in the engine's actor") from error
     except RayTaskError as error:

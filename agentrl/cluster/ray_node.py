@@ -56,8 +56,8 @@ class RayNode:
     """The node of Ray that this process has joined. A context manager: inside, a daemon thread asks
     Ray's head about it, since such a question cannot be cancelled.
 
-    `nodes` lists the nodes as `ray.nodes` does, or returns None if the head did not answer; `own` is
-    the id of this one.
+    `nodes` lists the nodes as `ray.nodes` does, or returns None if the head did not answer; `own`
+    is the id of this one.
     """
 
     def __init__(self, nodes: Callable[[], list[dict[str, Any]] | None], own: str) -> None:
@@ -95,8 +95,8 @@ class RayNode:
     def death(self) -> str | None:
         """How it died; None if it lives. It is asked every `_LOOK_SECONDS`.
 
-        The silence of Ray's head is counted in such questions, and not by a clock: when this process
-        was stopped, or its event loop blocked, the head is not to blame.
+        The silence of Ray's head is counted in such questions, and not by a clock: when this
+        process was stopped, or its event loop blocked, the head is not to blame.
         """
         if self._address and not _listens(self._address):
             return "its raylet on this machine has ended, and with it the workers that it started"
@@ -120,7 +120,9 @@ class RayNode:
 
 
 def _listens(address: str) -> bool:
-    """Whether a process of this machine has the socket open. To connect to it would make it log that."""
+    """Whether a process of this machine has the socket open. To connect to it would make it log
+    that.
+    """
     if not _SOCKETS.exists():
         return False
     return any(line.endswith(f" {address}") for line in _SOCKETS.read_text().splitlines())

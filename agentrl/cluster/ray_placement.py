@@ -1,8 +1,9 @@
-"""A `DeviceMap` on Ray: its GPUs are reserved as a whole, and each replica sees the devices that the map assigns to it.
+"""A `DeviceMap` on Ray: its GPUs are reserved as a whole, and each replica sees the devices that
+the map assigns to it.
 
-Ray assigns a number of GPUs, or half a GPU, and only reveals afterwards which ones. A device map names the GPUs of each
-role, and two roles may share one. So the run reserves all GPUs of its nodes as a placement group, and itself sets the
-node and the visible devices of each actor.
+Ray assigns a number of GPUs, or half a GPU, and only reveals afterwards which ones. A device map
+names the GPUs of each role, and two roles may share one. So the run reserves all GPUs of its nodes
+as a placement group, and itself sets the node and the visible devices of each actor.
 """
 
 import asyncio
@@ -38,11 +39,12 @@ class RayPlacement(Protocol):
 
 
 class Unplaced:
-    """The `RayPlacement` of workers that need no GPU: the ranks of a role go to the live nodes in turn.
+    """The `RayPlacement` of workers that need no GPU: the ranks of a role go to the live nodes in
+    turn.
 
-    The first role begins with the first node, the second role with the second, and so on; a replacement goes to the
-    next node. Ray's own strategy "SPREAD" is not used: each node spreads only the actors requested from it, so that all
-    actors of a run can end up on one node.
+    The first role begins with the first node, the second role with the second, and so on; a
+    replacement goes to the next node. Ray's own strategy "SPREAD" is not used: each node spreads
+    only the actors requested from it, so that all actors of a run can end up on one node.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,9 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class PlacementGroup:
-    """The `RayPlacement` of a map, on the nodes of a placement group. A role that is not on the map runs anywhere."""
+    """The `RayPlacement` of a map, on the nodes of a placement group. A role that is not on the map
+    runs anywhere.
+    """
 
     devices: DeviceMap
     group: Any
@@ -82,13 +86,17 @@ class PlacementGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = _LIVES_WITH.get(role, role), rank
-        found = [replica for replica in self.devices.replicas if (replica.role, replica.number) == place]
+        found = [
+            replica for replica in self.devices.replicas if (replica.role, replica.number) == place
+        ]
         if not found:
             return self.unplaced.options(role, rank)
         (replica,) = found
         first = replica.node * self.devices.inventory.per_node
         seen = ",".join(str(device - first) for device in replica.devices)
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=replica.node)
+        strategy = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=replica.node
+        )
         # Without the second variable, Ray hides all GPUs from an actor that requests none.
         variables = {"CUDA_VISIBLE_DEVICES": seen, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return {
@@ -113,14 +121,17 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     inventory = devices.inventory
-    group = placement_group([{"GPU": inventory.per_node}] * inventory.nodes, strategy="STRICT_SPREAD")
+    group = placement_group(
+        [{"GPU": inventory.per_node}] * inventory.nodes, strategy="STRICT_SPREAD"
+    )
     try:
         async with asyncio.timeout(_RESERVE_SECONDS):
             await asyncio.wrap_future(group.ready().future())
     except TimeoutError as error:
         remove_placement_group(group)
         raise ConfigError(
-            f"{inventory} were not free within {_RESERVE_SECONDS:g} s: `ray status` shows who uses them"
+            f"{inventory} were not free within {_RESERVE_SECONDS:g} s: `ray status` shows who uses"
+            " them"
         ) from error
     try:
         yield PlacementGroup(devices, group)
@@ -129,7 +140,8 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
 
 
 def gpus_of_ray() -> Inventory | None:
-    """The GPUs of the cluster's nodes, or None if it has none. If nodes have different numbers, the smallest counts.
+    """The GPUs of the cluster's nodes, or None if it has none. If nodes have different numbers, the
+    smallest counts.
 
     Raises:
         ConfigError: the nodes have GPUs of different kinds.
@@ -137,19 +149,32 @@ def gpus_of_ray() -> Inventory | None:
     import ray
 
     all_nodes: Any = ray.nodes  # it has no types
-    nodes = [node["Resources"] for node in all_nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
+    nodes = [
+        node["Resources"]
+        for node in all_nodes()
+        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1
+    ]
     if not nodes:
         return None
     kinds = {_kind_of(node) for node in nodes}
     if len(kinds) > 1:
         listed = ", ".join(sorted(kind.name for kind in kinds))
         raise ConfigError(
-            f"the cluster has GPUs of several kinds ({listed}), but a run needs a single kind: join only nodes of one"
+            f"the cluster has GPUs of several kinds ({listed}), but a run needs a single kind: join"
+            " only nodes of one"
         )
     return Inventory(kinds.pop(), int(min(node["GPU"] for node in nodes)), len(nodes))
 
 
 def _kind_of(resources: Mapping[str, float]) -> DeviceKind:
-    """The kind that Ray names; the slowest in the table if Ray names none, or one that is not in the table."""
-    named = [key.removeprefix("accelerator_type:") for key in resources if key.startswith("accelerator_type:")]
-    return next((GPUS[name.split("-")[0]] for name in named if name.split("-")[0] in GPUS), GPUS["L4"])
+    """The kind that Ray names; the slowest in the table if Ray names none, or one that is not in
+    the table.
+    """
+    named = [
+        key.removeprefix("accelerator_type:")
+        for key in resources
+        if key.startswith("accelerator_type:")
+    ]
+    return next(
+        (GPUS[name.split("-")[0]] for name in named if name.split("-")[0] in GPUS), GPUS["L4"]
+    )

@@ -1,8 +1,9 @@
 """The process of a Ray actor, and its end.
 
-Ray first asks an actor to exit, and kills one that does not answer some seconds later. Until then it keeps its devices'
-memory, which its replacement needs. So an actor that has not exited after `_EXIT_SECONDS` is killed here. (Killing it
-at once would make Ray print "A worker died or was killed" at the end of a healthy run.)
+Ray first asks an actor to exit, and kills one that does not answer some seconds later. Until then
+it keeps its devices' memory, which its replacement needs. So an actor that has not exited after
+`_EXIT_SECONDS` is killed here. (Killing it at once would make Ray print "A worker died or was
+killed" at the end of a healthy run.)
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""Prompts sent to an engine in an actor: for a session that the actor knows, only the new tokens are sent.
+"""Prompts sent to an engine in an actor: for a session that the actor knows, only the new tokens
+are sent.
 
     here:  SentPrompts.cut(request) ─▶ its new tokens ─▶ there: HeldPrompts.whole(...) ─▶ the request as it was
 
@@ -25,7 +26,9 @@ class SentPrompts:
         self._lengths: OrderedDict[str, int] = OrderedDict()
 
     def cut(self, request: GenerateRequest) -> GenerateRequest | None:
-        """The request without the prompt tokens that the actor should know; None if it should know none."""
+        """The request without the prompt tokens that the actor should know; None if it should know
+        none.
+        """
         if not request.known or self._lengths.get(request.session) != request.known:
             return None
         return replace(request, prompt_ids=request.prompt_ids[request.known :])
@@ -48,7 +51,9 @@ class HeldPrompts:
         self._tokens = 0
 
     def whole(self, cut: GenerateRequest) -> GenerateRequest | None:
-        """The request before it was cut; None if the actor does not hold `known` tokens: it must then be sent whole."""
+        """The request before it was cut; None if the actor does not hold `known` tokens: it must
+        then be sent whole.
+        """
         held = self._held.get(cut.session)
         if held is None or len(held) != cut.known:
             return None

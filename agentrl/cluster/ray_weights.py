@@ -1,9 +1,11 @@
-"""Published weights for a machine that cannot read their folder: their files are sent through Ray's object store.
+"""Published weights for a machine that cannot read their folder: their files are sent through Ray's
+object store.
 
     controller: files ──▶ object store ─ ─ network ─ ─▶ object store ──▶ files: actor
 
-A file is put into the store once, however many actors need it, and Ray copies it to each machine once. There it is
-written to a file again, so engines map files and check every byte, as they do everywhere else.
+A file is put into the store once, however many actors need it, and Ray copies it to each machine
+once. There it is written to a file again, so engines map files and check every byte, as they do
+everywhere else.
 """
 
 import asyncio
@@ -29,7 +31,9 @@ def reference_to(bundle: WeightBundle, file: str) -> Any:
 
     references = _put.setdefault(bundle, {})
     if file not in references:
-        references[file] = ray.put(np.fromfile(bundle.folder / file, np.uint8))  # arrays are read without a copy
+        references[file] = ray.put(
+            np.fromfile(bundle.folder / file, np.uint8)
+        )  # arrays are read without a copy
     return references[file]
 
 

@@ -67,6 +67,7 @@ async def starting(name: str, seconds: float) -> AsyncIterator[None]:
         if not clock.expired():
             raise
         raise StallError(
-            f"{name} did not start within {seconds:g} s (cluster.start_seconds), and is not dead: look "
-            "what it waits for, or give it more time; then `agentrl train --resume RUN` goes on"
+            f"{name} did not start within {seconds:g} s (cluster.start_seconds), and is not dead:"
+            " look what it waits for, or give it more time; then `agentrl train --resume RUN`"
+            " goes on"
         ) from error

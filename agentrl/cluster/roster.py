@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The workers of a role: `alive` of `count` are. `restarts`: how many times one, or all at once, had to be started
-    again because of a death. `set_aside`: requests that they died of twice, and which are not tried again.
+    """The workers of a role: `alive` of `count` are. `restarts`: how many times one, or all at
+    once, had to be started again because of a death. `set_aside`: requests that they died of twice,
+    and which are not tried again.
     """
 
     role: str
@@ -37,7 +38,9 @@ _posted: list[Callable[[], Crew]] = []
 
 @contextmanager
 def posted(crew: Callable[[], Crew]) -> Iterator[None]:
-    """Inside the block, the roster has this crew. `crew` is called by the threads that read the roster."""
+    """Inside the block, the roster has this crew. `crew` is called by the threads that read the
+    roster.
+    """
     _posted.append(crew)
     try:
         yield
@@ -46,8 +49,8 @@ def posted(crew: Callable[[], Crew]) -> Iterator[None]:
 
 
 def restart_metrics() -> dict[str, float]:
-    """Metrics of the crews: how often the workers of each role were started again, and how many requests were set
-    aside, in this process so far.
+    """Metrics of the crews: how often the workers of each role were started again, and how many
+    requests were set aside, in this process so far.
     """
     found = {}
     for crew in roster():

@@ -1,9 +1,10 @@
 """Groups of workers: N replicas of a role, called by method name, wherever they run.
 
-A worker is any object; `make(rank)` makes it in the place where it will run. Calls to one worker run one after another,
-in the order they were made; cancelling a caller does not stop the call. A worker holds a lease: it regularly gives a
-sign of life, and after `lease` seconds without one (it was suspended, or its machine has vanished) it is declared dead.
-`agentrl/cluster/processes.py` starts workers on this machine, `agentrl/cluster/ray_actors.py` on a cluster.
+A worker is any object; `make(rank)` makes it in the place where it will run. Calls to one worker
+run one after another, in the order they were made; cancelling a caller does not stop the call. A
+worker holds a lease: it regularly gives a sign of life, and after `lease` seconds without one (it
+was suspended, or its machine has vanished) it is declared dead. `agentrl/cluster/processes.py`
+starts workers on this machine, `agentrl/cluster/ray_actors.py` on a cluster.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ from agentrl.protocols import Engine, Settings
 logger = logging.getLogger(__name__)
 
 Make = Callable[[int], object]
-"""Makes the worker of a rank. It is sent to the place where the worker runs, so it must be picklable."""
+"""Makes the worker of a rank. It is sent to the place where the worker runs, so it must be
+picklable.
+"""
 
 
 class Worker(Protocol):
@@ -39,7 +42,8 @@ class Worker(Protocol):
         """Call a method of the worker: return or raise what it does.
 
         Raises:
-            WorkerDiedError: the worker is gone, or its lease has lapsed; it is unknown whether the call took effect.
+            WorkerDiedError: the worker is gone, or its lease has lapsed; it is unknown whether the
+            call took effect.
         """
         ...
 
@@ -60,13 +64,18 @@ LEASE_SECONDS = 30.0
 """How long a worker may go without a sign of life, by default."""
 
 PLACE_SECONDS = 120.0
-"""How long a worker's process may take to begin: a fresh interpreter on a busy machine, a place on a busy cluster."""
+"""How long a worker's process may take to begin: a fresh interpreter on a busy machine, a place on
+a busy cluster.
+"""
 
 START_ATTEMPTS = 8
-"""How many times a replacement worker may die while starting: for about a minute, with the pauses."""
+"""How many times a replacement worker may die while starting: for about a minute, with the pauses.
+"""
 
 _NEWS_SECONDS = 0.5
-"""How long to wait for news of a death after an error: a lost connection may be noticed before the death behind it."""
+"""How long to wait for news of a death after an error: a lost connection may be noticed before the
+death behind it.
+"""
 
 StartWorker = Callable[[str, Make, int], Awaitable[Worker]]
 """Starts a worker, given its role, `make` and its rank. Raises the errors of `StartWorkers`."""
@@ -106,8 +115,9 @@ class WorkerGroup:
     async def scatter(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """Call each worker with its own arguments; the results by rank.
 
-        The first error is raised at once, because the other workers may wait forever for the one that failed. But if a
-        worker has died, its death is raised, instead of the lost connections that the others report.
+        The first error is raised at once, because the other workers may wait forever for the one
+        that failed. But if a worker has died, its death is raised, instead of the lost connections
+        that the others report.
         """
         if len(args_by_rank) != len(self.workers):
             raise ValueError(f"{len(self.workers)} workers but arguments for {len(args_by_rank)}")
@@ -145,14 +155,17 @@ class ClusterSettings(Settings):
     lease: float = Field(default=LEASE_SECONDS, gt=0)
     """Seconds that a worker may go without a sign of life before it is given up and replaced."""
     restarts: int = Field(default=RESTARTS, ge=0)
-    """How many times in a row an engine, a worker, or the trainer with all its ranks may be restarted without doing any
-    work in between (an answer, an episode, a verdict, a step). After that, the run ends with the reason."""
+    """How many times in a row an engine, a worker, or the trainer with all its ranks may be
+    restarted without doing any work in between (an answer, an episode, a verdict, a step). After
+    that, the run ends with the reason."""
     start_seconds: float = Field(default=START_SECONDS, gt=0)
     """Seconds that an engine, a worker or a rank may take to start, in which it loads its model."""
 
 
 class Cluster(Protocol):
-    """Where workers run: the seam behind `cluster=local` and `cluster=ray`. An async context manager."""
+    """Where workers run: the seam behind `cluster=local` and `cluster=ray`. An async context
+    manager.
+    """
 
     @property
     def config(self) -> ClusterSettings:
@@ -179,7 +192,9 @@ class Cluster(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     def engines(self, chosen: Component, model: Path) -> Sequence[Callable[[], Engine]]:
-        """A factory for each replica of an engine that serves `model`; it is called again when a replica has died."""
+        """A factory for each replica of an engine that serves `model`; it is called again when a
+        replica has died.
+        """
         ...
 
     def gpus(self) -> Inventory | None:
@@ -210,7 +225,9 @@ async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerG
 
     try:
         async with Flow(f"{role}.start") as flow:
-            tasks = [flow.start(start(coming), name=str(rank)) for rank, coming in enumerate(starting)]
+            tasks = [
+                flow.start(start(coming), name=str(rank)) for rank, coming in enumerate(starting)
+            ]
     except BaseException as error:
         await WorkerGroup(role, started).stop()
         died = error.subgroup(WorkerDiedError) if isinstance(error, BaseExceptionGroup) else None
@@ -221,7 +238,8 @@ async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerG
 
 
 async def start_another(start: Callable[[], Awaitable[Worker]]) -> Worker:
-    """Start the replacement of a dead worker, with retries: its machine may be lost too, which takes a while to notice.
+    """Start the replacement of a dead worker, with retries: its machine may be lost too, which
+    takes a while to notice.
 
     Raises:
         WorkerDiedError: the replacement has died `START_ATTEMPTS` times while starting.
@@ -235,11 +253,16 @@ async def start_another(start: Callable[[], Awaitable[Worker]]) -> Worker:
     return await start()
 
 
-async def under_lease(answer: "asyncio.Future[Any]", sign_of_life: Callable[[], Awaitable[None]], lease: float) -> Any:
-    """The answer of a worker, if it stays alive until then: `sign_of_life` is called repeatedly, and raises if there
-    was none for `lease` seconds. The worker finishes its answer even if the caller stops waiting.
+async def under_lease(
+    answer: "asyncio.Future[Any]", sign_of_life: Callable[[], Awaitable[None]], lease: float
+) -> Any:
+    """The answer of a worker, if it stays alive until then: `sign_of_life` is called repeatedly,
+    and raises if there was none for `lease` seconds. The worker finishes its answer even if the
+    caller stops waiting.
     """
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may not wait for it
+    answer.add_done_callback(
+        lambda done: done.cancelled() or done.exception()
+    )  # the caller may not wait for it
     while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:
         await sign_of_life()
     return answer.result()
@@ -250,7 +273,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def stay_on_loopback() -> None:
-    """Let gloo and NCCL listen on the loopback interface only, in this process and those that it starts.
+    """Let gloo and NCCL listen on the loopback interface only, in this process and those that it
+    starts.
 
     By default they use the interface of this machine's name. A choice of the user is kept.
     """
@@ -260,7 +284,9 @@ def stay_on_loopback() -> None:
 
 
 def own_address() -> str:
-    """How other machines reach this one: the address it would use to talk to the outside. Nothing is sent."""
+    """How other machines reach this one: the address it would use to talk to the outside. Nothing
+    is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))

@@ -1,9 +1,10 @@
-"""The settings of a run, from a YAML file and `a.b=c` overrides; strict, with the origin of every value.
+"""The settings of a run, from a YAML file and `a.b=c` overrides; strict, with the origin of every
+value.
 
-`run_config.py` has what can be set. `source.py` reads what is written, `components.py` makes the components that
-it names, `problems.py` explains what is wrong, `loading.py` puts them together, `from_file.py` lets overrides work on
-configs that runs have saved, `history.py` keeps the configs of a run, and
-`learning_rates.py` reads what they say of learning rates.
+`run_config.py` has what can be set. `source.py` reads what is written, `components.py` makes the
+components that it names, `problems.py` explains what is wrong, `loading.py` puts them together,
+`from_file.py` lets overrides work on configs that runs have saved, `history.py` keeps the configs
+of a run, and `learning_rates.py` reads what they say of learning rates.
 """
 
 from agentrl.config.components import component_like

@@ -29,21 +29,35 @@ _EXAMPLES = {"rewards": "weight=0.5", "trackers": "project=NAME"}
 def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
     raw = section_of(section, raw, origins)
     kind_of_section = section.rpartition(".")[2]
-    by_default = "dataset" if kind_of_section == "tasks" and "data" in raw else _DEFAULT_NAMES.get(kind_of_section)
+    by_default = (
+        "dataset"
+        if kind_of_section == "tasks" and "data" in raw
+        else _DEFAULT_NAMES.get(kind_of_section)
+    )
     name = raw.pop("name", by_default)
     if name is None:
-        raise ConfigError(f"{section}.name: missing{written_at(origins, section)}. {_installed(kind)}")
+        raise ConfigError(
+            f"{section}.name: missing{written_at(origins, section)}. {_installed(kind)}"
+        )
     if not isinstance(name, str):
-        raise ConfigError(f"{section}.name: write text, got {name!r}{written_at(origins, f'{section}.name')}")
+        raise ConfigError(
+            f"{section}.name: write text, got {name!r}{written_at(origins, f'{section}.name')}"
+        )
     try:
         factory = plugins.load(kind, name)
-        model = settings_of_part(name, factory) if kind == "rewards" else plugins.settings_of(factory)
+        model = (
+            settings_of_part(name, factory) if kind == "rewards" else plugins.settings_of(factory)
+        )
     except ConfigError as error:
-        raise ConfigError(f"{section}.name: {error}{written_at(origins, f'{section}.name')}") from error
+        raise ConfigError(
+            f"{section}.name: {error}{written_at(origins, f'{section}.name')}"
+        ) from error
     try:
         return Component(name, factory, model.model_validate(raw))
     except ValidationError as error:
-        lines = (line for line, _ in explained(model, error, raw, tuple(section.split(".")), origins))
+        lines = (
+            line for line, _ in explained(model, error, raw, tuple(section.split(".")), origins)
+        )
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -56,7 +70,9 @@ def section_of(section: str, raw: Any, origins: Mapping[str, str]) -> dict[str, 
     if isinstance(raw, str):
         return {"name": raw}
     if raw is not None and not isinstance(raw, Mapping):
-        raise ConfigError(f"{section}: write a name or settings, got {raw!r:.80}{written_at(origins, section)}")
+        raise ConfigError(
+            f"{section}: write a name or settings, got {raw!r:.80}{written_at(origins, section)}"
+        )
     return {key: value for key, value in (raw or {}).items() if key != "name" or value is not None}
 
 
@@ -80,25 +96,35 @@ def helper_of(
             user, way_out = f"the algorithm {chosen.name!r}", f"{way_out}, or leave the section out"
             if brings_algorithm(recipe):
                 user, way_out = f"recipe={recipe.name}", "leave the section out"
-            raise ConfigError(f"{section}{written_at(origins, section)}: {user}, as configured, uses none; {way_out}")
+            raise ConfigError(
+                f"{section}{written_at(origins, section)}: {user}, as configured, uses none;"
+                f" {way_out}"
+            )
         return None
     trainer: Component = made["trainer"]
-    shared = {} if own.get("name", trainer.name) != trainer.name else trainer.settings.model_dump(exclude_unset=True)
+    shared = (
+        {}
+        if own.get("name", trainer.name) != trainer.name
+        else trainer.settings.model_dump(exclude_unset=True)
+    )
     shared.pop("lora", None)  # a reference is not trained, and a critic must train its head
     helper = component_of(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
     if not (isinstance(helper.factory, type) and issubclass(helper.factory, SupportsPredict)):
         raise ConfigError(
-            f"{section}.name: the trainer {helper.name!r} has no method `predict`, which a {section} needs"
+            f"{section}.name: the trainer {helper.name!r} has no method `predict`, which a"
+            f" {section} needs"
         )
     if getattr(helper.settings, "lora", None) is not None:
         raise ConfigError(
-            f"{section}.lora{written_at(origins, f'{section}.lora')}: a {section} has no adapters; leave it out"
+            f"{section}.lora{written_at(origins, f'{section}.lora')}: a {section} has no adapters;"
+            " leave it out"
         )
     return helper
 
 
 def component_like(other: Component, section: str, kind: str, own: Mapping[str, Any]) -> Component:
-    """The component that a section configures, whose settings default to those of `other` if it has the same name.
+    """The component that a section configures, whose settings default to those of `other` if it has
+    the same name.
 
     Raises:
         ConfigError: it does not exist, or a setting is wrong.
@@ -108,7 +134,9 @@ def component_like(other: Component, section: str, kind: str, own: Mapping[str, 
     return component_of(section, kind, {"name": other.name, **shared, **own}, {})
 
 
-def entries_of(raw: Any, at: tuple[str, str], algorithm: Component | None, origins: Mapping[str, str]) -> Any:
+def entries_of(
+    raw: Any, at: tuple[str, str], algorithm: Component | None, origins: Mapping[str, str]
+) -> Any:
     """A section with a list of sections (`LISTS`), with the components in them made."""
     section, name = at
     if not isinstance(raw, dict) or not isinstance(raw.get(name), dict):
@@ -119,13 +147,20 @@ def entries_of(raw: Any, at: tuple[str, str], algorithm: Component | None, origi
         try:
             made = section_of(path, entry, origins)
             if made.get("tasks") is not None and section == "env":
-                made["tasks"] = component_of(f"{path}.tasks", "task_sources", made["tasks"], origins)
+                made["tasks"] = component_of(
+                    f"{path}.tasks", "task_sources", made["tasks"], origins
+                )
             if made.get("reward") is not None:
                 made["reward"] = rewards_of(made["reward"], origins, f"{path}.reward")
             if (own := made.pop("algorithm", None)) is not None and algorithm is not None:
-                shared = {"name": algorithm.name, **algorithm.settings.model_dump(exclude_unset=True)}
+                shared = {
+                    "name": algorithm.name,
+                    **algorithm.settings.model_dump(exclude_unset=True),
+                }
                 settings = {**shared, **section_of(f"{path}.algorithm", own, origins)}
-                made["algorithm"] = component_of(f"{path}.algorithm", "algorithms", settings, origins)
+                made["algorithm"] = component_of(
+                    f"{path}.algorithm", "algorithms", settings, origins
+                )
             entries.append(made)
         except ConfigError as error:
             problems.append(str(error))
@@ -139,20 +174,29 @@ def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") ->
     numbers = [key for key in raw if key.isdecimal()] if isinstance(raw, dict) else []
     if not numbers:
         if isinstance(raw, list):
-            raise ConfigError(f"{section}: the list is empty{written_at(origins, section)}: name at least one part")
+            raise ConfigError(
+                f"{section}: the list is empty{written_at(origins, section)}: name at least one"
+                " part"
+            )
         return RewardsConfig((component_of(section, "rewards", raw, origins),), False)
     found, problems = _numbered(section, "rewards", raw, origins)
     names = [name_of(part) for part in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        numbered = ", ".join(f"{section}.{number}" for number, name in enumerate(names) if name in twice)
-        problems.append(f"{numbered}: more than one part is called {min(twice)!r}; give each a name with `as: NAME`")
+        numbered = ", ".join(
+            f"{section}.{number}" for number, name in enumerate(names) if name in twice
+        )
+        problems.append(
+            f"{numbered}: more than one part is called {min(twice)!r}; give each a name with `as:"
+            " NAME`"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return RewardsConfig(tuple(found), True)
 
 
 def trackers_of(raw: Any, origins: Mapping[str, str]) -> tuple[Component, ...]:
-    """Read the section `trackers`: a list of names and mappings of settings, or a mapping of their numbers to these.
+    """Read the section `trackers`: a list of names and mappings of settings, or a mapping of their
+    numbers to these.
 
     Raises:
         ConfigError: there is no such tracker or setting.
@@ -161,13 +205,18 @@ def trackers_of(raw: Any, origins: Mapping[str, str]) -> tuple[Component, ...]:
         return (component_of("trackers", "trackers", raw, origins),)
     if not isinstance(raw, dict | list | tuple):
         raise ConfigError(
-            f"trackers: {raw!r} is no list of trackers{written_at(origins, 'trackers')}: write [] for none"
+            f"trackers: {raw!r} is no list of trackers{written_at(origins, 'trackers')}: write []"
+            " for none"
         )
-    numbered = raw if isinstance(raw, dict) else {str(number): one for number, one in enumerate(raw)}
+    numbered = (
+        raw if isinstance(raw, dict) else {str(number): one for number, one in enumerate(raw)}
+    )
     found, problems = _numbered("trackers", "trackers", numbered, origins)
     names = [tracker.name for tracker in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        problems.append(f"trackers: {min(twice)} is named twice, and each has one run of its own: leave one out")
+        problems.append(
+            f"trackers: {min(twice)} is named twice, and each has one run of its own: leave one out"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(found)
@@ -178,11 +227,16 @@ def _numbered(
 ) -> tuple[list[Component], list[str]]:
     """The components of a list, which `raw` has by their numbers, and what is wrong with others."""
     if wrong := [key for key in raw if key not in map(str, range(len(raw)))]:
-        known = [number for number in sorted(raw) if number not in wrong and isinstance(raw[number], dict)]
+        known = [
+            number
+            for number in sorted(raw)
+            if number not in wrong and isinstance(raw[number], dict)
+        ]
         parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in known)
         raise ConfigError(
-            f"{section}.{wrong[0]}{written_at(origins, f'{section}.{wrong[0]}')}: {section} is a list here, so name "
-            f"the part, as in {section}.0.{_EXAMPLES[kind]}; there is {parts or 'no part 0'}"
+            f"{section}.{wrong[0]}{written_at(origins, f'{section}.{wrong[0]}')}: {section} is a"
+            f" list here, so name the part, as in {section}.0.{_EXAMPLES[kind]}; there is"
+            f" {parts or 'no part 0'}"
         )
     found, problems = list[Component](), list[str]()
     for number in map(str, range(len(raw))):

@@ -26,14 +26,22 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     """Read a YAML file, apply `a.b=c` overrides, validate everything.
 
     Raises:
-        ConfigError: something is wrong. Names every problem, where it was written, and the nearest valid name.
+        ConfigError: something is wrong. Names every problem, where it was written, and the nearest
+        valid name.
     """
     saved, overrides = read_settings(path), list(overrides)
-    origins, moves = saved_origins(path), all(override.startswith("run_dir=") for override in overrides)
+    origins, moves = (
+        saved_origins(path),
+        all(override.startswith("run_dir=") for override in overrides),
+    )
     if moves or not (origins or RunConfig.model_fields.keys() <= saved.values.keys()):
         source = read_settings(path, overrides)
         return validate_config(source.values, source.origins)
-    followed = {key for key, origin in origins.items() if origin == "default"} if origins else set(_redundant(saved))
+    followed = (
+        {key for key, origin in origins.items() if origin == "default"}
+        if origins
+        else set(_redundant(saved))
+    )
     fresh = read_settings(path, overrides, without=followed)
     kept = _kept(path, saved, fresh, followed)
     for key, value in kept.items():
@@ -47,13 +55,19 @@ def saved_origins(path: Path) -> dict[str, str]:
         found = json.loads(path.with_name(ORIGINS).read_text())
     except (OSError, ValueError):
         return {}
-    return {str(key): str(origin) for key, origin in found.items()} if isinstance(found, dict) else {}
+    return (
+        {str(key): str(origin) for key, origin in found.items()} if isinstance(found, dict) else {}
+    )
 
 
 def _kept(path: Path, saved: Source, fresh: Source, followed: set[str]) -> dict[str, Any]:
     """The values of settings that would follow otherwise now, and not because of overrides."""
     after = _rows(fresh)
-    others = {key: saved.value(key.split(".")) for key in followed if key in after and key in saved.origins}
+    others = {
+        key: saved.value(key.split("."))
+        for key in followed
+        if key in after and key in saved.origins
+    }
     others = {key: value for key, value in others.items() if value != after[key]}
     if not others:
         return {}

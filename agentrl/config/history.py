@@ -54,7 +54,11 @@ class ConfigHistory:
     def kept(self) -> dict[int, Path]:
         """The configs that the run has had, by number."""
         paths = self.folder.glob("config.*.yaml")
-        return {int(match[1]): path for path in paths if (match := re.fullmatch(r"config\.(\d+)\.yaml", path.name))}
+        return {
+            int(match[1]): path
+            for path in paths
+            if (match := re.fullmatch(r"config\.(\d+)\.yaml", path.name))
+        }
 
     def newest(self) -> LoadedConfig:
         """The config that the run had last, whatever `config.yaml` says by now.
@@ -97,13 +101,25 @@ class ConfigHistory:
 
     def _append(self, number: int, step: int, changes: Sequence[SettingChange]) -> None:
         changed = {change.key: [change.old, change.new] for change in changes}
-        row = {"config": number, "step": step, "at": datetime.now(UTC).isoformat(), "changed": changed}
+        row = {
+            "config": number,
+            "step": step,
+            "at": datetime.now(UTC).isoformat(),
+            "changed": changed,
+        }
         with (self.folder / CHANGES).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _origins(self, loaded: LoadedConfig, changes: Sequence[SettingChange], step: int) -> Iterator[tuple[str, str]]:
-        """Where each setting comes from. What a resume does not change comes from where it came from."""
-        before, changed = saved_origins(self.folder / "config.yaml"), {change.key for change in changes}
+    def _origins(
+        self, loaded: LoadedConfig, changes: Sequence[SettingChange], step: int
+    ) -> Iterator[tuple[str, str]]:
+        """Where each setting comes from. What a resume does not change comes from where it came
+        from.
+        """
+        before, changed = (
+            saved_origins(self.folder / "config.yaml"),
+            {change.key for change in changes},
+        )
         for key, _, origin in loaded.rows():
             if key in changed and origin != "default":
                 yield key, f"{origin}, from step {step} on" if before else origin
@@ -120,9 +136,9 @@ def refuse_another_run(changes: Sequence[SettingChange], folder: Path) -> None:
     if refused := [change for change in changes if change.defines_the_run]:
         listed = "\n".join(f"  {change}" for change in refused)
         raise ConfigError(
-            f"the run in {folder} would become another one, with another model or other tasks:\n"
-            f"{listed}\nWrite run_dir=ANOTHER for a new run, leave these out, or add --change to go "
-            "on with them in this one"
+            f"the run in {folder} would become another one, with another model or other"
+            f" tasks:\n{listed}\nWrite run_dir=ANOTHER for a new run, leave these out, or add"
+            " --change to go on with them in this one"
         )
 
 

@@ -13,7 +13,9 @@ _ALIKE = 0.01
 def notes_of_schedules(config: RunConfig) -> Iterator[str]:
     """Why trainers of a run would never reach their learning rates."""
     for section, (settings, updates) in _schedules(config).items():
-        yield from notes_of_warm_up(f"{section}.warmup_steps", settings, updates * config.steps, "the run")
+        yield from notes_of_warm_up(
+            f"{section}.warmup_steps", settings, updates * config.steps, "the run"
+        )
 
 
 def notes_of_warm_up(name: str, settings: object, steps: int, where: str) -> Iterator[str]:
@@ -42,8 +44,13 @@ def jumps_of_schedules(before: RunConfig, config: RunConfig, step: int) -> Itera
             continue
         because, way_out = "the schedule has changed", ""
         if whole != longer and settings.schedule != "constant":
-            because = f"the {settings.schedule} now ends after {config.steps} steps, and ended after {before.steps}"
-            way_out = f". To go on evenly, write {section}.schedule=constant {section}.lr={last:.3g}"
+            because = (
+                f"the {settings.schedule} now ends after {config.steps} steps, and ended after"
+                f" {before.steps}"
+            )
+            way_out = (
+                f". To go on evenly, write {section}.schedule=constant {section}.lr={last:.3g}"
+            )
         yield (
             f"{section}: the learning rate jumps from {last:.3g} in step {step - 1} to {comes:.3g} "
             f"in step {step}, as {because}{way_out}"

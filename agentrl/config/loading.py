@@ -1,4 +1,6 @@
-"""From nested values to a validated config. All errors are reported together, before anything starts."""
+"""From nested values to a validated config. All errors are reported together, before anything
+starts.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +38,9 @@ class LoadedConfig:
         return self.origins.get(key) or "default"
 
 
-def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> LoadedConfig:
+def validate_config(
+    values: Mapping[str, Any], origins: Mapping[str, str] | None = None
+) -> LoadedConfig:
     """Validate nested settings.
 
     Raises:
@@ -64,7 +68,9 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         sections.pop("trackers", None)
     for at in LISTS:
         try:
-            sections[at[0]] = entries_of(sections.get(at[0], {}), at, sections.get("algorithm"), origins)
+            sections[at[0]] = entries_of(
+                sections.get(at[0], {}), at, sections.get("algorithm"), origins
+            )
         except ConfigError as error:
             problems.append(str(error))
             del sections[at[0]]
@@ -74,7 +80,9 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        sections = {name: raw for name, raw in sections.items() if name not in HELPERS}  # not made, and maybe right
+        sections = {
+            name: raw for name, raw in sections.items() if name not in HELPERS
+        }  # not made, and maybe right
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
@@ -82,7 +90,8 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         problems += [
             line
             for line, at in explained(RunConfig, error, sections, (), origins)
-            if at not in failed or at not in (*COMPONENTS, "reward", "trackers", "env", "evaluation")
+            if at not in failed
+            or at not in (*COMPONENTS, "reward", "trackers", "env", "evaluation")
         ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -92,28 +101,40 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
 
 
 def check_options(loaded: LoadedConfig) -> None:
-    """Check the options of environments that say which they take, as far as these stand in the config.
+    """Check the options of environments that say which they take, as far as these stand in the
+    config.
 
     Raises:
         ConfigError: an environment takes no such option, or not this value.
     """
     named = _envs_of(loaded.config)
-    if problems := [line for section, env in named for line in _options_problems(section, env, loaded.origins)]:
+    if problems := [
+        line for section, env in named for line in _options_problems(section, env, loaded.origins)
+    ]:
         raise ConfigError("\n".join(problems))
 
 
 def _envs_of(config: RunConfig) -> Iterator[tuple[tuple[str, ...], OneEnv]]:
-    """The environments of a run that this interpreter can load, each with the section that names it."""
-    sections: list[tuple[tuple[str, ...], OneEnv | None]] = [(("env",), None if config.env.mixture else config.env)]
+    """The environments of a run that this interpreter can load, each with the section that names
+    it.
+    """
+    sections: list[tuple[tuple[str, ...], OneEnv | None]] = [
+        (("env",), None if config.env.mixture else config.env)
+    ]
     sections += [(("env", "mixture", str(at)), one) for at, one in enumerate(config.env.mixture)]
     sections += [
-        (("evaluation", "suites", str(at), "env"), suite.env) for at, suite in enumerate(config.evaluation.suites)
+        (("evaluation", "suites", str(at), "env"), suite.env)
+        for at, suite in enumerate(config.evaluation.suites)
     ]
     yield from ((section, env) for section, env in sections if env is not None and not env.foreign)
 
 
-def _options_problems(section: tuple[str, ...], env: OneEnv, origins: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the options of an environment. Tasks may add some, and wrappers may take some away."""
+def _options_problems(
+    section: tuple[str, ...], env: OneEnv, origins: Mapping[str, str]
+) -> Iterator[str]:
+    """What is wrong with the options of an environment. Tasks may add some, and wrappers may take
+    some away.
+    """
     shape = getattr(plugins.load("envs", env.name), "Options", None)
     if env.wrappers or not (isinstance(shape, type) and issubclass(shape, Settings)):
         return
@@ -121,7 +142,10 @@ def _options_problems(section: tuple[str, ...], env: OneEnv, origins: Mapping[st
         shape.model_validate(env.options)
     except ValidationError as error:
         yield from (
-            line for line, _ in explained(shape, error, env.options, (*section, "options"), origins, partial=True)
+            line
+            for line, _ in explained(
+                shape, error, env.options, (*section, "options"), origins, partial=True
+            )
         )
 
 

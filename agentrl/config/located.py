@@ -1,4 +1,6 @@
-"""Where in a config a problem lies, and which branch of a union was meant: pydantic reports what is wrong for each."""
+"""Where in a config a problem lies, and which branch of a union was meant: pydantic reports what is
+wrong for each.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +12,11 @@ from pydantic_core import ErrorDetails
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A problem and its place. `keys` is the path as it is written, `known` are the fields of its section, `tags` are
-    those of the sections that may stand there.
+    """A problem and its place. `keys` is the path as it is written, `known` are the fields of its
+    section, `tags` are those of the sections that may stand there.
 
-    `branches` are the unions on the way, without those that a tag decides: how many keys lead to each, and pydantic's
-    name of the branch.
+    `branches` are the unions on the way, without those that a tag decides: how many keys lead to
+    each, and pydantic's name of the branch.
     """
 
     details: ErrorDetails
@@ -38,7 +40,9 @@ def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Locat
     branches: list[tuple[int, str]] = []
     last = len(details["loc"]) - 1
     for at, key in enumerate(details["loc"]):
-        fields = [section.model_fields[str(key)] for section in sections if key in section.model_fields]
+        fields = [
+            section.model_fields[str(key)] for section in sections if key in section.model_fields
+        ]
         tagged = [section for section in sections if key in _tags(section)]
         known = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         held = isinstance(value, Mapping) and key in value
@@ -48,7 +52,11 @@ def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Locat
         elif not tagged:
             branches.append((len(keys), key))
         # A key that is neither a field nor a tag is a key of a mapping, whose value is the section.
-        sections = [inner for f in fields for inner in _models(f.annotation)] if fields else tagged or sections
+        sections = (
+            [inner for f in fields for inner in _models(f.annotation)]
+            if fields
+            else tagged or sections
+        )
     tags = tuple(str(tag) for section in sections for tag in _tags(section))
     return Located(details, tuple(keys), tuple(known), tags, tuple(branches))
 
@@ -56,11 +64,17 @@ def _located(model: type[BaseModel], details: ErrorDetails, value: Any) -> Locat
 def _inner(value: Any, key: str | int) -> Any:
     if isinstance(value, Mapping):
         return value.get(key)
-    return value[key] if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value) else None
+    return (
+        value[key]
+        if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value)
+        else None
+    )
 
 
 def _meant(problems: Sequence[Located], level: int) -> Iterator[Located]:
-    """The problems without those of branches that were not meant, from the `level`-th union on the way on."""
+    """The problems without those of branches that were not meant, from the `level`-th union on the
+    way on.
+    """
     unions: dict[tuple[str, ...], dict[str, list[Located]]] = {}
     for one in problems:
         if len(one.branches) <= level:
@@ -69,7 +83,9 @@ def _meant(problems: Sequence[Located], level: int) -> Iterator[Located]:
         keys, branch = one.branches[level]
         unions.setdefault(one.keys[:keys], {}).setdefault(branch, []).append(one)
     for place, branches in unions.items():
-        fits = [found for found in branches.values() if any(_is_of_type(one, place) for one in found)]
+        fits = [
+            found for found in branches.values() if any(_is_of_type(one, place) for one in found)
+        ]
         if fits or len(branches) == 1:
             yield from _meant(min(fits or branches.values(), key=len), level + 1)
         else:
@@ -77,10 +93,14 @@ def _meant(problems: Sequence[Located], level: int) -> Iterator[Located]:
 
 
 def _is_of_type(problem: Located, place: tuple[str, ...]) -> bool:
-    """Whether the value at `place` has the type of the problem's branch, and something else is wrong with it."""
+    """Whether the value at `place` has the type of the problem's branch, and something else is
+    wrong with it.
+    """
     if len(problem.keys) > len(place):
         return True
-    return problem.details["type"] not in _OTHER_TYPE and not problem.details["type"].endswith(("_type", "_parsing"))
+    return problem.details["type"] not in _OTHER_TYPE and not problem.details["type"].endswith(
+        ("_type", "_parsing")
+    )
 
 
 _OTHER_TYPE = ("literal_error", "enum", "int_from_float", "is_instance_of")
@@ -91,12 +111,18 @@ def _of_all(problems: Sequence[Located]) -> Located:
     """One problem that says all that a value may be, as each branch says it."""
     wanted = [one.details["msg"].removeprefix(_SHOULD).partition(", ")[0] for one in problems]
     first = problems[0]
-    return replace(first, details={**first.details, "type": "union", "msg": f"{_SHOULD}{' or '.join(wanted)}"})
+    return replace(
+        first, details={**first.details, "type": "union", "msg": f"{_SHOULD}{' or '.join(wanted)}"}
+    )
 
 
 def _tags(section: type[BaseModel]) -> list[Any]:
     """The literals that tell a section from the others of its union."""
-    return [field.default for field in section.model_fields.values() if get_origin(field.annotation) is Literal]
+    return [
+        field.default
+        for field in section.model_fields.values()
+        if get_origin(field.annotation) is Literal
+    ]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -26,14 +26,14 @@ def read_override(override: str) -> tuple[tuple[str, ...], Any]:
         return tuple(key.split(".")), read_value(text)
     except ConfigError as error:
         raise ConfigError(
-            f"cannot read the value of the override {without_credentials(override)!r}: {error}. Quote a value that is "
-            f"text, for the shell too: {key}=\"'...'\""
+            f"cannot read the value of the override {without_credentials(override)!r}: {error}."
+            f" Quote a value that is text, for the shell too: {key}=\"'...'\""
         ) from None
 
 
 def right_form(written: str, value: str = "") -> str:
-    """What to write for an argument that is nearly an override; nothing if there is no telling. `value`: the argument
-    after it, which may be its value.
+    """What to write for an argument that is nearly an override; nothing if there is no telling.
+    `value`: the argument after it, which may be its value.
     """
     if re.fullmatch(r"~[\w.]+", written):
         return f"{setting_of(written)}=null"

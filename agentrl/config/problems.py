@@ -22,7 +22,9 @@ RENAMED = {
 }
 """Old names of settings, with their present ones; N is the number of an entry."""
 GONE = {
-    "row_tokens": "a micro-batch is samples end to end, without rows: leave it out (see micro_batch_tokens)",
+    "row_tokens": (
+        "a micro-batch is samples end to end, without rows: leave it out (see micro_batch_tokens)"
+    ),
     "cpu_offload": "write optimizer_offload",
     "gradient_checkpointing": "write activation_checkpointing=full for true, and none for false",
 }
@@ -43,10 +45,11 @@ def explained(
     *,
     partial: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """(one line per problem of `value` that also tells the remedy, the problem's top-level section).
+    """(one line per problem of `value` that also tells the remedy, the problem's top-level
+    section).
 
-    `partial`: others add settings later, so that nothing is missing yet, and what all of them need of each other is
-    not known.
+    `partial`: others add settings later, so that nothing is missing yet, and what all of them need
+    of each other is not known.
     """
     problems = located(model, error.errors(), value)
     mistyped = {
@@ -63,29 +66,43 @@ def explained(
         where = written_at(origins, path)
         if problem["type"] == "extra_forbidden":
             listed = ", ".join(known)
-            line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
+            line = (
+                f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here:"
+                f" {listed}"
+            )
             if (new := _renamed(path)) is not None:
                 line = f"{path}: renamed to {new}{where}: write it there"
             elif keys[-1].partition(".")[0] in known:
                 section, _, rest = keys[-1].partition(".")
-                line = f"{path}: write it within its section{where}, as `{section}: {{{rest}: ...}}`"
+                line = (
+                    f"{path}: write it within its section{where}, as `{section}: {{{rest}: ...}}`"
+                )
             elif keys[-1] in GONE:
                 line = f"{path}: no such setting any more{where}: {GONE[keys[-1]]}"
         elif problem["type"] == "finite_number":
             line = (
-                f"{path}: {problem['input']} is not a finite number{where}: where there is no limit, leave the setting "
-                "out, write null if it takes that, or a large number such as 1e9"
+                f"{path}: {problem['input']} is not a finite number{where}: where there is no"
+                " limit, leave the setting out, write null if it takes that, or a large number"
+                " such as 1e9"
             )
         elif problem["type"] == "string_type" and isinstance(problem["input"], bool | int | float):
             line = (
-                f"{path}: {problem['input']!r} is no text{where}: put quotes around it ({path}=\"'...'\" for a shell)"
+                f"{path}: {problem['input']!r} is no text{where}: put quotes around it"
+                f" ({path}=\"'...'\" for a shell)"
             )
         elif problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
             tag, context = ", ".join(found.tags), problem["ctx"]
             wrong = f"there is no {context['tag']!r}" if "tag" in context else "missing"
-            line = f"{path}.{context['discriminator'].strip(chr(39))}: {wrong}{where}: write one of {tag}"
+            line = (
+                f"{path}.{context['discriminator'].strip(chr(39))}: {wrong}{where}: write one of"
+                f" {tag}"
+            )
         else:
-            given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
+            given = (
+                ""
+                if problem["type"] == "missing" or not keys
+                else f", got {problem['input']!r:.80}"
+            )
             said = problem["msg"].removeprefix("Value error, ")
             said = _LIST.sub("a list", _MAPPING.sub("a mapping", said))
             line = f"{path}: {said}{given}{where}".removeprefix(": ")
@@ -100,5 +117,7 @@ def _renamed(path: str) -> str | None:
 
 
 def written_at(origins: Mapping[str, str], path: str) -> str:
-    origin = origins.get(path) or next((o for key, o in origins.items() if key.startswith(f"{path}.")), None)
+    origin = origins.get(path) or next(
+        (o for key, o in origins.items() if key.startswith(f"{path}.")), None
+    )
     return f" ({origin})" if origin else ""

@@ -1,7 +1,8 @@
 """`RunConfig`: the settings of a run.
 
-Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with its own `Config`; a run's config composes
-them. What settings need of each other is checked here; where they come from, agentrl/config/loading.py knows.
+Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with its own `Config`; a
+run's config composes them. What settings need of each other is checked here; where they come from,
+agentrl/config/loading.py knows.
 """
 
 import re
@@ -44,18 +45,21 @@ COMPONENTS = {
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
 HELPERS = ("reference", "critic")
-"""Sections of the additional trainers that some algorithms need; their settings default to the trainer's."""
+"""Sections of the additional trainers that some algorithms need; their settings default to the
+trainer's.
+"""
 
 
 class ModelConfig(RendererConfig):
     """Which model to train, and how its conversations become tokens."""
 
     name: PathText = "tiny"
-    """The folder of a Hugging Face model, or the id of a model on the hub (`Qwen/Qwen3-8B`), or `tiny` or `small`,
-    which are randomly initialised at the start. An existing folder comes first."""
+    """The folder of a Hugging Face model, or the id of a model on the hub (`Qwen/Qwen3-8B`), or
+    `tiny` or `small`, which are randomly initialised at the start. An existing folder comes first.
+    """
     revision: str | None = None
-    """Branch, tag or commit of a model on the hub; by default its newest. A run stays with the commit that it began
-    with."""
+    """Branch, tag or commit of a model on the hub; by default its newest. A run stays with the
+    commit that it began with."""
 
 
 class EvaluationConfig(EvaluationSampling):
@@ -66,11 +70,13 @@ class EvaluationConfig(EvaluationSampling):
     every: int = Field(0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
     engines: int = Field(0, ge=0)
-    """Engines of the evaluation's own, as many times those of training: it then runs beside training, pinned to its
-    version, and changes nothing of what is trained. 0: the engines of training evaluate."""
+    """Engines of the evaluation's own, as many times those of training: it then runs beside
+    training, pinned to its version, and changes nothing of what is trained. 0: the engines of
+    training evaluate."""
     overlap: bool = False
-    """Let the engines of training evaluate while training goes on, which comes first. New weights wait for the end of
-    the evaluation, because all of it must be of one version. By default, training waits for evaluations."""
+    """Let the engines of training evaluate while training goes on, which comes first. New weights
+    wait for the end of the evaluation, because all of it must be of one version. By default,
+    training waits for evaluations."""
     suites: tuple[SuiteConfig, ...] = ()
     """More evaluations, each on a fixed set of tasks of its own (`agentrl/tasks/suites.py`)."""
 
@@ -78,14 +84,16 @@ class EvaluationConfig(EvaluationSampling):
     def _is_played_at_one_place(self) -> Self:
         if self.overlap and self.engines:
             raise ValueError(
-                f"overlap is for the engines of training, and there are engines={self.engines} for evaluations, which "
-                "run beside training anyway: leave one of both out"
+                f"overlap is for the engines of training, and there are engines={self.engines} for"
+                " evaluations, which run beside training anyway: leave one of both out"
             )
         return self
 
     @field_validator("suites")
     @classmethod
-    def _each_has_a_name_of_its_own(cls, suites: tuple[SuiteConfig, ...]) -> tuple[SuiteConfig, ...]:
+    def _each_has_a_name_of_its_own(
+        cls, suites: tuple[SuiteConfig, ...]
+    ) -> tuple[SuiteConfig, ...]:
         names = [suite.name for suite in suites]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"more than one suite is called {min(twice)!r}")
@@ -104,15 +112,19 @@ class CheckpointConfig(Settings):
     keep_best: int = Field(1, gt=0)
     """How many of the best to keep."""
     allow_foreign: bool = False
-    """Resume from checkpoints that lie outside of the run's folder, by a link, or that belong to another user."""
+    """Resume from checkpoints that lie outside of the run's folder, by a link, or that belong to
+    another user.
+    """
 
     @field_validator("best")
     @classmethod
     def _is_measured_on_held_out_tasks(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"eval/((agents|envs)/.+/|[\w-]+/)?(success|reward|pass@\d+)", name):
+        if name is not None and not re.fullmatch(
+            r"eval/((agents|envs)/.+/|[\w-]+/)?(success|reward|pass@\d+)", name
+        ):
             raise ValueError(
-                "write eval/success or eval/reward, or those of a suite or an agent: eval/SUITE/success, "
-                "eval/agents/NAME/success"
+                "write eval/success or eval/reward, or those of a suite or an agent:"
+                " eval/SUITE/success, eval/agents/NAME/success"
             )
         return name
 
@@ -121,8 +133,8 @@ class RunConfig(Settings):
     """All settings of a run."""
 
     recipe: ComponentField
-    """What the run does: `policy_gradient`, `self_play`, `sft`, `dpo`, `iterative_dpo`, `reward_model`, or
-    `package.module:function`, with its settings."""
+    """What the run does: `policy_gradient`, `self_play`, `sft`, `dpo`, `iterative_dpo`,
+    `reward_model`, or `package.module:function`, with its settings."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
     steps: int = Field(100, gt=0)
@@ -132,26 +144,31 @@ class RunConfig(Settings):
     env: EnvConfig
     model: ModelConfig = ModelConfig()
     tasks: ComponentField
-    """Where the tasks come from: `seeded` (a new seed of the environment for each), a file, a folder or a dataset
-    (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or `package.module:Name`, a `TaskSource` or
-    `Curriculum` (agentrl/protocols.py) with its settings."""
+    """Where the tasks come from: `seeded` (a new seed of the environment for each), a file, a
+    folder or a dataset (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or
+    `package.module:Name`, a `TaskSource` or `Curriculum` (agentrl/protocols.py) with its settings.
+    """
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField
     trainer: ComponentField
     algorithm: ComponentField
     reference: ComponentField | None = None
-    """The trainer that computes the logprobs of the model that the policy is kept near (`algorithm.kl`). Its settings
-    default to those of `trainer`."""
+    """The trainer that computes the logprobs of the model that the policy is kept near
+    (`algorithm.kl`). Its settings default to those of `trainer`."""
     critic: ComponentField | None = None
-    """The trainer of the critic, whose values determine the advantages of `algorithm=ppo`. Its settings default to
-    those of `trainer`."""
+    """The trainer of the critic, whose values determine the advantages of `algorithm=ppo`. Its
+    settings default to those of `trainer`."""
     reward: RewardsField
-    """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
+    """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as:
+    answer}]`.
+    """
     cluster: ComponentField
     weights: WeightsConfig = WeightsConfig()
     """How new weights go from the trainer to the engines."""
     batch_processing: BatchProcessingConfig = BatchProcessingConfig()
-    """Processing of a batch's scores before advantages are computed, and of its advantages before the loss."""
+    """Processing of a batch's scores before advantages are computed, and of its advantages before
+    the loss.
+    """
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -160,10 +177,11 @@ class RunConfig(Settings):
     gateway: GatewayConfig = GatewayConfig()
     """Where programs reach the model (`env: agent:...`)."""
     simulation: SimulationConfig = SimulationConfig()
-    """The models that replace the engine, the environments and the trainer in `agentrl simulate`."""
+    """The models that replace the engine, the environments and the trainer in `agentrl simulate`.
+    """
     trackers: tuple[ComponentField, ...]
-    """Where metrics go besides `metrics.jsonl`: a list such as `[tensorboard, {name: wandb, project: lakes}]`; by
-    default `[tensorboard]`."""
+    """Where metrics go besides `metrics.jsonl`: a list such as `[tensorboard, {name: wandb,
+    project: lakes}]`; by default `[tensorboard]`."""
 
     @model_validator(mode="after")
     def _the_recipe_can_do_its_work(self) -> Self:
@@ -177,25 +195,34 @@ class RunConfig(Settings):
         own = [one for one in self.env.mixture if one.algorithm is not None]
         if own and (brings_algorithm(self.recipe) or hasattr(self.algorithm.factory, "estimate")):
             raise ValueError(
-                f"env.mixture: {own[0].called} has algorithm settings of its own, which only the advantages of groups "
-                "can have: leave them out with an algorithm that has a critic, or a recipe with its own algorithm"
+                f"env.mixture: {own[0].called} has algorithm settings of its own, which only the"
+                " advantages of groups can have: leave them out with an algorithm that has a"
+                " critic, or a recipe with its own algorithm"
             )
-        if other := [one for one in own if one.algorithm and one.algorithm.name != self.algorithm.name]:
-            raise ValueError(f"env.mixture: {other[0].called} names another algorithm: write only settings of it")
+        if other := [
+            one for one in own if one.algorithm and one.algorithm.name != self.algorithm.name
+        ]:
+            raise ValueError(
+                f"env.mixture: {other[0].called} names another algorithm: write only settings of it"
+            )
         for one in own:
             made = one.algorithm or self.algorithm
             if idle := without_effect(made.factory, made.settings, self.algorithm.settings):
                 raise ValueError(
-                    f"env.mixture: {one.called} sets algorithm.{' and algorithm.'.join(idle)} of its own, which the "
-                    "advantages of its groups do not use, as configured. The loss is the same for the whole batch: "
-                    "write it in the section algorithm of the run, for all environments"
+                    f"env.mixture: {one.called} sets algorithm.{' and algorithm.'.join(idle)} of"
+                    " its own, which the advantages of its groups do not use, as configured. The"
+                    " loss is the same for the whole batch: write it in the section algorithm of"
+                    " the run, for all environments"
                 )
         return self
 
     @model_validator(mode="after")
     def _an_agent_decides_what_an_environment_leaves_to_the_run(self) -> Self:
         if programs := [one.name for one in self.env.mixture if one.is_agent]:
-            raise ValueError(f"env.mixture: {programs[0]} is a program, which a run trains alone: write it as env")
+            raise ValueError(
+                f"env.mixture: {programs[0]} is a program, which a run trains alone: write it"
+                " as env"
+            )
         if not self.env.is_agent:
             return self
         own = {
@@ -211,8 +238,8 @@ class RunConfig(Settings):
         }
         if wrong := [name for name, is_set in own.items() if is_set]:
             raise ValueError(
-                f"env is a program, {self.env.name!r}, which keeps its own conversations and runs as it is: leave out "
-                f"{' and '.join(wrong)}"
+                f"env is a program, {self.env.name!r}, which keeps its own conversations and runs"
+                f" as it is: leave out {' and '.join(wrong)}"
             )
         self._check_containment()
         return self
@@ -224,13 +251,13 @@ class RunConfig(Settings):
             return
         if env.name == "agent:remote":
             raise ValueError(
-                "gateway.network=gateway keeps the programs that the run starts from the network, and agents elsewhere "
-                "(agent:remote) are started by others: leave it out"
+                "gateway.network=gateway keeps the programs that the run starts from the network,"
+                " and agents elsewhere (agent:remote) are started by others: leave it out"
             )
         if env.isolation != "process" and env.python is None:
             raise ValueError(
-                f"gateway.network=gateway needs a process for each episode, and {env.name!r} runs in threads: write "
-                "env.isolation=process"
+                f"gateway.network=gateway needs a process for each episode, and {env.name!r} runs"
+                " in threads: write env.isolation=process"
             )
 
     @model_validator(mode="after")
@@ -238,15 +265,24 @@ class RunConfig(Settings):
         if brings_algorithm(self.recipe):
             return self
         own = [one.algorithm or self.algorithm for one in self.env.mixture]
-        comparing = [one for one in own or [self.algorithm] if getattr(one.make(), "compares_members", False)]
-        sizes = {one.group_size or self.rollout.group_size for one in self.env.mixture} or {self.rollout.group_size}
+        comparing = [
+            one for one in own or [self.algorithm] if getattr(one.make(), "compares_members", False)
+        ]
+        sizes = {one.group_size or self.rollout.group_size for one in self.env.mixture} or {
+            self.rollout.group_size
+        }
         if 1 in sizes and comparing:
-            by = [name for name in ("group_baseline", "reward_weight") if getattr(comparing[0].settings, name, None)]
+            by = [
+                name
+                for name in ("group_baseline", "reward_weight")
+                if getattr(comparing[0].settings, name, None)
+            ]
             by_what = f" ({by[0]}={getattr(comparing[0].settings, by[0])})" if by else ""
             raise ValueError(
-                f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r}, as configured, compares the "
-                f"members of a group{by_what}: all advantages would be 0, and nothing would be learned. Set "
-                "rollout.group_size to 2 or more (8 is usual), or choose algorithm=ppo, whose critic needs no group"
+                f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r}, as"
+                f" configured, compares the members of a group{by_what}: all advantages would be 0,"
+                " and nothing would be learned. Set rollout.group_size to 2 or more (8 is usual),"
+                " or choose algorithm=ppo, whose critic needs no group"
             )
         return self
 
@@ -259,23 +295,33 @@ class RunConfig(Settings):
         if not alone or getattr(algorithm, "credits_turns", False):
             return self  # the turns of one episode are several numbers
         if scope != "group" or isinstance(algorithm, NormalizesAdvantages):
-            by = f"the algorithm {self.algorithm.name!r}" if scope == "group" else f"batch_processing.normalize={scope}"
-            whole = " (algorithm.reward_to_go=false)" if hasattr(self.algorithm.settings, "reward_to_go") else ""
+            by = (
+                f"the algorithm {self.algorithm.name!r}"
+                if scope == "group"
+                else f"batch_processing.normalize={scope}"
+            )
+            whole = (
+                " (algorithm.reward_to_go=false)"
+                if hasattr(self.algorithm.settings, "reward_to_go")
+                else ""
+            )
             raise ValueError(
-                f"rollout.groups_per_step and rollout.group_size are 1, and {by} compares the episodes of a batch: "
-                f"the only advantage{whole} would be 0, and nothing would be learned. Set rollout.groups_per_step to 2 "
-                "or more"
+                f"rollout.groups_per_step and rollout.group_size are 1, and {by} compares the"
+                f" episodes of a batch: the only advantage{whole} would be 0, and nothing would be"
+                " learned. Set rollout.groups_per_step to 2 or more"
             )
         return self
 
     @model_validator(mode="after")
     def _a_critics_advantages_are_its_own(self) -> Self:
-        has_critic = hasattr(self.algorithm.factory, "estimate") and not brings_algorithm(self.recipe)
+        has_critic = hasattr(self.algorithm.factory, "estimate") and not brings_algorithm(
+            self.recipe
+        )
         if self.batch_processing.normalize != "group" and has_critic:
             raise ValueError(
-                f"batch_processing.normalize={self.batch_processing.normalize} normalises what is found by comparing "
-                f"the members of groups, and {self.algorithm.name!r} asks a critic: leave it out (ppo has "
-                "algorithm.whiten=true)"
+                f"batch_processing.normalize={self.batch_processing.normalize} normalises what is"
+                f" found by comparing the members of groups, and {self.algorithm.name!r} asks a"
+                " critic: leave it out (ppo has algorithm.whiten=true)"
             )
         return self
 
@@ -285,39 +331,51 @@ class RunConfig(Settings):
             return self
         algorithm, own = self.algorithm.make(), brings_algorithm(self.recipe)
         if own or not (isinstance(algorithm, ActorCritic) and algorithm.bootstraps):
-            asks_none = f"recipe {self.recipe.name!r}" if own else f"algorithm {self.algorithm.name!r}"
+            asks_none = (
+                f"recipe {self.recipe.name!r}" if own else f"algorithm {self.algorithm.name!r}"
+            )
             raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of episodes that go on, and what follows them is worth "
-                f"what a critic says: the {asks_none}, as configured, asks none. Choose "
-                "algorithm=ppo or algorithm=turn_ppo, with algorithm.truncated=bootstrap, or another staleness_rule"
+                "rollout.staleness_rule=segment trains on parts of episodes that go on, and what"
+                f" follows them is worth what a critic says: the {asks_none}, as configured, asks"
+                " none. Choose algorithm=ppo or algorithm=turn_ppo, with"
+                " algorithm.truncated=bootstrap, or another staleness_rule"
             )
         rewards = [self.reward, *(one.reward for one in self.env.mixture if one.reward is not None)]
         parts = [part for reward in rewards for part in reward.parts]
         if compared := [name_of(part) for part in parts if hasattr(part.factory, "score_group")]:
             raise ValueError(
-                f"rollout.staleness_rule=segment trains on parts of groups, and the reward {compared[0]!r} compares "
-                "whole ones: leave it out, or choose another staleness_rule"
+                "rollout.staleness_rule=segment trains on parts of groups, and the reward"
+                f" {compared[0]!r} compares whole ones: leave it out, or choose another"
+                " staleness_rule"
             )
         if self.rollout.filter_zero_variance or self.batch_processing.keep_variance < 1:
             raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of groups before their rewards are known, so these "
-                "cannot be filtered by them: leave out rollout.filter_zero_variance and batch_processing.keep_variance"
+                "rollout.staleness_rule=segment trains on parts of groups before their rewards are"
+                " known, so these cannot be filtered by them: leave out"
+                " rollout.filter_zero_variance and batch_processing.keep_variance"
             )
         return self
 
     @model_validator(mode="after")
     def _groups_teach_what_the_algorithm_learns_from_them(self) -> Self:
         for name, algorithm in self.trained_with():
-            check_groups(name, algorithm, self.batch_processing, filters=self.rollout.filter_zero_variance)
+            check_groups(
+                name, algorithm, self.batch_processing, filters=self.rollout.filter_zero_variance
+            )
         return self
 
     @model_validator(mode="after")
     def _a_resumed_run_meets_the_same_opponents(self) -> Self:
         for agent, route in self.env.agents.items():
-            if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:
+            if (
+                isinstance(route, FrozenRoute)
+                and route.refresh
+                and self.checkpoint.every % route.refresh
+            ):
                 raise ValueError(
-                    f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every "
-                    f"({self.checkpoint.every}), or a resumed run would meet other opponents than an uninterrupted one"
+                    f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every"
+                    f" ({self.checkpoint.every}), or a resumed run would meet other opponents than"
+                    " an uninterrupted one"
                 )
         return self
 
@@ -331,19 +389,29 @@ class RunConfig(Settings):
         if of in suites:
             section, measured, tasks = f"that of the suite {of}", suites[of].every, suites[of].tasks
         elif best.count("/") == 2:
-            raise ValueError(f"checkpoint.best names the suite {of!r}; there is {', '.join(suites) or 'none'}")
+            raise ValueError(
+                f"checkpoint.best names the suite {of!r}; there is {', '.join(suites) or 'none'}"
+            )
         else:
-            section, measured, tasks = "evaluation.every", self.evaluation.every, self.evaluation.tasks
+            section, measured, tasks = (
+                "evaluation.every",
+                self.evaluation.every,
+                self.evaluation.tasks,
+            )
         if not (tasks and measured and measured % every == 0):
             raise ValueError(
-                f"checkpoint.best needs evaluations of steps that are saved: checkpoint.every ({every}) must divide "
-                f"{section} ({measured}), and evaluation.tasks ({tasks}) must be more than 0"
+                "checkpoint.best needs evaluations of steps that are saved: checkpoint.every"
+                f" ({every}) must divide {section} ({measured}), and evaluation.tasks ({tasks})"
+                " must be more than 0"
             )
-        if best.endswith("/reward") and all(reward.only_compares for reward in self._rewards_of(best)):
+        if best.endswith("/reward") and all(
+            reward.only_compares for reward in self._rewards_of(best)
+        ):
             raise ValueError(
-                f"checkpoint.best={best} is never measured: evaluations play each task once, and every part of the "
-                "reward compares the members of a group. Add a part that scores single episodes, or write "
-                "checkpoint.best=eval/success if the environment gives a verdict"
+                f"checkpoint.best={best} is never measured: evaluations play each task once, and"
+                " every part of the reward compares the members of a group. Add a part that scores"
+                " single episodes, or write checkpoint.best=eval/success if the environment gives"
+                " a verdict"
             )
         return self
 
@@ -359,14 +427,19 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _suites_have_an_environment(self) -> Self:
-        if self.env.mixture and (none := [suite.name for suite in self.evaluation.suites if suite.env is None]):
+        if self.env.mixture and (
+            none := [suite.name for suite in self.evaluation.suites if suite.env is None]
+        ):
             raise ValueError(
-                f"evaluation.suites: the run has several environments, so name that of {none[0]} in its env"
+                f"evaluation.suites: the run has several environments, so name that of {none[0]} in"
+                " its env"
             )
         return self
 
     def trained_with(self) -> Iterator[tuple[str, Algorithm]]:
-        """The algorithms that learn from what the run plays, with what they are called in the config."""
+        """The algorithms that learn from what the run plays, with what they are called in the
+        config.
+        """
         if not brings_algorithm(self.recipe):
             yield f"algorithm={self.algorithm.name}", self.algorithm.make()
         elif made := getattr(self.recipe.settings, "trains_with", lambda: None)():
@@ -377,7 +450,9 @@ class RunConfig(Settings):
 
     @property
     def envs(self) -> Mapping[str, OneEnv]:
-        """All environments by their names in the run: those that are trained on, and those of suites."""
+        """All environments by their names in the run: those that are trained on, and those of
+        suites.
+        """
         suites = {suite.label: suite.env or self.env for suite in self.evaluation.suites}
         return {**self.env.all, **suites}
 

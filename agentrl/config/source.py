@@ -31,17 +31,24 @@ def _is_named(path: tuple[str, ...]) -> bool:
     if path[:2] == _SUITES:
         return (len(path) == 4 and path[3] == "reward") or _is_part(path)
     if path[:2] == _MIXTURE:
-        return len(path) == 3 or (len(path) == 4 and path[3] in ("tasks", "reward", "algorithm")) or _is_part(path)
+        return (
+            len(path) == 3
+            or (len(path) == 4 and path[3] in ("tasks", "reward", "algorithm"))
+            or _is_part(path)
+        )
     return path == ("rollout", "context") or path[:-1] == ("env", "agents") or _is_part(path)
 
 
 def _as_listed(path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The path under which the items of a list are kept by their numbers, if a list at `path` is of sections."""
+    """The path under which the items of a list are kept by their numbers, if a list at `path` is of
+    sections.
+    """
     if path in (("env",), _MIXTURE):
         return _MIXTURE
     return (
         path
-        if path in (("reward",), ("trackers",), _SUITES) or (path[:2] in LISTS and path[3:] == ("reward",))
+        if path in (("reward",), ("trackers",), _SUITES)
+        or (path[:2] in LISTS and path[3:] == ("reward",))
         else None
     )
 
@@ -76,7 +83,10 @@ class Source:
             if inner is None:  # a section that was written without settings
                 inner = node[key] = {}
             if not isinstance(inner, dict):
-                raise ConfigError(f"{'.'.join(path)} ({origin}): {'.'.join(path[: i + 1])} is {inner!r}, not a section")
+                raise ConfigError(
+                    f"{'.'.join(path)} ({origin}): {'.'.join(path[: i + 1])} is {inner!r}, not a"
+                    " section"
+                )
             node = inner
         node[path[-1]] = value
         self.origins[".".join(path)] = origin
@@ -89,7 +99,9 @@ class Source:
         return node
 
     def remove(self, path: Sequence[str]) -> list[str]:
-        """Remove what stands at a path, and the sections that are empty then; returns the leaves that there were."""
+        """Remove what stands at a path, and the sections that are empty then; returns the leaves
+        that there were.
+        """
         for depth in range(len(path), 0, -1):
             holder = self.value(path[: depth - 1])
             if not isinstance(holder, dict) or (depth < len(path) and holder.get(path[depth - 1])):
@@ -102,7 +114,9 @@ class Source:
         return gone
 
     def _forget(self, path: tuple[str, ...], *, keep_one: bool) -> None:
-        """Remove the old settings of a list that is written again, unless only one component gets a new name."""
+        """Remove the old settings of a list that is written again, unless only one component gets a
+        new name.
+        """
         node: Any = self.values
         for key in path[:-1]:
             node = node.get(key) if isinstance(node, dict) else None
@@ -112,11 +126,15 @@ class Source:
         several = {"0", "mixture"} & old.keys() if isinstance(old, dict) else set()
         if keep_one and not several:
             return
-        if path == ("env",) and "mixture" in several and not keep_one:  # what stands beside the list is kept
+        if (
+            path == ("env",) and "mixture" in several and not keep_one
+        ):  # what stands beside the list is kept
             path, node = _MIXTURE, old
         node.pop(path[-1], None)
         gone = f"{'.'.join(path)}."
-        self.origins = {key: origin for key, origin in self.origins.items() if not f"{key}.".startswith(gone)}
+        self.origins = {
+            key: origin for key, origin in self.origins.items() if not f"{key}.".startswith(gone)
+        }
 
 
 def _is_template(path: Sequence[str]) -> bool:
@@ -124,7 +142,9 @@ def _is_template(path: Sequence[str]) -> bool:
 
 
 def _is_part(path: tuple[str, ...]) -> bool:
-    """Whether this is the path of a tracker, or of a part of a reward: `reward.1`, `env.mixture.0.reward.1`."""
+    """Whether this is the path of a tracker, or of a part of a reward: `reward.1`,
+    `env.mixture.0.reward.1`.
+    """
     inside = len(path) == 2 or (len(path) == 5 and path[:2] in LISTS)
     is_listed = (inside and path[-2] == "reward") or (len(path) == 2 and path[0] == "trackers")
     return is_listed and path[-1].isdigit()
@@ -135,7 +155,9 @@ def _is_tasks(path: tuple[str, ...]) -> bool:
     return path == ("tasks",) or (len(path) == 4 and path[:2] == _MIXTURE and path[3] == "tasks")
 
 
-def read_settings(path: Path, overrides: Iterable[str] = (), *, without: Iterable[str] = ()) -> Source:
+def read_settings(
+    path: Path, overrides: Iterable[str] = (), *, without: Iterable[str] = ()
+) -> Source:
     """Read a YAML file, leave out the leaves `without` of it, and apply `a.b=c` overrides.
 
     Raises:
@@ -154,7 +176,8 @@ def read_settings(path: Path, overrides: Iterable[str] = (), *, without: Iterabl
 
 
 def _look_beside(path: Path, source: Source) -> None:
-    """Find what belongs to a program (`agent:...`) beside the config file too, after all other places.
+    """Find what belongs to a program (`agent:...`) beside the config file too, after all other
+    places.
 
     The folder becomes a setting: a resumed run reads its own config file, which lies elsewhere.
     """
@@ -195,7 +218,10 @@ def _what_to_write(missing: Path) -> str:
         return f" Did you mean {str(there[close[0]])!r}?"
     if there:
         return _configs_in(missing.parent)
-    return " `agentrl demo` trains an example without one; `agentrl new-env NAME` writes an environment with its config"
+    return (
+        " `agentrl demo` trains an example without one; `agentrl new-env NAME` writes an"
+        " environment with its config"
+    )
 
 
 def _configs_in(folder: Path) -> str:

@@ -1,17 +1,19 @@
 """A model's chat template: what it can express, and what it writes after an answer.
 
-A template renders a whole conversation. A conversation that extends needs only what is new: the text that the template
-writes after an answer, from the end of the answer's turn to where the next answer begins. `ChatTemplate` gets it by
-rendering a short conversation with a mark for the answer, followed by the new messages:
+A template renders a whole conversation. A conversation that extends needs only what is new: the
+text that the template writes after an answer, from the end of the answer's turn to where the next
+answer begins. `ChatTemplate` gets it by rendering a short conversation with a mark for the answer,
+followed by the new messages:
 
     <user>U<end><assistant>MARK<end>  <user>new message<end><assistant>
     |----------- opening ----------|  |------------ added ------------|
 
-The opening is found when the template is loaded, once for answers that a user's message follows and once for calls that
-a tool's result follows. What a template does to earlier answers (many strip their reasoning) does not matter: it never
-sees them.
+The opening is found when the template is loaded, once for answers that a user's message follows and
+once for calls that a tool's result follows. What a template does to earlier answers (many strip
+their reasoning) does not matter: it never sees them.
 
-Templates refuse different things: `agentrl.conversation.placing` has the rules for sequences of messages. Besides these:
+Templates refuse different things: `agentrl.conversation.placing` has the rules for sequences of
+messages. Besides these:
 
 - no tools: their definitions follow the system message, and how to call them (`describe`);
 - no text but in parts: a content is a list of one text.
@@ -40,7 +42,11 @@ _PROBE_TOOL: Mapping[str, Any] = {
     "function": {
         "name": _NAME_MARK,
         "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}},
+            "required": ["text"],
+        },
     },
 }
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -54,7 +60,9 @@ Kind = Literal["user", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class Abilities(Places):
-    """What a template can express. Without `calls`, these stand in the answer's content, in the canonical form."""
+    """What a template can express. Without `calls`, these stand in the answer's content, in the
+    canonical form.
+    """
 
     tools: bool = True
     parts: bool = False
@@ -62,11 +70,15 @@ class Abilities(Places):
     json_arguments: bool = False
     """The arguments of calls are JSON in a text."""
     reasoning_key: str = ""
-    """The key of an assistant message that the template reads its reasoning from; empty if it reads none."""
+    """The key of an assistant message that the template reads its reasoning from; empty if it reads
+    none.
+    """
 
 
 class _Continuation(NamedTuple):
-    """The text up to the end of the answer's turn; and what ends that turn, which is empty if the next header does."""
+    """The text up to the end of the answer's turn; and what ends that turn, which is empty if the
+    next header does.
+    """
 
     opening: str
     closing: str
@@ -80,20 +92,35 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, render: Render, *, stops: Sequence[str] = (), specials: Sequence[str] = (), own_tools: bool = True
+        self,
+        render: Render,
+        *,
+        stops: Sequence[str] = (),
+        specials: Sequence[str] = (),
+        own_tools: bool = True,
     ) -> None:
-        """`stops`: texts of the tokens that are known to end an answer. `specials`: texts of all special tokens.
+        """`stops`: texts of the tokens that are known to end an answer. `specials`: texts of all
+        special tokens.
 
-        Without `own_tools`, tools are described, called and answered in text, though the template has a place for them.
+        Without `own_tools`, tools are described, called and answered in text, though the template
+        has a place for them.
         """
         self._render = render
-        self._special = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)"
+        )
         can = self._probe()
-        self._abilities = can if own_tools else replace(can, tools=False, calls=False, results=False)
+        self._abilities = (
+            can if own_tools else replace(can, tools=False, calls=False, results=False)
+        )
         self.stops = list(stops)
-        """Texts of the tokens that end an answer: the known ones, and those that the template writes there."""
+        """Texts of the tokens that end an answer: the known ones, and those that the template
+        writes there.
+        """
         self._continuations = self._find_continuations()
-        if not self._continuations["user"].closing:  # the model has written the user's header already
+        if not self._continuations[
+            "user"
+        ].closing:  # the model has written the user's header already
             self._abilities = replace(self._abilities, late_systems=False)
 
     @property
@@ -111,10 +138,13 @@ class ChatTemplate:
         text = self._try(self.messages_of(messages, tools), shown or None)
         if isinstance(text, Exception):
             raise ConfigError(
-                f"the chat template refuses a conversation of {_roles(messages)}: {type(text).__name__}: {text}. Give "
-                "another template, in a file that model.chat_template names"
+                f"the chat template refuses a conversation of {_roles(messages)}:"
+                f" {type(text).__name__}: {text}. Give another template, in a file that"
+                " model.chat_template names"
             ) from text
-        if _beside_calls_not_in(text, messages):  # some templates leave it out if another answer follows
+        if _beside_calls_not_in(
+            text, messages
+        ):  # some templates leave it out if another answer follows
             apart = self._try(self.messages_of(messages, tools, apart=True), shown or None)
             if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
                 text = apart
@@ -124,32 +154,40 @@ class ChatTemplate:
         """The text after an answer's end of turn: `messages`, and where the next answer begins.
 
         Raises:
-            ConfigError: the template refuses it, or renders the beginning of a conversation differently now.
+            ConfigError: the template refuses it, or renders the beginning of a conversation
+            differently now.
         """
         new = self.messages_of(messages, (), begins=False)
         kind = self._kind(new[0])
         name = new[0].get("name", "")
         text = self._try([*_base(kind, name, self._abilities), *new])
         opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
-        if isinstance(text, str) and not text.startswith(opening):  # some templates write today's date
+        if isinstance(text, str) and not text.startswith(
+            opening
+        ):  # some templates write today's date
             self._continuations = self._find_continuations()
             opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
         if isinstance(text, str) and not text.startswith(opening):
-            # What follows may change how the answer is rendered: many strip its reasoning when the user speaks.
-            opening = self._continuation(kind, self._ends_of(kind), new).opening.replace(_NAME_MARK, name)
+            # What follows may change how the answer is rendered: many strip its reasoning when the
+            # user speaks.
+            opening = self._continuation(kind, self._ends_of(kind), new).opening.replace(
+                _NAME_MARK, name
+            )
         if not isinstance(text, str) or not text.startswith(opening):
             raise ConfigError(
-                f"the chat template cannot go on after an answer with messages of {_roles(messages)}: "
-                f"{text if isinstance(text, Exception) else opening!r:.500}. Write model.history=template, or give "
-                "another template in a file that model.chat_template names"
+                "the chat template cannot go on after an answer with messages of"
+                f" {_roles(messages)}: {text if isinstance(text, Exception) else opening!r:.500}."
+                " Write model.history=template, or give another template in a file that"
+                " model.chat_template names"
             )
         return self._checked(text[len(opening) :], messages)
 
     def _checked(self, text: str, messages: Sequence[Message]) -> str:
         """The text, in which all that others wrote is there.
 
-        A template may change a text: trim it, write it as JSON, take a switch such as `/no_think` out of it. If one is
-        not found, the same messages with marks for their texts show whether the template has a place for them.
+        A template may change a text: trim it, write it as JSON, take a switch such as `/no_think`
+        out of it. If one is not found, the same messages with marks for their texts show whether
+        the template has a place for them.
 
         Raises:
             ConfigError: it is not.
@@ -163,30 +201,44 @@ class ChatTemplate:
         return text
 
     def call(self, *calls: ToolCall) -> tuple[str, str]:
-        """A prompt and the answer to it that makes calls, with what ends it; empty if the template writes no calls."""
+        """A prompt and the answer to it that makes calls, with what ends it; empty if the template
+        writes no calls.
+        """
         base = _base("user", "", self._abilities)[:1]
-        answer = _in_parts(_as_json(Message("assistant", "", tool_calls=calls), self._abilities), self._abilities)
+        answer = _in_parts(
+            _as_json(Message("assistant", "", tool_calls=calls), self._abilities), self._abilities
+        )
         text = self._try([*base, answer], None, False)
         if not self._abilities.calls or isinstance(text, Exception):
             return "", ""
         # Some prompts begin the reasoning, which a call without reasoning does not.
-        prompts = [prompt for add in (True, False) if isinstance(prompt := self._try(base, None, add), str)]
+        prompts = [
+            prompt for add in (True, False) if isinstance(prompt := self._try(base, None, add), str)
+        ]
         begun = next((prompt for prompt in prompts if text.startswith(prompt)), "")
         ends = [at + len(stop) for stop in self.stops if (at := text.find(stop, len(begun))) >= 0]
         return begun, text[len(begun) : min(ends, default=len(text))]
 
     def calls(self, calls: Sequence[ToolCall]) -> str:
-        """Calls as they stand after an answer's own text, without what ends the answer; empty if it writes none."""
+        """Calls as they stand after an answer's own text, without what ends the answer; empty if it
+        writes none.
+        """
         base = _base("user", "", self._abilities)
         one = Message("assistant", _MARK, tool_calls=tuple(calls))
-        text = self._try([base[0], _in_parts(_as_json(one, self._abilities), self._abilities)], None, False)
+        text = self._try(
+            [base[0], _in_parts(_as_json(one, self._abilities), self._abilities)], None, False
+        )
         if not self._abilities.calls or isinstance(text, Exception):
             return ""
         written = text.partition(_MARK)[2]
-        if any(call.name not in written for call in calls):  # some leave out the answer's text, or write it after calls
+        if any(
+            call.name not in written for call in calls
+        ):  # some leave out the answer's text, or write it after calls
             written = self.call(*calls)[1]
         ended = written.rstrip()
-        return next((ended.removesuffix(stop) for stop in self.stops if ended.endswith(stop)), written)
+        return next(
+            (ended.removesuffix(stop) for stop in self.stops if ended.endswith(stop)), written
+        )
 
     @property
     def header(self) -> str:
@@ -198,12 +250,24 @@ class ChatTemplate:
 
     def closing(self, messages: Sequence[Message]) -> str:
         """What ends the turn of an answer that was cut short, before `messages`."""
-        return self._continuations[self._kind(self.messages_of(messages, (), begins=False)[0])].closing
+        return self._continuations[
+            self._kind(self.messages_of(messages, (), begins=False)[0])
+        ].closing
 
     def frames(self) -> str:
-        """What the template writes around messages of the system, the user and tools, and before an answer."""
-        messages = (Message("user", ""), Message("tool", "", tool_call_id=_CALL_ID, name=_NAME_MARK))
-        opening = self._try([_in_parts({"role": role, "content": "U"}, self._abilities) for role in ("system", "user")])
+        """What the template writes around messages of the system, the user and tools, and before an
+        answer.
+        """
+        messages = (
+            Message("user", ""),
+            Message("tool", "", tool_call_id=_CALL_ID, name=_NAME_MARK),
+        )
+        opening = self._try(
+            [
+                _in_parts({"role": role, "content": "U"}, self._abilities)
+                for role in ("system", "user")
+            ]
+        )
         found = [opening] if isinstance(opening, str) else [self.text(messages[:1], ())]
         with suppress(ConfigError):
             found += [self.added([message]) for message in messages]
@@ -217,7 +281,8 @@ class ChatTemplate:
         begins: bool = True,
         apart: bool = False,
     ) -> list[Json]:
-        """Messages as this template takes them; `tools` are described if it takes none. `begins`: see `placed`.
+        """Messages as this template takes them; `tools` are described if it takes none. `begins`:
+        see `placed`.
 
         `apart`: the text of an answer and its calls are two answers.
         """
@@ -226,7 +291,10 @@ class ChatTemplate:
             system = [message.content for message in messages[:1] if message.role == "system"]
             said = "\n\n".join(filter(None, (*system, describe(tools))))
             messages = [Message("system", said), *messages[len(system) :]]
-        return [_in_parts(_as_json(message, can), can) for message in placed(messages, can, begins=begins)]
+        return [
+            _in_parts(_as_json(message, can), can)
+            for message in placed(messages, can, begins=begins)
+        ]
 
     # How it is found out what the template can do
 
@@ -238,9 +306,10 @@ class ChatTemplate:
             can = self._takes(user)
         if can is None:
             raise ConfigError(
-                "the chat template cannot render a user's message: "
-                f"{said if isinstance(said, Exception) else 'it leaves it out'}. Give what it needs in "
-                "model.chat_template_kwargs, or another template in a file that model.chat_template names"
+                "the chat template cannot render a user's message:"
+                f" {said if isinstance(said, Exception) else 'it leaves it out'}. Give what it"
+                " needs in model.chat_template_kwargs, or another template in a file that"
+                " model.chat_template names"
             )
         mark = {"content": _NEW_MARK}
         can = replace(
@@ -252,7 +321,11 @@ class ChatTemplate:
                 (
                     key
                     for key in _REASONING_KEYS
-                    if self._shows(_NEW_MARK, [user, {"role": "assistant", "content": "a", key: _NEW_MARK}], can)
+                    if self._shows(
+                        _NEW_MARK,
+                        [user, {"role": "assistant", "content": "a", key: _NEW_MARK}],
+                        can,
+                    )
                 ),
                 "",
             ),
@@ -280,13 +353,16 @@ class ChatTemplate:
             repeated_answers=places("UAAU", "UAAUA"),
             users_after_results=places("UCTU", "UCTUAU"),
             text_beside_calls=places("UXT", "UXTXTUXU"),
-            any_beginning=places("S", "SAU", "AU") and self._places("S", can, described=True)
-            if can.system
-            else places("AU"),
+            any_beginning=(
+                places("S", "SAU", "AU") and self._places("S", can, described=True)
+                if can.system
+                else places("AU")
+            ),
         )
 
     def _places(self, roles: str, can: Abilities, *, described: bool = False) -> bool:
-        """Whether it shows all texts of a conversation, in order; of an answer with calls in any order.
+        """Whether it shows all texts of a conversation, in order; of an answer with calls in any
+        order.
 
         `described`: with a tool, though no one calls it.
         """
@@ -299,13 +375,24 @@ class ChatTemplate:
         return min(found) >= 0 and (found == sorted(found) or "X" in roles)
 
     def _takes(self, user: Json) -> Abilities | None:
-        return next((can for can in (Abilities(), Abilities(parts=True)) if self._shows(_MARK, [user], can)), None)
+        return next(
+            (
+                can
+                for can in (Abilities(), Abilities(parts=True))
+                if self._shows(_MARK, [user], can)
+            ),
+            None,
+        )
 
-    def _shows(self, mark: str, messages: list[Json], can: Abilities, tools: list[Json] | None = None) -> bool:
+    def _shows(
+        self, mark: str, messages: list[Json], can: Abilities, tools: list[Json] | None = None
+    ) -> bool:
         text = self._try([_in_parts(message, can) for message in messages], tools)
         return isinstance(text, str) and mark in text
 
-    def _try(self, messages: list[Json], tools: list[Json] | None = None, add: bool = True) -> str | Exception:
+    def _try(
+        self, messages: list[Json], tools: list[Json] | None = None, add: bool = True
+    ) -> str | Exception:
         try:
             return self._render(messages, tools, add)
         except Exception as error:  # templates raise what they like
@@ -325,8 +412,11 @@ class ChatTemplate:
         closing = self._continuations["user"].closing if kind == "tool" else ""
         return self.stops if kind == "user" else [closing, *self.stops] if closing else []
 
-    def _continuation(self, kind: Kind, ends: Sequence[str], new: Sequence[Json] = ()) -> _Continuation:
-        """`ends`: texts that may end the answer's turn, the likeliest first; none if the next header ends it.
+    def _continuation(
+        self, kind: Kind, ends: Sequence[str], new: Sequence[Json] = ()
+    ) -> _Continuation:
+        """`ends`: texts that may end the answer's turn, the likeliest first; none if the next
+        header ends it.
 
         `new`: what follows the answer, if it is not just a message of this kind.
         """
@@ -336,19 +426,29 @@ class ChatTemplate:
         alone = self._try(base, None, False)
         if isinstance(text, Exception) or _NEW_MARK not in text or _MARK not in text:
             raise ConfigError(
-                f"the chat template cannot go on after an answer with a message of the {kind}: "
-                f"{text if isinstance(text, Exception) else 'it leaves out one of them'}. Give another template, in a "
-                "file that model.chat_template names"
+                f"the chat template cannot go on after an answer with a message of the {kind}:"
+                f" {text if isinstance(text, Exception) else 'it leaves out one of them'}. Give"
+                " another template, in a file that model.chat_template names"
             )
         answered = text.rfind(_MARK, 0, text.find(_NEW_MARK)) + len(_MARK)
         between = text[answered : text.find(_NEW_MARK)]
-        tail = alone[alone.rfind(_MARK) + len(_MARK) :] if isinstance(alone, str) and _MARK in alone else ""
-        closing = self._closing(between, tail, ends, at_once=kind == "user") if ends or kind == "user" else ""
+        tail = (
+            alone[alone.rfind(_MARK) + len(_MARK) :]
+            if isinstance(alone, str) and _MARK in alone
+            else ""
+        )
+        closing = (
+            self._closing(between, tail, ends, at_once=kind == "user")
+            if ends or kind == "user"
+            else ""
+        )
         if closing:
             end = between.find(closing) + len(closing)
             if not any(stop in tail for stop in self.stops):
                 self._add_stop(closing)
-            return _Continuation(text[: answered + end], between[:end] if kind == "user" else closing)
+            return _Continuation(
+                text[: answered + end], between[:end] if kind == "user" else closing
+            )
         # The header of the next message ends the turn, so the model writes that header to end it.
         end = len(tail) if tail and between.startswith(tail) else 0
         header = self._special.match(between, end)
@@ -357,9 +457,11 @@ class ChatTemplate:
         return _Continuation(text[: answered + end], "")
 
     def _closing(self, between: str, tail: str, ends: Sequence[str], *, at_once: bool) -> str:
-        """The token between answer and new message that ends the turn, as text: it is there if nothing follows, too.
+        """The token between answer and new message that ends the turn, as text: it is there if
+        nothing follows, too.
 
-        `tail`: the text after the answer if nothing follows. `at_once`: it comes at once and not after a call's end.
+        `tail`: the text after the answer if nothing follows. `at_once`: it comes at once and not
+        after a call's end.
         """
         if not tail.strip():
             return ""
@@ -386,14 +488,17 @@ def describe(tools: Sequence[Mapping[str, Any]]) -> str:
     """The definitions of tools as text, for templates that have no place for them."""
     listed = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
     return (
-        f"# Tools\n\nYou may call these functions:\n<tools>\n{listed}\n</tools>\n\nFor each call, write a JSON object "
-        'with its name and arguments between tags:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
+        f"# Tools\n\nYou may call these functions:\n<tools>\n{listed}\n</tools>\n\nFor each call,"
+        ' write a JSON object with its name and arguments between tags:\n<tool_call>\n{"name":'
+        ' <name>, "arguments": <object>}\n</tool_call>'
     )
 
 
 @lru_cache(maxsize=256)
 def _base(kind: Kind, name: str, can: Abilities) -> list[Json]:
-    """The short conversation that new messages are rendered after; `name`: that of the tool which is called."""
+    """The short conversation that new messages are rendered after; `name`: that of the tool which
+    is called.
+    """
     answer = Message("assistant", _MARK)
     if kind == "tool" and can.calls:
         answer = Message("assistant", "", tool_calls=(ToolCall(name, {"text": _MARK}, _CALL_ID),))
@@ -419,15 +524,19 @@ def _as_json(message: Message, can: Abilities) -> Json:
                 "id": call.id or _CALL_ID,
                 "function": {
                     "name": call.name,
-                    "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)
-                    if can.json_arguments
-                    else dict(call.arguments),
+                    "arguments": (
+                        json.dumps(dict(call.arguments), ensure_ascii=False)
+                        if can.json_arguments
+                        else dict(call.arguments)
+                    ),
                 },
             }
             for call in message.tool_calls
         ]
     elif message.tool_calls:
-        one["content"] = "\n".join(filter(None, (message.said, *(call.render() for call in message.tool_calls))))
+        one["content"] = "\n".join(
+            filter(None, (message.said, *(call.render() for call in message.tool_calls)))
+        )
     return one
 
 
@@ -438,12 +547,17 @@ def _in_parts(one: Json, can: Abilities) -> Json:
 
 
 def not_in(text: str, messages: Sequence[Message]) -> int | None:
-    """The first message of another than the model whose content is not in the text, as it is or as JSON; or None."""
+    """The first message of another than the model whose content is not in the text, as it is or as
+    JSON; or None.
+    """
     for place, message in enumerate(messages):
         content = message.content.strip()
         if message.role == "assistant" or content in text:
             continue
-        if not any(json.dumps(content, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)):
+        if not any(
+            json.dumps(content, ensure_ascii=ascii_only)[1:-1] in text
+            for ascii_only in (False, True)
+        ):
             return place
     return None
 
@@ -464,8 +578,9 @@ def with_marks(messages: Sequence[Message]) -> list[Message]:
 def left_out(place: int, messages: Sequence[Message]) -> ConfigError:
     """The error that a message has no place."""
     return ConfigError(
-        f"the chat template leaves out message {place + 1} ({messages[place].role}) of {_roles(messages)}: "
-        f"{bare(messages[place].content)!r:.80}. Give another template, in a file that model.chat_template names"
+        f"the chat template leaves out message {place + 1} ({messages[place].role}) of"
+        f" {_roles(messages)}: {bare(messages[place].content)!r:.80}. Give another template, in a"
+        " file that model.chat_template names"
     )
 
 
@@ -486,4 +601,6 @@ _PROBES: Mapping[str, Callable[[str], Message]] = {
     "X": lambda mark: _called("a", mark),
     "T": lambda mark: Message("tool", mark, tool_call_id=_CALL_ID, name=_NAME_MARK),
 }
-"""Messages of conversations that try a template, by the letter of their role; `X` is an answer with text and a call."""
+"""Messages of conversations that try a template, by the letter of their role; `X` is an answer with
+text and a call.
+"""

@@ -1,11 +1,13 @@
-"""Chats as data has them, read into messages: OpenAI's form, ShareGPT's, BFCL's, and what Arrow makes of them.
+"""Chats as data has them, read into messages: OpenAI's form, ShareGPT's, BFCL's, and what Arrow
+makes of them.
 
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?", "tool_calls": null}]
-    [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "Yes."}]
-    [[{"role": "user", "content": [{"type": "text", "text": "Well?"}]}]]
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?", "tool_calls":
+    null}] [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "Yes."}] [[{"role":
+    "user", "content": [{"type": "text", "text": "Well?"}]}]]
 
-Keys that are null are as if left out: Arrow writes each key of any row into all. `developer` is a later name of
-`system`. Calls become what the renderer's messages have (`agentrl.trajectory.ToolCall`).
+Keys that are null are as if left out: Arrow writes each key of any row into all. `developer` is a
+later name of `system`. Calls become what the renderer's messages have
+(`agentrl.trajectory.ToolCall`).
 """
 
 import ast
@@ -51,7 +53,8 @@ def is_chat(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def written_chat(text: str) -> Any:
-    """The chat that a text is the JSON of, or what Python prints for it, as in a CSV file; None for other texts.
+    """The chat that a text is the JSON of, or what Python prints for it, as in a CSV file; None for
+    other texts.
 
     Raises:
         ValueError: it begins like a chat, and cannot be read.
@@ -62,7 +65,9 @@ def written_chat(text: str) -> Any:
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             found = read(text)
             return found if is_chat(found) else None
-    raise ValueError(f"it begins like a chat, and is neither JSON nor a list of Python: {text!r:.80}")
+    raise ValueError(
+        f"it begins like a chat, and is neither JSON nor a list of Python: {text!r:.80}"
+    )
 
 
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
@@ -77,25 +82,32 @@ def read_chat(value: Sequence[Any]) -> tuple[Message, ...]:
     if value and all(map(is_chat, value)):  # turns of BFCL, of which each is a list
         if len(value) > 1:
             raise ValueError(
-                f"it has {len(value)} turns with messages of their own, and a task asks once: choose one, such as "
-                "tasks.columns={prompt: COLUMN.0}"
+                f"it has {len(value)} turns with messages of their own, and a task asks once:"
+                " choose one, such as tasks.columns={prompt: COLUMN.0}"
             )
         value = value[0]
     return tuple(_read(one, f"message {number}") for number, one in enumerate(value, 1))
 
 
 def question_of(chat: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
-    """(what is asked, which ends with the last message of the user; what was answered, if anything was).
+    """(what is asked, which ends with the last message of the user; what was answered, if anything
+    was).
 
     Raises:
         ValueError: the user says nothing, or something other than an answer follows.
     """
-    place = max((place for place, message in enumerate(chat) if message.role == "user"), default=None)
+    place = max(
+        (place for place, message in enumerate(chat) if message.role == "user"), default=None
+    )
     if place is None:
-        raise ValueError(f"a chat has a message of the user, and this one is of {_roles(chat) or 'nobody'}")
+        raise ValueError(
+            f"a chat has a message of the user, and this one is of {_roles(chat) or 'nobody'}"
+        )
     after = chat[place + 1 :]
     if any(message.role == "system" for message in after):
-        raise ValueError("a chat has a message of the user at its end, and this one ends with a system message")
+        raise ValueError(
+            "a chat has a message of the user at its end, and this one ends with a system message"
+        )
     answers = [message.said for message in after if message.role == "assistant" and message.said]
     return chat[: place + 1], answers[-1] if answers else None
 
@@ -103,12 +115,20 @@ def question_of(chat: Sequence[Message]) -> tuple[Sequence[Message], str | None]
 def as_json(message: Message) -> dict[str, Any]:
     """A message in the form that `read_chat` takes."""
     calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
         for call in message.tool_calls
     ]
     extra = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name}
     extra["tool_call_id"] = message.tool_call_id
-    return {"role": message.role, "content": message.said, **{key: value for key, value in extra.items() if value}}
+    return {
+        "role": message.role,
+        "content": message.said,
+        **{key: value for key, value in extra.items() if value},
+    }
 
 
 def history_in(info: Mapping[str, Any]) -> list[Message]:
@@ -133,7 +153,11 @@ def _read(raw: Any, where: str) -> Message:
     named = one.get("role", one.get("from"))
     role = _ROLES.get(str(named).casefold())
     if role is None:
-        had = f"has the role {named!r:.80}" if named is not None else f"has no role, but {', '.join(one) or 'nothing'}"
+        had = (
+            f"has the role {named!r:.80}"
+            if named is not None
+            else f"has no role, but {', '.join(one) or 'nothing'}"
+        )
         raise ValueError(f"{where} {had}: write {', '.join(get_args(Role))} or developer")
     said = next((one[key] for key in _SAID if key in one), None)
     calls = tuple(_calls(one, f"{where} ({named})", said if named == "function_call" else None))
@@ -142,25 +166,42 @@ def _read(raw: Any, where: str) -> Message:
     text = "" if said is None or named == "function_call" else _text(said, f"{where} ({named})")
     if calls:
         text = "\n".join(filter(None, (text, *(call.render() for call in calls))))
-    reasoning = one.get("reasoning_content", one.get("reasoning", "")) if role == "assistant" else ""
+    reasoning = (
+        one.get("reasoning_content", one.get("reasoning", "")) if role == "assistant" else ""
+    )
     answers = str(one.get("tool_call_id", "")) if role == "tool" else ""
-    return Message(role, text, str(reasoning), calls, answers, str(one.get("name", "")) if role == "tool" else "")
+    return Message(
+        role,
+        text,
+        str(reasoning),
+        calls,
+        answers,
+        str(one.get("name", "")) if role == "tool" else "",
+    )
 
 
 def _text(said: Any, where: str) -> str:
     if isinstance(said, str):
         return said
     if not isinstance(said, list | tuple):
-        raise ValueError(f"{where} has the content {said!r:.80}: write a text, or a list of parts that are text")
+        raise ValueError(
+            f"{where} has the content {said!r:.80}: write a text, or a list of parts that are text"
+        )
     return "".join(_part(part, where) for part in said)
 
 
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, Mapping) else type(part).__name__
+    kind = (
+        part.get("type", "text" if "text" in part else None)
+        if isinstance(part, Mapping)
+        else type(part).__name__
+    )
     if kind not in _TEXTS or not isinstance(part.get("text"), str):
-        raise ValueError(f"{where} has a part of type {kind!r}, and models that are trained here read text alone")
+        raise ValueError(
+            f"{where} has a part of type {kind!r}, and models that are trained here read text alone"
+        )
     return str(part["text"])
 
 
@@ -174,14 +215,21 @@ def _calls(one: Mapping[str, Any], where: str, written: Any) -> Iterator[ToolCal
 def _call(raw: Any, where: str) -> ToolCall:
     function = raw.get("function") or raw if isinstance(raw, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where} has the call {raw!r:.80}: write an object with name and arguments")
+        raise ValueError(
+            f"{where} has the call {raw!r:.80}: write an object with name and arguments"
+        )
     given = function.get("arguments", function.get("parameters"))
     arguments = _json(given, where) if isinstance(given, str) and given else given or {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"{where} has a call of {function['name']!r} whose arguments are no object: {given!r:.80}")
+        raise ValueError(
+            f"{where} has a call of {function['name']!r} whose arguments are no object:"
+            f" {given!r:.80}"
+        )
     call = ToolCall(function["name"], _without_nulls(arguments), str(raw.get("id") or ""))
     if not call.is_plain:
-        raise ValueError(f"{where} has a call of {call.name!r} with an infinite number or too deep nesting")
+        raise ValueError(
+            f"{where} has a call of {call.name!r} with an infinite number or too deep nesting"
+        )
     return call
 
 

@@ -5,10 +5,10 @@
     context: {name: scratchpad}
     context: {name: summary, max_prompt_tokens: 2000}
 
-A conversation keeps its whole transcript, of which the model sees a part. A context policy decides what stays in that
-part. It always begins with the opening: the system message and the first observation. If the part no longer extends
-the last prompt token for token, the conversation forks: a new training sample begins, so the model is trained on
-exactly what it saw.
+A conversation keeps its whole transcript, of which the model sees a part. A context policy decides
+what stays in that part. It always begins with the opening: the system message and the first
+observation. If the part no longer extends the last prompt token for token, the conversation forks:
+a new training sample begins, so the model is trained on exactly what it saw.
 """
 
 import re
@@ -34,11 +34,15 @@ class ContextPolicy(Settings):
         return ""
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
-        """The messages to keep of those shown so far, which end with an answer; `shown` itself to keep all."""
+        """The messages to keep of those shown so far, which end with an answer; `shown` itself to
+        keep all.
+        """
         return shown
 
     def request(self, conversation: Conversation, coming: Sequence[Message]) -> str:
-        """A request to the model before its next turn, which adds the messages `coming`; usually empty."""
+        """A request to the model before its next turn, which adds the messages `coming`; usually
+        empty.
+        """
         return ""
 
 
@@ -49,7 +53,9 @@ class Full(ContextPolicy):
 
 
 class LastK(ContextPolicy):
-    """Shows the opening and the last `turns` exchanges (an answer and its reply). Forks at each later turn."""
+    """Shows the opening and the last `turns` exchanges (an answer and its reply). Forks at each
+    later turn.
+    """
 
     name: Literal["last_k"] = "last_k"
     turns: int = Field(gt=0)
@@ -64,12 +70,15 @@ class LastK(ContextPolicy):
 
 
 class Scratchpad(ContextPolicy):
-    """Shows the opening, the model's own scratchpad and the newest message. A pad stays until the model replaces it."""
+    """Shows the opening, the model's own scratchpad and the newest message. A pad stays until the
+    model replaces it.
+    """
 
     name: Literal["scratchpad"] = "scratchpad"
     prompt: str = (
-        "You will not see this conversation again, only its beginning, the newest message, and what you last wrote "
-        "between <scratchpad> and </scratchpad>: note there what you need to remember."
+        "You will not see this conversation again, only its beginning, the newest message, and what"
+        " you last wrote between <scratchpad> and </scratchpad>: note there what you need to"
+        " remember."
     )
     """Added to the system message, to tell the model about the scratchpad."""
 
@@ -79,28 +88,35 @@ class Scratchpad(ContextPolicy):
         return self.prompt
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
-        """The opening, and the newest pad as the model's message; an empty pad if the model wrote none."""
+        """The opening, and the newest pad as the model's message; an empty pad if the model wrote
+        none.
+        """
         opening = _opening(shown)
         if len(opening) == len(shown):
             return shown
-        pads = [pad for message in shown[len(opening) :] if message.is_answer for pad in _pads(message)]
+        pads = [
+            pad for message in shown[len(opening) :] if message.is_answer for pad in _pads(message)
+        ]
         return [*opening, Message("assistant", pads[-1] if pads else "<scratchpad></scratchpad>")]
 
 
 class Summary(ContextPolicy):
     """Shows the opening, the model's own summary, and everything after it.
 
-    When the next prompt would be longer than `max_prompt_tokens`, the model must first summarise everything before it.
-    The summary is a turn like any other, with exact tokens, trained like any other, and marked
-    `info["context"] = "summary"`.
+    When the next prompt would be longer than `max_prompt_tokens`, the model must first summarise
+    everything before it. The summary is a turn like any other, with exact tokens, trained like any
+    other, and marked `info["context"] = "summary"`.
     """
 
     name: Literal["summary"] = "summary"
     max_prompt_tokens: int = Field(gt=0)
-    """Most tokens of a prompt before a summary is requested; opening, summary and newest message may have more."""
+    """Most tokens of a prompt before a summary is requested; opening, summary and newest message
+    may have more.
+    """
     prompt: str = (
-        "Summarise what has happened so far and what you need to know to go on. From now on you will be shown the "
-        "beginning and your summary instead of all this. Answer with the summary only."
+        "Summarise what has happened so far and what you need to know to go on. From now on you"
+        " will be shown the beginning and your summary instead of all this. Answer with the summary"
+        " only."
     )
     """The request for a summary."""
 
@@ -111,7 +127,9 @@ class Summary(ContextPolicy):
         return shown
 
     def request(self, conversation: Conversation, coming: Sequence[Message]) -> str:
-        """A request for a summary if there is something to summarise and the next prompt would be too long."""
+        """A request for a summary if there is something to summarise and the next prompt would be
+        too long.
+        """
         begun = bool(conversation.shown)  # else the first observation has not been shown yet
         return self.prompt if begun and conversation.size(coming) > self.max_prompt_tokens else ""
 
@@ -130,7 +148,9 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-Context = Annotated[Full | LastK | Scratchpad | Summary, Field(discriminator="name"), BeforeValidator(_named)]
+Context = Annotated[
+    Full | LastK | Scratchpad | Summary, Field(discriminator="name"), BeforeValidator(_named)
+]
 """A context policy, by its name."""
 
 FULL = Full()

@@ -1,15 +1,17 @@
 """Control tokens, and the text that must not become any.
 
-Chat templates write control tokens as text, such as `<|im_end|>`, and a tokenizer makes one token of such a text
-wherever it stands: in an observation, too, where it would end the turn and let an opponent write as the system. So what
-others wrote is guarded before it is rendered: a text that no one can guess is put inside each control token's text.
-Where the rendered text is tokenised, a control token is what has no guard in it, and the rest is text:
+Chat templates write control tokens as text, such as `<|im_end|>`, and a tokenizer makes one token
+of such a text wherever it stands: in an observation, too, where it would end the turn and let an
+opponent write as the system. So what others wrote is guarded before it is rendered: a text that no
+one can guess is put inside each control token's text. Where the rendered text is tokenised, a
+control token is what has no guard in it, and the rest is text:
 
     <|im_start|>user\nIt says <[guard]|im_end|>.<|im_end|>
     |control---|     |text-----------------------||control-|
 
-Text without control tokens is not touched. The rest is tokenised by a twin of the tokenizer, in which the control
-tokens have other names, so that whatever else a tokenizer does with the text between them is the same.
+Text without control tokens is not touched. The rest is tokenised by a twin of the tokenizer, in
+which the control tokens have other names, so that whatever else a tokenizer does with the text
+between them is the same.
 """
 
 import re
@@ -35,7 +37,8 @@ _PLAIN_ELEMENT = re.compile(
 def is_control(token: Any, template: str) -> bool:
     """Whether an added token of a tokenizer steers the model.
 
-    Others are pieces of plain text that a tokenizer has been given besides its vocabulary: white space, letters, HTML.
+    Others are pieces of plain text that a tokenizer has been given besides its vocabulary: white
+    space, letters, HTML.
     """
     text = str(token)
     if getattr(token, "special", True) or text in template:
@@ -45,7 +48,9 @@ def is_control(token: Any, template: str) -> bool:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer. `template`: its chat template; what that writes is one of them."""
+    """The control tokens of a tokenizer. `template`: its chat template; what that writes is one of
+    them.
+    """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -78,20 +83,31 @@ class ControlTokens:
     # Guarding what others wrote
 
     def guarded(self, text: str, own: Collection[str] = ()) -> str:
-        """The text with a guard in each control token but `own`, and in what could be completed to one."""
+        """The text with a guard in each control token but `own`, and in what could be completed to
+        one.
+        """
         if self._pattern.search(text):
             text = self._starts.sub(
                 lambda found: (
-                    found[2] if found[1] in own else GUARD + found[2] if len(found[1]) == 1 else found[2] + GUARD
+                    found[2]
+                    if found[1] in own
+                    else GUARD + found[2]
+                    if len(found[1]) == 1
+                    else found[2] + GUARD
                 ),
                 text,
             )
-        elif self._normalizer is not None and self._pattern.search(self._normalizer.normalize_str(text)):
-            return f"{text[0]}{GUARD}{text[1:]}"  # the twin takes no text for a control token, whatever it becomes
+        elif self._normalizer is not None and self._pattern.search(
+            self._normalizer.normalize_str(text)
+        ):
+            # the twin takes no text for a control token, whatever it becomes
+            return f"{text[0]}{GUARD}{text[1:]}"
         return self._guarded_edges(text)
 
     def _guarded_edges(self, text: str) -> str:
-        """With a guard where a control token may begin at the end, or end at the beginning: the template goes on."""
+        """With a guard where a control token may begin at the end, or end at the beginning: the
+        template goes on.
+        """
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for size in self._reach:  # the shorter ones first, which move none of the places of others
             if end - size >= begin and text[end - size : end] in self._beginnings:
@@ -101,13 +117,17 @@ class ControlTokens:
         return text
 
     def guarded_message(self, message: Message, own: Collection[str]) -> Message:
-        """A message whose texts are guarded. An answer may have control tokens of its `own`, such as `</think>`."""
+        """A message whose texts are guarded. An answer may have control tokens of its `own`, such
+        as `</think>`.
+        """
         answers = message.role == "assistant"
         calls = tuple(self._guarded_call(call) for call in message.tool_calls)
         said = self.guarded(message.said, own if answers else ())
         return replace(
             message,
-            content="\n".join(filter(None, (said, *(call.render() for call in calls)))) if calls else said,
+            content="\n".join(filter(None, (said, *(call.render() for call in calls))))
+            if calls
+            else said,
             reasoning=self.guarded(message.reasoning, own),
             tool_calls=calls,
             tool_call_id=self.guarded(message.tool_call_id),
@@ -125,7 +145,9 @@ class ControlTokens:
         return value
 
     def _guarded_call(self, call: ToolCall) -> ToolCall:
-        return ToolCall(self.guarded(call.name), self.guarded_value(call.arguments), self.guarded(call.id))
+        return ToolCall(
+            self.guarded(call.name), self.guarded_value(call.arguments), self.guarded(call.id)
+        )
 
     # Tokenising guarded text
 
@@ -139,7 +161,9 @@ class ControlTokens:
         reached = any(token in self._in_vocabulary for token in tokens)
         if reached:  # the model's own vocabulary has that text, too
             broken = twin.token_to_id(_BREAK)
-            tokens = [token for token in self._encoded(named.replace(GUARD, _BREAK)) if token != broken]
+            tokens = [
+                token for token in self._encoded(named.replace(GUARD, _BREAK)) if token != broken
+            ]
         return [ids.get(token, token) for token in tokens]
 
     def _encoded(self, named: str) -> list[int]:
@@ -147,13 +171,21 @@ class ControlTokens:
         return ids
 
     def _in_pieces(self, text: str) -> list[int]:
-        """The tokens of the pieces between guards: for tokenizers without a core that a twin can be made of."""
+        """The tokens of the pieces between guards: for tokenizers without a core that a twin can be
+        made of.
+        """
         pieces = filter(None, text.split(GUARD))
-        return [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+        return [
+            token
+            for piece in pieces
+            for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
     @cached_property
     def _twin(self) -> tuple[Any, Mapping[int, int], Mapping[str, str]]:
-        """The core with control tokens of other names, which numbers of it are which tokens, and the names."""
+        """The core with control tokens of other names, which numbers of it are which tokens, and
+        the names.
+        """
         from tokenizers import AddedToken, Tokenizer
 
         core = self._core
@@ -168,7 +200,8 @@ class ControlTokens:
         ids: dict[int, int] = {}
         for number, token in added.items():
             flags = {
-                flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
+                flag: getattr(token, flag)
+                for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
             name = names.get(token.content, token.content)
             twin.add_tokens([AddedToken(name, **flags)])
@@ -181,7 +214,9 @@ class ControlTokens:
         """The control tokens that the model's own vocabulary has under their text."""
         assert self._core is not None
         model = self._core.model
-        return frozenset(number for text, number in self._ids.items() if model.token_to_id(text) == number)
+        return frozenset(
+            number for text, number in self._ids.items() if model.token_to_id(text) == number
+        )
 
     def careful(self, tokenizer: Any) -> "CarefulTokenizer":
         """`tokenizer`, which takes for control tokens only what has no guard."""
@@ -211,7 +246,9 @@ def bare(text: str) -> str:
 
 
 def _pattern_of(texts: Collection[str]) -> str:
-    """A regular expression for these texts that finds the longest, and none that has a guard in or right before it."""
+    """A regular expression for these texts that finds the longest, and none that has a guard in or
+    right before it.
+    """
     long = sorted(text for text in texts if len(text) > 1)
     single = [re.escape(text) for text in texts if len(text) == 1]
     found = [_branches(long)] if long else []

@@ -2,11 +2,11 @@
 
 There, nothing tells the text `12` from the number 12. The tool's schema does:
 
-- where it allows a text, what is written is the text, to the letter. Only `null` (and `None`) is no text where it
-  allows null, and a list or object is none where it allows that;
+- where it allows a text, what is written is the text, to the letter. Only `null` (and `None`) is no
+  text where it allows null, and a list or object is none where it allows that;
 - where it allows no text, what is written is JSON;
-- where it says nothing, what is written is JSON if that loses nothing (`12` does, `3.10` and `{"a":1}` do not), else a
-  text.
+- where it says nothing, what is written is JSON if that loses nothing (`12` does, `3.10` and
+  `{"a":1}` do not), else a text.
 """
 
 import json
@@ -70,7 +70,9 @@ def value_of(written: str, declares: Declared) -> Any:
         return None
     if kinds & {"array", "object"}:
         value = _decoded(written, written)
-        if isinstance(value, list if "array" in kinds else dict) or (isinstance(value, dict) and "object" in kinds):
+        if isinstance(value, list if "array" in kinds else dict) or (
+            isinstance(value, dict) and "object" in kinds
+        ):
             return value
     return written
 
@@ -93,11 +95,18 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _alternatives(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Sequence[Mapping[str, Any]]:
+def _alternatives(
+    schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+) -> Sequence[Mapping[str, Any]]:
     """The schema itself and all that it is made of."""
     if not depth:
         return ()
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or () if isinstance(part, Mapping)]
+    parts = [
+        part
+        for key in ("anyOf", "oneOf", "allOf")
+        for part in schema.get(key) or ()
+        if isinstance(part, Mapping)
+    ]
     if isinstance(schema.get("$ref"), str):
         parts.append(_referred(schema["$ref"], root))
     return [schema, *(one for part in parts for one in _alternatives(part, root, depth - 1))]
@@ -132,5 +141,12 @@ def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> fr
 
 
 def _kind(value: Any) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
+    kinds = {
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        str: "string",
+        list: "array",
+        type(None): "null",
+    }
     return kinds.get(type(value), "object")

@@ -1,8 +1,10 @@
-"""Model families that the library `renderers` knows: their own rules for prompts, answers and calls.
+"""Model families that the library `renderers` knows: their own rules for prompts, answers and
+calls.
 
-A model is recognised by what its chat template writes: a family's rules must give the very same tokens for a few
-conversations. So a folder with any name is recognised, a fine-tuned model too, and one whose template was changed is
-not. Models that are not recognised are rendered by their template (`agentrl.conversation.chat_template`).
+A model is recognised by what its chat template writes: a family's rules must give the very same
+tokens for a few conversations. So a folder with any name is recognised, a fine-tuned model too, and
+one whose template was changed is not. Models that are not recognised are rendered by their template
+(`agentrl.conversation.chat_template`).
 """
 
 import json
@@ -25,7 +27,11 @@ _TOOL: Mapping[str, Any] = {
         "description": "Adds.",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}},
+            "properties": {
+                "a": {"type": "integer"},
+                "b": {"type": "string"},
+                "c": {"type": "array"},
+            },
             "required": ["a", "b"],
         },
     },
@@ -50,16 +56,21 @@ _PROBES: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = (
     ),
     ([_USER, {**_ANSWER, "reasoning_content": "T t."}, {"role": "user", "content": "V v."}], None),
 )
-"""Conversations that tell the families apart: a system message, a second turn, a call with its result, reasoning."""
+"""Conversations that tell the families apart: a system message, a second turn, a call with its
+result, reasoning.
+"""
 _MARKS = {"gpt-oss": "<|channel|>"}
-"""A token that a model of the family has. These rules look for files in the network, which no other model waits for."""
+"""A token that a model of the family has. These rules look for files in the network, which no other
+model waits for.
+"""
 
 
 class Family:
     """The rules of one model family. `name` is that of the library.
 
-    `tokenizer` is that of the model. `header`: the tokens at the end of a prompt that the family takes for a part of
-    the answer, if it is used to read the answers of a template that ends its prompts earlier than the family does.
+    `tokenizer` is that of the model. `header`: the tokens at the end of a prompt that the family
+    takes for a part of the answer, if it is used to read the answers of a template that ends its
+    prompts earlier than the family does.
     """
 
     def __init__(
@@ -95,8 +106,12 @@ class Family:
     def rendered(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool
     ) -> list[int]:
-        """The tokens of messages as chat templates take them, with or without the beginning of an answer at the end."""
-        return list(self._rules.render_ids(messages, tools=tools, add_generation_prompt=begin_answer))
+        """The tokens of messages as chat templates take them, with or without the beginning of an
+        answer at the end.
+        """
+        return list(
+            self._rules.render_ids(messages, tools=tools, add_generation_prompt=begin_answer)
+        )
 
     def added(
         self,
@@ -107,16 +122,21 @@ class Family:
     ) -> IntArray | None:
         """The tokens that follow an answer: `messages`, and where the next answer begins.
 
-        `prompt_ids`: the end of the prompt, from the answer before. None if the family has no rule for these messages.
+        `prompt_ids`: the end of the prompt, from the answer before. None if the family has no rule
+        for these messages.
         """
         seen = [*prompt_ids.tolist(), *answer_ids.tolist()]
         given = list(map(_as_json, messages))
-        extended = self._rules.bridge_to_next_turn(prompt_ids.tolist(), answer_ids.tolist(), given, tools=_given(tools))
+        extended = self._rules.bridge_to_next_turn(
+            prompt_ids.tolist(), answer_ids.tolist(), given, tools=_given(tools)
+        )
         if extended is None or list(extended.token_ids[: len(seen)]) != seen:
             return None
         return ints(extended.token_ids[len(seen) :])
 
-    def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
+    def read(
+        self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]
+    ) -> Reading:
         """An answer, taken apart by the library's parser. Never raises, whatever the tokens are."""
         begun, answer = prompt_ids.tolist(), answer_ids.tolist()
         if self.name == "gpt-oss":
@@ -126,15 +146,23 @@ class Family:
         found = self._rules.parse_response(answer, tools=_given(tools), prompt_ids=begun)
         calls, malformed = calls_in(found.tool_calls)
         cut = found.reasoning_complete is False
-        return Reading(found.content, found.reasoning_content or "", calls, malformed, cut, literal=True)
+        return Reading(
+            found.content, found.reasoning_content or "", calls, malformed, cut, literal=True
+        )
 
 
-def find_family(tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, Any]) -> Family | None:
+def find_family(
+    tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, Any]
+) -> Family | None:
     """The family whose rules give the same tokens as the chat template; None if there is none.
 
-    `variables`: those of the template, which the family must have too. `own`: another template than the tokenizer's.
+    `variables`: those of the template, which the family must have too. `own`: another template than
+    the tokenizer's.
     """
-    wanted = [_by_template(tokenizer, messages, tools, {**variables, **own}) for messages, tools in _PROBES]
+    wanted = [
+        _by_template(tokenizer, messages, tools, {**variables, **own})
+        for messages, tools in _PROBES
+    ]
     if wanted[0] is None and wanted[1] is None:
         return None
     for name in names():
@@ -153,10 +181,13 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
     """
     try:
         made = partial(_showing_all, name, variables)
-        return Family(name, tokenizer, _made(name, tokenizer, variables, thinking_retention="all"), made=made)
+        return Family(
+            name, tokenizer, _made(name, tokenizer, variables, thinking_retention="all"), made=made
+        )
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or template"
+            f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or"
+            " template"
         ) from error
 
 
@@ -168,22 +199,31 @@ def names() -> Iterator[str]:
     return (name for name in RENDERER_REGISTRY if name != "default")
 
 
-def reading_family(tokenizer: Any, prompt: str, header: str, written: str, call: ToolCall) -> Family | None:
-    """The family that reads this call where a template has written it after `prompt`, though it writes otherwise.
+def reading_family(
+    tokenizer: Any, prompt: str, header: str, written: str, call: ToolCall
+) -> Family | None:
+    """The family that reads this call where a template has written it after `prompt`, though it
+    writes otherwise.
 
     `header`: the end of the prompt, where the answer begins.
     """
     before, begun, answer = (
         ints(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, header, written)
     )
-    headers = [[], begun.tolist()] if header and before[-len(begun) :].tolist() == begun.tolist() else [[]]
+    headers = (
+        [[], begun.tolist()]
+        if header and before[-len(begun) :].tolist() == begun.tolist()
+        else [[]]
+    )
     for name in names():
         rules = _rules(name, tokenizer, {})
         for own in headers if rules is not None else ():
             family = Family(name, tokenizer, rules, own)
             with suppress(Exception):  # the answer is of another form
                 found = family.read(before, answer, ())
-                if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+                if [(one.name, dict(one.arguments)) for one in found.calls] == [
+                    (call.name, call.arguments)
+                ]:
                     return family
     return None
 
@@ -211,7 +251,9 @@ def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) 
 
 def _showing_all(name: str, variables: Mapping[str, Any], tokenizer: Any) -> Any:
     """The rules of a family, which show earlier reasoning if they can."""
-    return _rules(name, tokenizer, variables, thinking_retention="all") or _rules(name, tokenizer, variables)
+    return _rules(name, tokenizer, variables, thinking_retention="all") or _rules(
+        name, tokenizer, variables
+    )
 
 
 def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any | None:
@@ -236,7 +278,10 @@ def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
 
 
 def _by_template(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: Mapping[str, Any],
 ) -> list[int] | None:
     for form in (
         messages,
@@ -255,7 +300,13 @@ def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
@@ -271,7 +322,11 @@ def _as_json(message: Message) -> dict[str, Any]:
         one["reasoning_content"] = message.reasoning
     if message.tool_calls:
         one["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
             for call in message.tool_calls
         ]
     if message.role == "tool":

@@ -1,12 +1,13 @@
 """The answers of gpt-oss: messages on channels, all of which are accounted for.
 
     <|start|>assistant<|channel|>analysis<|message|>TEXT<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME
+    <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The first header begins in the prompt. Text on the channel `analysis` is reasoning, a message to a function is a call,
-whatever ends it, and all other text is the answer's: on another channel, on none, or outside of messages. The vendor's
-parser leaves that out.
+The first header begins in the prompt. Text on the channel `analysis` is reasoning, a message to a
+function is a call, whatever ends it, and all other text is the answer's: on another channel, on
+none, or outside of messages. The vendor's parser leaves that out.
 """
 
 import re
@@ -25,7 +26,9 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class _Block(NamedTuple):
-    """A message: its header, its text, and what ends it; empty if the next begins, or if nothing does."""
+    """A message: its header, its text, and what ends it; empty if the next begins, or if nothing
+    does.
+    """
 
     header: str
     text: str
@@ -54,7 +57,9 @@ def read_harmony(tokenizer: Any, answer_ids: Sequence[int]) -> Reading:
         else:
             said.append(block.text)
     content = "\n".join(filter(None, (text.strip() for text in said)))
-    return Reading(content, "".join(reasoning).strip(), tuple(calls), tuple(unread), cut and not content, True)
+    return Reading(
+        content, "".join(reasoning).strip(), tuple(calls), tuple(unread), cut and not content, True
+    )
 
 
 def _call(block: _Block, recipients: Sequence[str], number: int) -> ToolCall | Unread:
@@ -92,7 +97,9 @@ def _blocks(tokenizer: Any, answer_ids: Sequence[int]) -> Iterator[_Block]:
 
 
 def _without_text(header: str, last: bool) -> _Block:
-    """What a header is that no text follows: a message that was cut short, or a text outside of messages."""
+    """What a header is that no text follows: a message that was cut short, or a text outside of
+    messages.
+    """
     begun = _RECIPIENT.search(header) or _CHANNEL.search(header)
     return _Block(header, "", "", last) if begun else _Block("", header, "", last)
 

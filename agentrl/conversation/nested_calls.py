@@ -2,12 +2,11 @@
 
 Each tag has a mark of the family before it, so that texts may hold any tags without it:
 
-    M<tool_call>
-    M<invoke name="NAME">M<KEY>text M</KEY>M<LIST>M<item>a M</item>M<item>b M</item>M</LIST>M</invoke>
-    M</tool_call>
+    M<tool_call> M<invoke name="NAME">M<KEY>text M</KEY>M<LIST>M<item>a M</item>M<item>b
+    M</item>M</LIST>M</invoke> M</tool_call>
 
-A list is written as one `item` for each of its items, an empty list or object as nothing; what is declared of the
-parameter tells an object from a list, and a text from a number.
+A list is written as one `item` for each of its items, an empty list or object as nothing; what is
+declared of the parameter tells an object from a list, and a text from a number.
 """
 
 import re
@@ -30,7 +29,10 @@ _PROBE_TOOLS: Tools = [
             "properties": {
                 "one": {"type": "string"},
                 "two": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
-                "three": {"type": "array", "items": {"type": "object", "properties": {"four": {"type": "string"}}}},
+                "three": {
+                    "type": "array",
+                    "items": {"type": "object", "properties": {"four": {"type": "string"}}},
+                },
             }
         },
     }
@@ -69,7 +71,11 @@ class NestedSyntax:
             if not whole:
                 unread.append(Unread(text[start:], f"{begin} and {end} must stand around calls"))
             elif is_quoted(text, start):
-                unread.append(Unread(text[start:at], "it is quoted, in backticks, and quoted calls are not run"))
+                unread.append(
+                    Unread(
+                        text[start:at], "it is quoted, in backticks, and quoted calls are not run"
+                    )
+                )
             else:
                 try:
                     calls += self._calls(text[start + len(begin) : stop], len(calls), tools)
@@ -77,7 +83,9 @@ class NestedSyntax:
                     unread.append(Unread(text[start:at], str(error)))
         content.append(text[at:])
         said = "\n".join(filter(None, (part.strip() for part in content))) if calls else text
-        return Reading(text if unread else said, calls=tuple(calls), malformed=tuple(unread), literal=True)
+        return Reading(
+            text if unread else said, calls=tuple(calls), malformed=tuple(unread), literal=True
+        )
 
     def start(self, text: str) -> int:
         """Where the first tag stands; -1 if none does."""
@@ -91,7 +99,9 @@ class NestedSyntax:
         for one in elements:
             named = re.fullmatch(r'invoke name="([^"<>\s]+)"', one.name)
             if named is None or one.text.strip():
-                raise _UnreadableError(f"{self.mark}<invoke name=...> must stand around the parameters")
+                raise _UnreadableError(
+                    f"{self.mark}<invoke name=...> must stand around the parameters"
+                )
             arguments = _object(one, declared(tools, named[1]))
             call = ToolCall(named[1], arguments, f"call{number + len(found):05d}")
             if not call.is_plain:
@@ -100,7 +110,9 @@ class NestedSyntax:
         return found
 
     def _elements(self, text: str, at: int, within: str) -> tuple[list[_Element], int]:
-        """The elements from here on to the closing tag of that which they stand in, and where that tag begins."""
+        """The elements from here on to the closing tag of that which they stand in, and where that
+        tag begins.
+        """
         found: list[_Element] = []
         while True:
             start = text.find(self.mark, at)
@@ -111,7 +123,9 @@ class NestedSyntax:
             if text.startswith(f"{self.mark}</", start):
                 return found, start
             if text[at:start].strip():
-                raise _UnreadableError(f"a text stands beside a tag: {text[at:start].strip()[:40]!r}")
+                raise _UnreadableError(
+                    f"a text stands beside a tag: {text[at:start].strip()[:40]!r}"
+                )
             tag = start + len(self.mark)
             close = text.find(">", tag)
             name = text[tag + 1 : close]
@@ -153,7 +167,9 @@ def _object(element: _Element, declares: Declared) -> dict[str, Any]:
 def _value(element: _Element, declares: Declared) -> Any:
     kinds = declares.kinds
     names = {one.name for one in element.inner}
-    if "array" in kinds and (names == {"item"} or (not names and "string" not in kinds and not element.text.strip())):
+    if "array" in kinds and (
+        names == {"item"} or (not names and "string" not in kinds and not element.text.strip())
+    ):
         return [_value(one, declares.items) for one in element.inner]
     if not element.inner:
         empty = "object" in kinds and "string" not in kinds and not element.text.strip()

@@ -1,15 +1,18 @@
-"""Where the messages of a conversation stand in a model's prompt: `placed`, by what the model's template can express.
+"""Where the messages of a conversation stand in a model's prompt: `placed`, by what the model's
+template can express.
 
-Chat APIs take sequences of messages that templates refuse, or leave parts of out. What a template has no place for is
-folded, by these rules in this order; what it has a place for is not changed:
+Chat APIs take sequences of messages that templates refuse, or leave parts of out. What a template
+has no place for is folded, by these rules in this order; what it has a place for is not changed:
 
-1. results of tools come right after the calls that they answer, and what stood between them comes after the results;
-2. a result without a call, or in a template without results, is a user message between `<tool_response>` tags;
+1. results of tools come right after the calls that they answer, and what stood between them comes
+   after the results;
+2. a result without a call, or in a template without results, is a user message between
+   `<tool_response>` tags;
 3. several system messages at the beginning become one, with an empty line between them;
-4. a system message that has no place begins the next user message, followed by an empty line. If an answer, a result or
-   nothing follows, it is a user message itself;
-5. two user messages, or two answers, in a row become one, with an empty line between them. An answer whose text the
-   template leaves out beside its calls becomes two;
+4. a system message that has no place begins the next user message, followed by an empty line. If an
+   answer, a result or nothing follows, it is a user message itself;
+5. two user messages, or two answers, in a row become one, with an empty line between them. An
+   answer whose text the template leaves out beside its calls becomes two;
 6. a user message after a result ends that result, after an empty line;
 7. a conversation that must begin with the user begins with an empty message of the user.
 """
@@ -43,7 +46,9 @@ class Places:
 
 
 def placed(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
-    """The messages as the template has a place for them. `begins`: else they follow an answer, which may be a call."""
+    """The messages as the template has a place for them. `begins`: else they follow an answer,
+    which may be a call.
+    """
     found = _with_results(messages, can, called=not begins)
     found = _with_systems(found, can, begins=begins)
     found = _joined(found, can)
@@ -100,7 +105,9 @@ def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> 
 
 
 def _joined(messages: Sequence[Message], can: Places) -> list[Message]:
-    """With messages in a row as one, where they cannot be two, and with an answer as two, where it cannot be one."""
+    """With messages in a row as one, where they cannot be two, and with an answer as two, where it
+    cannot be one.
+    """
     apart = {
         ("user", "user"): can.repeated_users,
         ("tool", "user"): can.users_after_results,
@@ -112,7 +119,12 @@ def _joined(messages: Sequence[Message], can: Places) -> list[Message]:
             last = found.pop()
             joined = replace(last, content=_lines([last, message]))
             found.append(_one_answer(last, message) if message.role == "assistant" else joined)
-        elif message.tool_calls and message.said and not can.text_beside_calls and can.repeated_answers:
+        elif (
+            message.tool_calls
+            and message.said
+            and not can.text_beside_calls
+            and can.repeated_answers
+        ):
             calls = "\n".join(call.render() for call in message.tool_calls)
             found += [Message("assistant", message.said), replace(message, content=calls)]
         else:

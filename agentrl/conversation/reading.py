@@ -1,8 +1,9 @@
 """What a model wrote, taken apart: its reasoning, its answer, and its calls of tools.
 
-A family writes reasoning and calls in a syntax of its own. `Reading` is what remains of it: reasoning without its
-marks, and calls as values. An environment gets `action`: the answer, followed by the calls in the canonical form, which
-is that of Hermes and Qwen, whatever the model's own form is.
+A family writes reasoning and calls in a syntax of its own. `Reading` is what remains of it:
+reasoning without its marks, and calls as values. An environment gets `action`: the answer, followed
+by the calls in the canonical form, which is that of Hermes and Qwen, whatever the model's own form
+is.
 """
 
 import json
@@ -55,9 +56,9 @@ class Unread(NamedTuple):
 class Reading:
     """An answer, taken apart: all that the model wrote is here.
 
-    `malformed`: what was meant as calls and cannot be read; it stands in `content`, too. `cut`: the answer ended within
-    its reasoning. `literal`: the content holds no calls, whatever it looks like; else the environment looks for calls
-    in the canonical form there.
+    `malformed`: what was meant as calls and cannot be read; it stands in `content`, too. `cut`: the
+    answer ended within its reasoning. `literal`: the content holds no calls, whatever it looks
+    like; else the environment looks for calls in the canonical form there.
     """
 
     content: str
@@ -69,8 +70,13 @@ class Reading:
 
     @property
     def action(self) -> str:
-        """What the environment gets: the answer, then its calls in the canonical form, and what cannot be read."""
-        written = [*(call.render() for call in self.calls), *(unreadable(one.told) for one in self.malformed)]
+        """What the environment gets: the answer, then its calls in the canonical form, and what
+        cannot be read.
+        """
+        written = [
+            *(call.render() for call in self.calls),
+            *(unreadable(one.told) for one in self.malformed),
+        ]
         if not self.literal and not self.malformed:
             return "\n".join(filter(None, (self.content, *written))) if written else self.content
         content = quoted(self.content)
@@ -119,7 +125,9 @@ ReadCalls = Callable[[str, Tools], Reading]
 
 
 def call_of(name: str, arguments: Any, number: int, given: str | None = None) -> ToolCall | None:
-    """A call as a parser of others has found it, arguments as a mapping or as JSON; None if they are neither."""
+    """A call as a parser of others has found it, arguments as a mapping or as JSON; None if they
+    are neither.
+    """
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -134,7 +142,8 @@ def call_of(name: str, arguments: Any, number: int, given: str | None = None) ->
 def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
     """A call whose arguments are texts where its tool declares nothing but texts.
 
-    In tags, nothing tells the text "12" from the number 12, and parsers that do not know the tools take it for one.
+    In tags, nothing tells the text "12" from the number 12, and parsers that do not know the tools
+    take it for one.
     """
     declares = declared(tools, call.name)
     arguments = {

@@ -1,16 +1,17 @@
 """Messages to tokens, incrementally, and answers back to messages.
 
-The prompt of a turn is the last prompt, the tokens that the engine sampled, and the tokens of what is new. Sampled
-tokens are never rendered or tokenised again. With `history: extend`, what is new is all that is rendered, by the
-template's own rules (`agentrl.conversation.chat_template`): a late turn costs what an early one does, and a conversation
-never forks.
+The prompt of a turn is the last prompt, the tokens that the engine sampled, and the tokens of what
+is new. Sampled tokens are never rendered or tokenised again. With `history: extend`, what is new is
+all that is rendered, by the template's own rules (`agentrl.conversation.chat_template`): a late
+turn costs what an early one does, and a conversation never forks.
 
-With `history: template`, each prompt is what the template renders of the whole conversation. Where it does not begin
-with the text that the model saw and wrote (many templates strip earlier reasoning), the conversation forks: the whole
-prompt is tokenised again and a new training sample begins. The caller counts forks.
+With `history: template`, each prompt is what the template renders of the whole conversation. Where
+it does not begin with the text that the model saw and wrote (many templates strip earlier
+reasoning), the conversation forks: the whole prompt is tokenised again and a new training sample
+begins. The caller counts forks.
 
-This runs once a turn, on the event loop. The tokens of new text are cached, because the members of a group begin with
-the same text.
+This runs once a turn, on the event loop. The tokens of new text are cached, because the members of
+a group begin with the same text.
 """
 
 import json
@@ -29,7 +30,14 @@ from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, placed
-from agentrl.conversation.reading import MARKS, Marks, Reading, marks_in, refused_by_parser, without_reasoning
+from agentrl.conversation.reading import (
+    MARKS,
+    Marks,
+    Reading,
+    marks_in,
+    refused_by_parser,
+    without_reasoning,
+)
 from agentrl.conversation.tool_formats import (
     PROBE_CALL,
     Syntax,
@@ -53,18 +61,20 @@ class RendererConfig(Settings):
     """How a model's conversations become tokens."""
 
     history: Literal["extend", "template"] = "extend"
-    """`extend` shows the model all that it has written, reasoning included, and renders only what is new. `template`
-    renders the whole conversation at every turn, as the model's chat template does: if that strips earlier reasoning,
-    the conversation forks at every turn, and every prompt is computed again."""
+    """`extend` shows the model all that it has written, reasoning included, and renders only what
+    is new. `template` renders the whole conversation at every turn, as the model's chat template
+    does: if that strips earlier reasoning, the conversation forks at every turn, and every prompt
+    is computed again."""
     renderer: str = "auto"
-    """Whose rules are used. `template`: those of the model's chat template. A family of the library `renderers`, by
-    its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: those of the family that writes the same tokens as the
-    template, if there is one, else the template's. Or another renderer, by the name of its plug-in or
-    `package.module:Name`."""
+    """Whose rules are used. `template`: those of the model's chat template. A family of the library
+    `renderers`, by its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: those of the family
+    that writes the same tokens as the template, if there is one, else the template's. Or another
+    renderer, by the name of its plug-in or `package.module:Name`."""
     tool_format: str = "auto"
-    """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`: tools are described
-    in the system message, and called as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Or a parser of the
-    library `renderers` (`qwen3`, `qwen3.5`, `glm`, `deepseek-v3`) or, where it is installed, of vLLM."""
+    """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`:
+    tools are described in the system message, and called as `<tool_call>{"name": ..., "arguments":
+    ...}</tool_call>`. Or a parser of the library `renderers` (`qwen3`, `qwen3.5`, `glm`,
+    `deepseek-v3`) or, where it is installed, of vLLM."""
     show_reasoning: bool = False
     """Leave reasoning in what environments and rewards get."""
     chat_template: Path | None = None
@@ -72,8 +82,8 @@ class RendererConfig(Settings):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking: false`."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with the model. It can do whatever you can, so read it first, and name a
-    `revision`."""
+    """Run the Python code that comes with the model. It can do whatever you can, so read it first,
+    and name a `revision`."""
 
 
 class Tokenizer(Protocol):
@@ -90,7 +100,9 @@ class Tokenizer(Protocol):
 
 
 class _FastTokenizer:
-    """A Hugging Face tokenizer without the layers above its Rust core, which cost more than the core itself."""
+    """A Hugging Face tokenizer without the layers above its Rust core, which cost more than the
+    core itself.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.chat_template = tokenizer.chat_template
@@ -107,7 +119,9 @@ class _FastTokenizer:
         self._core.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids: list[int] = self._core.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )[0].ids
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -118,11 +132,12 @@ class _FastTokenizer:
 class TemplateRenderer:
     """`Renderer` over a tokenizer with a chat template.
 
-    `stops`: tokens that end an answer, besides the eos token. `family`: rules that come before the template's.
+    `stops`: tokens that end an answer, besides the eos token. `family`: rules that come before the
+    template's.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or no token that ends an assistant turn; or the template cannot
-            render a conversation.
+        ConfigError: the tokenizer has no chat template, or no token that ends an assistant turn; or
+            the template cannot render a conversation.
     """
 
     def __init__(
@@ -135,8 +150,8 @@ class TemplateRenderer:
         self.config = config or RendererConfig()
         if not tokenizer.chat_template and self.config.chat_template is None:
             raise ConfigError(
-                "the model's tokenizer has no chat template: name a file with one in model.chat_template, or add a "
-                "chat_template.jinja to the model's folder"
+                "the model's tokenizer has no chat template: name a file with one in"
+                " model.chat_template, or add a chat_template.jinja to the model's folder"
             )
         known = [*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *stops]
         known += family.stop_token_ids if family is not None else ()
@@ -148,10 +163,14 @@ class TemplateRenderer:
         self._control = control = ControlTokens(tokenizer, written)
         self._encode = lru_cache(maxsize=1024)(
             lambda text: ints(
-                control.encode(text) if GUARD in text else tokenizer.encode(text, add_special_tokens=False)
+                control.encode(text)
+                if GUARD in text
+                else tokenizer.encode(text, add_special_tokens=False)
             ),
         )
-        specials = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        specials = {
+            i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        }
         self._template = ChatTemplate(
             self._render,
             stops=[self._text_of(i) for i in known],
@@ -161,7 +180,9 @@ class TemplateRenderer:
         self._family = family if self.config.tool_format == "auto" else None
         self._searched = False  # for what reads calls, everywhere
         self._marks = marks_in(written)
-        self._known_tools: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
+        self._known_tools: (
+            tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None
+        ) = None
         own = syntax_of(self._template.calls) if self.config.tool_format != "canonical" else None
         self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format, own)
         self._reader: Family | None = None
@@ -170,13 +191,16 @@ class TemplateRenderer:
             self._syntax = self._syntax_of_family(self._family, own)
         if self._family is None and self._read_calls is None:
             prompt, written = self._template.call(PROBE_CALL)
-            self._reader = reading_family(tokenizer, prompt, self._template.header, written, PROBE_CALL)
+            self._reader = reading_family(
+                tokenizer, prompt, self._template.header, written, PROBE_CALL
+            )
         derived = [i for i, text in specials.items() if text in self._template.stops]
         self._stop_token_ids = tuple(dict.fromkeys([*known, *derived]))
         if not self._stop_token_ids:
             raise ConfigError(
-                "nothing would end an assistant turn: the model's tokenizer has no eos token, and its chat template "
-                "writes no special token after an answer. Add `eos_token` to tokenizer_config.json"
+                "nothing would end an assistant turn: the model's tokenizer has no eos token, and"
+                " its chat template writes no special token after an answer. Add `eos_token` to"
+                " tokenizer_config.json"
             )
         closing = self.encode(self._template.closing([Message("user", "")])).tolist()
         ends = bool(closing) and closing[-1] in self._stop_token_ids
@@ -194,16 +218,20 @@ class TemplateRenderer:
             tokenizer = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(
-                f"the tokenizer in {folder} cannot be loaded ({str(error).strip()[:300]}): copy tokenizer.json and "
-                "tokenizer_config.json of the model into it"
+                f"the tokenizer in {folder} cannot be loaded ({str(error).strip()[:300]}): copy"
+                " tokenizer.json and tokenizer_config.json of the model into it"
             ) from error
         has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
         family = _family_of(tokenizer, config)
-        return TemplateRenderer(_FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder), family)
+        return TemplateRenderer(
+            _FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder), family
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: eos, those of generation_config.json, those that the template writes there."""
+        """The tokens that end an answer: eos, those of generation_config.json, those that the
+        template writes there.
+        """
         return self._stop_token_ids
 
     @property
@@ -233,39 +261,56 @@ class TemplateRenderer:
 
     @property
     def calls_read_by(self) -> str:
-        """What reads calls of tools, for people; empty if nothing does, but for calls in the canonical form."""
+        """What reads calls of tools, for people; empty if nothing does, but for calls in the
+        canonical form.
+        """
         reader = self._family or self._reader
         if self._read_calls is canonical:
             return "the canonical parser"
         if reader is not None:
             return f"the family {reader.name}"
         owner = getattr(self._read_calls, "__self__", None)
-        own = f"the syntax that the template shows ({type(owner).__name__})" if owner is not None else "a known parser"
+        own = (
+            f"the syntax that the template shows ({type(owner).__name__})"
+            if owner is not None
+            else "a known parser"
+        )
         return "" if self._read_calls is None else own
 
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateConversation":
         """A new, empty conversation."""
-        if tools and (self._family or self._reader or self._read_calls) is None and not self._searched:
+        if (
+            tools
+            and (self._family or self._reader or self._read_calls) is None
+            and not self._searched
+        ):
             self._searched = True
             self._search_reader()
         return TemplateConversation(self, tools)
 
     def _search_reader(self) -> None:
-        """Look among the parsers of vLLM for one that reads the calls which the template writes, or warn."""
-        self._read_calls = slow_call_reader(getattr(self._tokenizer, "whole", self._tokenizer), self._template)
+        """Look among the parsers of vLLM for one that reads the calls which the template writes, or
+        warn.
+        """
+        self._read_calls = slow_call_reader(
+            getattr(self._tokenizer, "whole", self._tokenizer), self._template
+        )
         if self._read_calls is None:
             logger.warning(
-                "the model's chat template writes calls of tools as %.300r, which no tool format reads, so only calls "
-                "in the canonical form are understood. Write model.tool_format=canonical: tools are then described in "
-                'the system message, and called as <tool_call>{"name": ..., "arguments": ...}</tool_call>. Or name a '
-                "renderer of yours in model.renderer",
+                "the model's chat template writes calls of tools as %.300r, which no tool format"
+                " reads, so only calls in the canonical form are understood. Write"
+                " model.tool_format=canonical: tools are then described in the system message, and"
+                ' called as <tool_call>{"name": ..., "arguments": ...}</tool_call>. Or name a'
+                " renderer of yours in model.renderer",
                 self._template.call(PROBE_CALL)[1],
             )
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
         if self._family is not None and (self._template.abilities.tools or not tools):
-            ids = self._by_family(messages, tools, lambda family, shown, described: family.whole(shown, described))
+            ids = self._by_family(
+                messages, tools, lambda family, shown, described: family.whole(shown, described)
+            )
             if ids is not None:
                 return ids
         return self.encode(self.guarded_text(messages, tools))
@@ -279,14 +324,16 @@ class TemplateRenderer:
     ) -> IntArray:
         """The tokens that follow an answer: `messages`, and where the next answer begins.
 
-        `prompt_ids`: the end of the prompt, from the answer before. An answer that was cut short gets its end of turn,
-        and before that the end of its reasoning, if it was cut within that.
+        `prompt_ids`: the end of the prompt, from the answer before. An answer that was cut short
+        gets its end of turn, and before that the end of its reasoning, if it was cut within that.
         """
         if self._family is not None:
             added = self._by_family(
                 messages,
                 tools,
-                lambda family, shown, described: family.added(prompt_ids, answer_ids, shown, described),
+                lambda family, shown, described: family.added(
+                    prompt_ids, answer_ids, shown, described
+                ),
                 begins=False,
             )
             if added is not None:
@@ -305,11 +352,15 @@ class TemplateRenderer:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        rendered: Callable[[Family, Sequence[Message], Sequence[Mapping[str, Any]]], IntArray | None],
+        rendered: Callable[
+            [Family, Sequence[Message], Sequence[Mapping[str, Any]]], IntArray | None
+        ],
         *,
         begins: bool = True,
     ) -> IntArray | None:
-        """The tokens of messages by the rules of the family; None if it refuses them, or leaves one of them out."""
+        """The tokens of messages by the rules of the family; None if it refuses them, or leaves one
+        of them out.
+        """
         assert self._family is not None
         shown, described = self._guarded(messages), self._guarded_tools(tools)
         guarded = shown is not messages or described is not tools
@@ -319,8 +370,12 @@ class TemplateRenderer:
                 placed(shown, self._family_places, begins=begins),
                 described,
             )
-            if guarded and ids is not None and GUARD in self.decode(ids):  # it does not ask the tokenizer
-                ids = rendered(self._family, placed(messages, self._family_places, begins=begins), tools)
+            if (
+                guarded and ids is not None and GUARD in self.decode(ids)
+            ):  # it does not ask the tokenizer
+                ids = rendered(
+                    self._family, placed(messages, self._family_places, begins=begins), tools
+                )
         except Exception:  # its rules raise what they like
             logger.debug("the rules of %s refuse messages", self._family.name, exc_info=True)
             return None
@@ -331,7 +386,9 @@ class TemplateRenderer:
         text = self.decode(ids)
         if not_in(text, messages) is None:
             return True
-        sayable = [replace(one, content=self.decode(self.encode(one.content.strip()))) for one in messages]
+        sayable = [
+            replace(one, content=self.decode(self.encode(one.content.strip()))) for one in messages
+        ]
         return not_in(text, sayable) is None
 
     @cached_property
@@ -340,11 +397,15 @@ class TemplateRenderer:
         family = self._family
         assert family is not None
 
-        def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool) -> str:
+        def render(
+            messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool
+        ) -> str:
             return self.decode(ints(family.rendered(messages, tools, begin_answer)))
 
         try:
-            return ChatTemplate(render, stops=self._template.stops, specials=list(self._control.texts)).abilities
+            return ChatTemplate(
+                render, stops=self._template.stops, specials=list(self._control.texts)
+            ).abilities
         except ConfigError:
             return self._template.abilities
 
@@ -374,34 +435,58 @@ class TemplateRenderer:
 
     @cached_property
     def _own(self) -> frozenset[str]:
-        """The control tokens that an answer may have: those of its reasoning and calls, and none that frames turns.
+        """The control tokens that an answer may have: those of its reasoning and calls, and none
+        that frames turns.
 
-        They are what a family writes within an answer, and its tokens that are not marked as special, without those
-        that it writes around messages.
+        They are what a family writes within an answer, and its tokens that are not marked as
+        special, without those that it writes around messages.
         """
-        find, added = self._control.found_in, getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        find, added = (
+            self._control.found_in,
+            getattr(self._tokenizer, "added_tokens_decoder", {}).values(),
+        )
         plain = {str(token) for token in added if not getattr(token, "special", True)}
         called = find(self._template.call(PROBE_CALL)[1] + PROBE_CALL.render())
         within = (plain | called) - find(self._template.frames())
-        return frozenset((within | find("".join(self._marks or ()))).difference(self._template.stops))
+        return frozenset(
+            (within | find("".join(self._marks or ()))).difference(self._template.stops)
+        )
 
-    def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
-        """An answer, taken apart; its last token may be the stop token. Never raises, whatever the tokens are."""
+    def read(
+        self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]
+    ) -> Reading:
+        """An answer, taken apart; its last token may be the stop token. Never raises, whatever the
+        tokens are.
+        """
         try:
             return self._read(prompt_ids, answer_ids, tools)
-        except Exception as error:  # the parsers of others have not seen everything that a model can write
+        except (
+            Exception
+        ) as error:  # the parsers of others have not seen everything that a model can write
             logger.debug("an answer could not be taken apart", exc_info=True)
-            thought = without_reasoning(self.answer_text(answer_ids), self._marks, self.decode(prompt_ids[-_TAIL:]))
+            thought = without_reasoning(
+                self.answer_text(answer_ids), self._marks, self.decode(prompt_ids[-_TAIL:])
+            )
             return refused_by_parser(thought, error) if tools else thought
 
-    def answer_message(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """An answer as a message. Its content is what environments get: without reasoning, unless that is shown."""
+    def answer_message(
+        self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]
+    ) -> Message:
+        """An answer as a message. Its content is what environments get: without reasoning, unless
+        that is shown.
+        """
         reading = self.read(prompt_ids, answer_ids, tools)
         thought = len(self.encode(reading.reasoning)) if reading.reasoning else 0
         shows = self.config.show_reasoning
         action = self.answer_text(answer_ids) if shows else reading.action
         calls = () if shows or reading.malformed else reading.calls
-        return Message("assistant", action, reasoning=reading.reasoning, tool_calls=calls, reasoning_tokens=thought)
+        return Message(
+            "assistant",
+            action,
+            reasoning=reading.reasoning,
+            tool_calls=calls,
+            reasoning_tokens=thought,
+        )
 
     def _syntax_of_family(self, family: Family, own: Syntax | None) -> Syntax | None:
         """The syntax in tags that the family reads, if it is one."""
@@ -412,11 +497,15 @@ class TemplateRenderer:
 
         return syntax_read_by(read, own, self._template.calls)
 
-    def _read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
+    def _read(
+        self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]
+    ) -> Reading:
         text, before = self.answer_text(answer_ids), self.decode(prompt_ids[-_TAIL:])
         reader = self._family or self._reader
         if reader is not None:
-            return self._read_by_family(reader, reader.read(prompt_ids, answer_ids, tools), text, before, tools)
+            return self._read_by_family(
+                reader, reader.read(prompt_ids, answer_ids, tools), text, before, tools
+            )
         thought = without_reasoning(text, self._marks, before)
         if not tools or thought.cut or self._read_calls is None:
             return thought
@@ -424,9 +513,15 @@ class TemplateRenderer:
         return replace(found, reasoning=thought.reasoning or found.reasoning)
 
     def _read_by_family(
-        self, family: Family, found: Reading, text: str, before: str, tools: Sequence[Mapping[str, Any]]
+        self,
+        family: Family,
+        found: Reading,
+        text: str,
+        before: str,
+        tools: Sequence[Mapping[str, Any]],
     ) -> Reading:
-        """What a family has found in an answer, with calls read to the letter and all that was written accounted for.
+        """What a family has found in an answer, with calls read to the letter and all that was
+        written accounted for.
 
         The family's parser is followed in what is reasoning.
         """
@@ -451,7 +546,9 @@ class TemplateRenderer:
         return replace(read, content=content, reasoning=found.reasoning)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The template's text of `messages`, up to where the assistant begins to write. To tokenise it, see `whole`."""
+        """The template's text of `messages`, up to where the assistant begins to write. To tokenise
+        it, see `whole`.
+        """
         return bare(self.guarded_text(messages, tools))
 
     def guarded_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -459,7 +556,9 @@ class TemplateRenderer:
         return self._template.text(self._guarded(messages), self._guarded_tools(tools))
 
     def encode(self, text: str) -> IntArray:
-        """The tokens of rendered text. What has no guard in it becomes control tokens, as in what a model writes."""
+        """The tokens of rendered text. What has no guard in it becomes control tokens, as in what a
+        model writes.
+        """
         return self._encode(text)
 
     def decode(self, token_ids: IntArray) -> str:
@@ -471,7 +570,9 @@ class TemplateRenderer:
         return ints([*self.encode(text).tolist(), *self._end_of_turn])
 
     def quoted_answer_ids(self, text: str) -> IntArray:
-        """The same for an answer that others wrote down: control tokens that frame turns are text in it."""
+        """The same for an answer that others wrote down: control tokens that frame turns are text
+        in it.
+        """
         return self.answer_ids(self._control.guarded(text, self._own))
 
     @cached_property
@@ -483,9 +584,15 @@ class TemplateRenderer:
             found.setdefault(self._text_of(token_id), []).append(token_id)
         return found
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool
+    ) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=begin_answer, **self._variables
+            messages,
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=begin_answer,
+            **self._variables,
         )
         return text
 
@@ -499,7 +606,9 @@ class TemplateRenderer:
 
 
 class TemplateConversation:
-    """One agent's messages in an episode, kept in step with the tokens that the model read and wrote."""
+    """One agent's messages in an episode, kept in step with the tokens that the model read and
+    wrote.
+    """
 
     def __init__(self, renderer: TemplateRenderer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._renderer = renderer
@@ -510,7 +619,9 @@ class TemplateConversation:
         self._answered = False  # what is shown ends with the answer that the seen tokens end with
         self._seen_text = ""  # the text of the last prompt and its answer, with `history: template`
         self._seen_ids = GrowingInts()  # the tokens of the last prompt and its answer
-        self._prompt_ids = self._answer_ids = ints(())  # the new part of the last prompt, and the last answer
+        self._prompt_ids = self._answer_ids = ints(
+            ()
+        )  # the new part of the last prompt, and the last answer
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -523,7 +634,9 @@ class TemplateConversation:
         return self._shown
 
     def show(self, messages: Sequence[Message]) -> None:
-        """Show these messages from now on instead of those shown so far; the property `messages` keeps all."""
+        """Show these messages from now on instead of those shown so far; the property `messages`
+        keeps all.
+        """
         self._shown = list(messages)
         self._answered = False
 
@@ -545,13 +658,18 @@ class TemplateConversation:
         return Prompt(self._seen_ids.values, new_ids, forked)
 
     def _next(self, messages: Sequence[Message]) -> tuple[str, IntArray, bool]:
-        """The text of the prompt, its new tokens, and whether it forks; on a fork all of its tokens are new.
+        """The text of the prompt, its new tokens, and whether it forks; on a fork all of its tokens
+        are new.
 
         Without `history: template` there is no text.
         """
         if self._extends:
             if self._answered and messages:
-                return "", self._renderer.added(self._prompt_ids, self._answer_ids, messages, self._tools), False
+                return (
+                    "",
+                    self._renderer.added(self._prompt_ids, self._answer_ids, messages, self._tools),
+                    False,
+                )
             whole = self._renderer.whole([*self._shown, *messages], self._tools)
             return "", whole, len(self._seen_ids) > 0
         text = self._renderer.guarded_text([*self._shown, *messages], self._tools)
@@ -560,13 +678,17 @@ class TemplateConversation:
         return text, self._without_stop(self._renderer.encode(text[len(self._seen_text) :])), False
 
     def _without_stop(self, new_ids: IntArray) -> IntArray:
-        """New tokens without the end of turn that the template writes, if the model has sampled it already."""
+        """New tokens without the end of turn that the template writes, if the model has sampled it
+        already.
+        """
         last = self._seen_ids.last
         repeated = last in self._renderer.stop_token_ids and len(new_ids) and new_ids[0] == last
         return new_ids[1:] if repeated else new_ids
 
     def answer(self, completion: Completion) -> str:
-        """Append the sampled tokens, and return what the environment gets: the answer, without reasoning."""
+        """Append the sampled tokens, and return what the environment gets: the answer, without
+        reasoning.
+        """
         self._answer_ids = completion.token_ids
         message = self._renderer.answer_message(self._prompt_ids, completion.token_ids, self._tools)
         self._append([message])
@@ -576,15 +698,23 @@ class TemplateConversation:
         return message.content
 
     def _linked(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages whose results of tools name the call that they answer: the first of the last answer."""
+        """Messages whose results of tools name the call that they answer: the first of the last
+        answer.
+        """
         calls = self._shown[-1].tool_calls if self._shown else ()
         if not calls:
             return messages
         call = calls[0]
         return [
-            replace(message, tool_call_id=message.tool_call_id or call.id, name=message.name or call.name)
-            if message.role == "tool"
-            else message
+            (
+                replace(
+                    message,
+                    tool_call_id=message.tool_call_id or call.id,
+                    name=message.name or call.name,
+                )
+                if message.role == "tool"
+                else message
+            )
             for message in messages
         ]
 
@@ -624,7 +754,11 @@ def _family_of(tokenizer: Any, config: RendererConfig) -> Family | None:
     if config.renderer == "auto" and config.history == "extend" and config.tool_format == "auto":
         own = {} if config.chat_template is None else {"chat_template": _read(config.chat_template)}
         return find_family(tokenizer, variables, own)
-    return None if config.renderer in ("auto", "template") else family_named(config.renderer, tokenizer, variables)
+    return (
+        None
+        if config.renderer in ("auto", "template")
+        else family_named(config.renderer, tokenizer, variables)
+    )
 
 
 def _read(file: Path) -> str:
@@ -642,5 +776,13 @@ def _stops_of(folder: Path) -> list[int]:
     try:
         named = json.loads(file.read_text()).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): copy it again, or remove it") from error
-    return [] if named is None else [named] if isinstance(named, int) else [int(token) for token in named]
+        raise ConfigError(
+            f"{file} cannot be read ({error}): copy it again, or remove it"
+        ) from error
+    return (
+        []
+        if named is None
+        else [named]
+        if isinstance(named, int)
+        else [int(token) for token in named]
+    )

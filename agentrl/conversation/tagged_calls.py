@@ -10,11 +10,12 @@ Texts in tags have no quotes. Many families write a call as
     </function>
     </tool_call>           after
 
-each with tags of its own; others write one JSON object after the name. A `TaggedSyntax` is learned from what the
-template writes for a few calls. White space between tags does not matter; around a value, only what the template itself
-writes there is taken away, once, if it is there. So what the model wrote reaches the environment unchanged, whatever it
-looks like. A call is read whole or not at all: a tag that stands where the syntax has none, also inside a value, makes
-it unreadable, which is reported.
+each with tags of its own; others write one JSON object after the name. A `TaggedSyntax` is learned
+from what the template writes for a few calls. White space between tags does not matter; around a
+value, only what the template itself writes there is taken away, once, if it is there. So what the
+model wrote reaches the environment unchanged, whatever it looks like. A call is read whole or not
+at all: a tag that stands where the syntax has none, also inside a value, makes it unreadable, which
+is reported.
 """
 
 import json
@@ -32,7 +33,13 @@ from agentrl.trajectory import ToolCall
 Pieces = tuple[str, ...]
 """Tags, or halves of tags, with white space between them."""
 
-_ONE, _TWO, _KEY, _OTHER_KEY, _NUMBER = "xq_tool_one", "xq_tool_two", "xq_key_one", "xq_key_two", "xq_number"
+_ONE, _TWO, _KEY, _OTHER_KEY, _NUMBER = (
+    "xq_tool_one",
+    "xq_tool_two",
+    "xq_key_one",
+    "xq_key_two",
+    "xq_number",
+)
 _VALUE, _OTHER_VALUE = "xqValueOne", "xqValueTwo"
 _HARD = '  x"q\\ \n{"a":1}  '
 """What only a syntax without quotes writes as it is."""
@@ -44,8 +51,14 @@ _PROBES = (
     (ToolCall(_ONE, {_KEY: _HARD, _OTHER_KEY: "3.10"}),),
     (ToolCall(_ONE, {_KEY: ""}), ToolCall(_TWO, {_KEY: "\n\n", _OTHER_KEY: "null", _NUMBER: 3})),
 )
-_PROBE_TYPES = {_KEY: {"type": "string"}, _OTHER_KEY: {"type": "string"}, _NUMBER: {"type": "integer"}}
-_PROBE_TOOLS: Tools = [{"name": name, "parameters": {"properties": _PROBE_TYPES}} for name in (_ONE, _TWO)]
+_PROBE_TYPES = {
+    _KEY: {"type": "string"},
+    _OTHER_KEY: {"type": "string"},
+    _NUMBER: {"type": "integer"},
+}
+_PROBE_TOOLS: Tools = [
+    {"name": name, "parameters": {"properties": _PROBE_TYPES}} for name in (_ONE, _TWO)
+]
 
 
 class _UnreadableError(Exception):
@@ -54,7 +67,9 @@ class _UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class TaggedSyntax:
-    """The tags around the parts of calls, and the white space that the template writes around a value."""
+    """The tags around the parts of calls, and the white space that the template writes around a
+    value.
+    """
 
     section: Pieces
     begin: Pieces
@@ -75,7 +90,11 @@ class TaggedSyntax:
     def read(self, text: str, tools: Tools) -> Reading:
         """The calls in an answer's text, and what cannot be read of it."""
         calls, unread, content = list[ToolCall](), list[Unread](), list[str]()
-        at, opened, empty = 0, False, -1  # `empty`: how much had been read where the last section began
+        at, opened, empty = (
+            0,
+            False,
+            -1,
+        )  # `empty`: how much had been read where the last section began
         while (mark := self._marks.search(text, at)) is not None:
             content.append(self._header.sub("", text[at : mark.start()]))
             at = mark.start()
@@ -91,7 +110,9 @@ class TaggedSyntax:
                 at = end
             elif is_quoted(text, at):
                 end = self._end_of_bad(text, at)
-                unread.append(Unread(text[at:end], "it is quoted, in backticks, and quoted calls are not run"))
+                unread.append(
+                    Unread(text[at:end], "it is quoted, in backticks, and quoted calls are not run")
+                )
                 at = end
             else:
                 opened = True
@@ -105,8 +126,12 @@ class TaggedSyntax:
         content.append(text[at:])
         if opened and empty == len(calls) + len(unread):
             unread.append(Unread(text, "it holds no call"))
-        said = "\n".join(filter(None, (part.strip() for part in content))) if calls or unread else text
-        return Reading(text if unread else said, calls=tuple(calls), malformed=tuple(unread), literal=True)
+        said = (
+            "\n".join(filter(None, (part.strip() for part in content))) if calls or unread else text
+        )
+        return Reading(
+            text if unread else said, calls=tuple(calls), malformed=tuple(unread), literal=True
+        )
 
     def start(self, text: str) -> int:
         """Where the first tag stands; -1 if none does."""
@@ -116,7 +141,9 @@ class TaggedSyntax:
     def _call(self, text: str, start: int, number: int, tools: Tools) -> tuple[ToolCall, int]:
         """The call that begins at `start`, and where it ends."""
         at = _matched(self.begin, text, start) or start
-        name, at = self._until(text, at, (self.first, *([] if self.as_json else [self.none])), "name")
+        name, at = self._until(
+            text, at, (self.first, *([] if self.as_json else [self.none])), "name"
+        )
         if self.as_json:
             return self._with_json(text, _matched(self.first, text, at) or at, name, number)
         declares, arguments = declared(tools, name), dict[str, object]()
@@ -135,7 +162,9 @@ class TaggedSyntax:
                     at = _matched(self.between, text, at) or at
         call = ToolCall(name, arguments, f"call{number:05d}")
         if not call.is_plain:
-            raise _UnreadableError("it has an infinite number, half of a surrogate pair, or too deep nesting")
+            raise _UnreadableError(
+                "it has an infinite number, half of a surrogate pair, or too deep nesting"
+            )
         return call, end
 
     def _with_json(self, text: str, at: int, name: str, number: int) -> tuple[ToolCall, int]:
@@ -147,7 +176,9 @@ class TaggedSyntax:
         end = _matched(self.end, text, at)
         call = call_of(name, arguments, number)
         if call is None:
-            raise _UnreadableError("its arguments are no JSON object, or one with infinite numbers or too deep nesting")
+            raise _UnreadableError(
+                "its arguments are no JSON object, or one with infinite numbers or too deep nesting"
+            )
         if end is None:
             raise _UnreadableError(f"{' '.join(self.end)!r} must follow its arguments")
         return call, end
@@ -171,13 +202,19 @@ class TaggedSyntax:
         if mark is None:
             raise _UnreadableError(f"the value of {key!r} does not end")
         if all(_matched(one, text, mark.start()) is None for one in (self.between, self.end)):
-            raise _UnreadableError(f"{mark[0]!r} stands in the value of {key!r}, or the tag that ends that is missing")
+            raise _UnreadableError(
+                f"{mark[0]!r} stands in the value of {key!r}, or the tag that ends that is missing"
+            )
         written = text[at : mark.start()]
-        written = written[len(self.lead) :] if self.lead and written.startswith(self.lead) else written
+        written = (
+            written[len(self.lead) :] if self.lead and written.startswith(self.lead) else written
+        )
         return written.removesuffix(self.trail), mark.start()
 
     def _end_of_stray(self, text: str, mark: re.Match[str]) -> int:
-        """Where reading goes on after a tag that begins no call: what follows an opening one may be a part of it."""
+        """Where reading goes on after a tag that begins no call: what follows an opening one may be
+        a part of it.
+        """
         if mark[0].startswith("</"):
             return mark.end()
         return self._end_of_bad(text, mark.start()) if mark[0] == self.begin[0] else len(text)
@@ -199,13 +236,24 @@ class TaggedSyntax:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        parts = (self.section, self.begin, self.first, self.middle, self.between, self.end, self.none, self.after)
+        parts = (
+            self.section,
+            self.begin,
+            self.first,
+            self.middle,
+            self.between,
+            self.end,
+            self.none,
+            self.after,
+        )
         marks = {piece for part in parts for piece in part if piece.startswith("<")}
         return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
 def learned(write: Write) -> TaggedSyntax | None:
-    """The syntax in which calls are written; None if it is another than those in tags without quotes."""
+    """The syntax in which calls are written; None if it is another than those in tags without
+    quotes.
+    """
     for learn in (_learned, _learned_with_json):
         with suppress(Exception):  # templates raise what they like, and texts may lack the marks
             syntax = learn(write)
@@ -228,7 +276,11 @@ def _learned(write: Write) -> TaggedSyntax:
     end = end[end.index(_OTHER_VALUE) + len(_OTHER_VALUE) :]
     joint = many[many.index(_VALUE) + len(_VALUE) : many.rindex(_TWO)]
     none = write([ToolCall(_ONE, {})])
-    whole, joints, empty = _pieces(end), _pieces(joint), _pieces(none[none.rindex(_ONE) + len(_ONE) :])
+    whole, joints, empty = (
+        _pieces(end),
+        _pieces(joint),
+        _pieces(none[none.rindex(_ONE) + len(_ONE) :]),
+    )
     shared = _shared(whole, joints)
     begin = joints[shared:]
     start = max((at + 1 for at, piece in enumerate(begin) if _SPECIAL.fullmatch(piece)), default=0)
@@ -299,7 +351,10 @@ def _pieces(text: str) -> Pieces:
 
 def _shared(one: Pieces, other: Pieces) -> int:
     """How many pieces both begin with."""
-    return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        len(one),
+    )
 
 
 def _matched(pieces: Pieces, text: str, at: int) -> int | None:
@@ -323,8 +378,12 @@ def _functions(tag: str, blank: str) -> Write:
     def write(calls: Sequence[ToolCall]) -> str:
         written = []
         for call in calls:
-            given = [f"<parameter={k}>{blank}{v}{blank}</parameter>\n" for k, v in call.arguments.items()]
-            written.append(f"<{tag}>\n<function={call.name}>\n{''.join(given)}</function>\n</{tag}>")
+            given = [
+                f"<parameter={k}>{blank}{v}{blank}</parameter>\n" for k, v in call.arguments.items()
+            ]
+            written.append(
+                f"<{tag}>\n<function={call.name}>\n{''.join(given)}</function>\n</{tag}>"
+            )
         return "\n".join(written)
 
     return write
@@ -335,7 +394,8 @@ def _keys_and_values(blank: str) -> Write:
         written = []
         for call in calls:
             given = [
-                f"<arg_key>{k}</arg_key>{blank}<arg_value>{v}</arg_value>{blank}" for k, v in call.arguments.items()
+                f"<arg_key>{k}</arg_key>{blank}<arg_value>{v}</arg_value>{blank}"
+                for k, v in call.arguments.items()
             ]
             written.append(f"<tool_call>{call.name}{blank}{''.join(given)}</tool_call>")
         return "\n".join(written)
@@ -347,15 +407,22 @@ def _invoked(tag: str, space: str) -> Write:
     def write(calls: Sequence[ToolCall]) -> str:
         written = []
         for call in calls:
-            given = [f'<{space}parameter name="{k}">{v}</{space}parameter>\n' for k, v in call.arguments.items()]
-            written.append(f'<{space}invoke name="{call.name}">\n{"".join(given)}</{space}invoke>\n')
+            given = [
+                f'<{space}parameter name="{k}">{v}</{space}parameter>\n'
+                for k, v in call.arguments.items()
+            ]
+            written.append(
+                f'<{space}invoke name="{call.name}">\n{"".join(given)}</{space}invoke>\n'
+            )
         return f"<{tag}>\n{''.join(written)}</{tag}>"
 
     return write
 
 
 def standard() -> Iterator[tuple[TaggedSyntax, Write]]:
-    """Syntaxes of several families, for formats that are named though the model's template writes another."""
+    """Syntaxes of several families, for formats that are named though the model's template writes
+    another.
+    """
     for write in (
         _functions("tool_call", "\n"),
         _functions("seed:tool_call", ""),

@@ -1,6 +1,8 @@
-"""What the chat template and the tokenizer of a model can do here, found by trying: `agentrl check-model`.
+"""What the chat template and the tokenizer of a model can do here, found by trying: `agentrl
+check-model`.
 
-Each `Finding` is one line. A finding that is not `right` says what goes wrong in a run, and what to write.
+Each `Finding` is one line. A finding that is not `right` says what goes wrong in a run, and what to
+write.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +37,12 @@ _TOOL: Mapping[str, Any] = {
 }
 _HARD = ToolCall(
     "find_it",
-    {"text": ' "a" <b>\n\\n {c} 3.10 é 你好 ', "count": -3, "lines": ["1", "x\ny", ""], "at": {"k": [1, {"d": True}]}},
+    {
+        "text": ' "a" <b>\n\\n {c} 3.10 é 你好 ',
+        "count": -3,
+        "lines": ["1", "x\ny", ""],
+        "at": {"k": [1, {"d": True}]},
+    },
 )
 """Arguments of which parsers lose something."""
 _TURNS = 4
@@ -49,7 +56,9 @@ _PLACES = {
     "results": "results of tools",
     "repeated_users": "two messages of the user in a row",
 }
-"""What a template may have no place for, and is folded into other messages then (`agentrl.conversation.placing`)."""
+"""What a template may have no place for, and is folded into other messages then
+(`agentrl.conversation.placing`).
+"""
 _LISTED = 12
 
 
@@ -64,12 +73,19 @@ class Finding:
 
 def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
     """All that is found with a renderer of the model alone."""
-    yield Finding("family", renderer.family or "none is recognised: prompts are what the chat template writes")
-    stops = ", ".join(f"{renderer.decode(ints([one]))!r} ({one})" for one in renderer.stop_token_ids)
+    yield Finding(
+        "family", renderer.family or "none is recognised: prompts are what the chat template writes"
+    )
+    stops = ", ".join(
+        f"{renderer.decode(ints([one]))!r} ({one})" for one in renderer.stop_token_ids
+    )
     yield Finding("answers end with", stops)
     can = renderer.template.abilities
     folded = [words for name, words in _PLACES.items() if not getattr(can, name)]
-    yield Finding("has no place for", f"{', '.join(folded)}: these become text of others" if folded else "nothing")
+    yield Finding(
+        "has no place for",
+        f"{', '.join(folded)}: these become text of others" if folded else "nothing",
+    )
     yield _reasoning(renderer)
     yield from _calls(renderer)
     yield _control(renderer)
@@ -90,7 +106,11 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
     if (answer.content.strip(), answer.reasoning.strip()) == ("So it is.", _THOUGHT):
         return Finding("reasoning", words)
     tail = renderer.decode(prompt.ids[-12:])
-    return Finding("reasoning", f"{words}, and it is not told from the answer after a prompt that ends {tail!r}", False)
+    return Finding(
+        "reasoning",
+        f"{words}, and it is not told from the answer after a prompt that ends {tail!r}",
+        False,
+    )
 
 
 def _begins_reasoning(renderer: TemplateRenderer, marks: Marks) -> bool:
@@ -99,7 +119,9 @@ def _begins_reasoning(renderer: TemplateRenderer, marks: Marks) -> bool:
 
 
 def _thinking(renderer: TemplateRenderer, said: str) -> str:
-    """An answer after a thought, as the model would write it; the answer alone, if its marks are not known."""
+    """An answer after a thought, as the model would write it; the answer alone, if its marks are
+    not known.
+    """
     marks = renderer.reasoning_marks
     if marks is None:
         return said
@@ -116,7 +138,9 @@ def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:
         if read == [(call.name, dict(call.arguments))]:
             yield Finding("round trip", f"{words}: to the letter")
         else:
-            why = f"{words}: written as {_written(renderer, call)!r:.300} and read as {read!r:.300}. "
+            why = (
+                f"{words}: written as {_written(renderer, call)!r:.300} and read as {read!r:.300}. "
+            )
             yield Finding("round trip", f"{why}Write model.tool_format=canonical", False)
 
 
@@ -130,7 +154,11 @@ def _written(renderer: TemplateRenderer, call: ToolCall) -> str:
 
 def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, dict[str, Any]]]:
     """The calls that an environment gets of an answer that makes this one."""
-    conversation, text, marks = renderer.conversation([_TOOL]), _written(renderer, call), renderer.reasoning_marks
+    conversation, text, marks = (
+        renderer.conversation([_TOOL]),
+        _written(renderer, call),
+        renderer.reasoning_marks,
+    )
     prompt = renderer.decode(conversation.prompt([Message("user", "Go.")]).ids).rstrip()
     if marks is not None and prompt.endswith(marks.begin.strip()) and marks.end not in text:
         text = f"{marks.end}{text}"
@@ -139,13 +167,19 @@ def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, di
 
 
 def _control(renderer: TemplateRenderer) -> Finding:
-    """Whether text of others with each control token in it has no control token that other text has not."""
+    """Whether text of others with each control token in it has no control token that other text has
+    not.
+    """
     texts = sorted(renderer.control_tokens)
-    few = ", ".join(texts[:_LISTED]) + (f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else "")
+    few = ", ".join(texts[:_LISTED]) + (
+        f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+    )
     words = f"{len(texts)} that text of others never becomes: {few}" if texts else "none"
     forged = [text for text in texts if _forged(renderer, text) != _forged(renderer, "w")]
     if forged:
-        return Finding("control tokens", f"text of others becomes {', '.join(forged[:_LISTED])}", False)
+        return Finding(
+            "control tokens", f"text of others becomes {', '.join(forged[:_LISTED])}", False
+        )
     return Finding("control tokens", words)
 
 
@@ -156,7 +190,9 @@ def _forged(renderer: TemplateRenderer, text: str) -> list[int]:
 
 
 def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
-    """Whether turns extend each other, and whether the template writes the same of the whole conversation."""
+    """Whether turns extend each other, and whether the template writes the same of the whole
+    conversation.
+    """
     try:
         news = [Message("system", "You play."), Message("user", "Begin now.")]
         conversation, seen = renderer.conversation(), list[int]()
@@ -165,7 +201,9 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
             if prompt.ids[: len(seen)].tolist() != seen:
                 yield Finding("turns", f"turn {turn + 1} does not extend the one before", False)
                 return
-            conversation.answer(_sampled(renderer, renderer.encode(_thinking(renderer, f"left {turn}"))))
+            conversation.answer(
+                _sampled(renderer, renderer.encode(_thinking(renderer, f"left {turn}")))
+            )
             news = [Message("user", f"Now {turn}: é, 你好")]
             seen = prompt.ids.tolist()
         last = conversation.prompt(news).ids
@@ -173,7 +211,14 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
         yield Finding("turns", str(error), False)
         return
     same = np.array_equal(last, renderer.whole(conversation.messages, ()))
-    kept = "" if same else ", where the template would write earlier turns differently (model.history=template forks)"
+    kept = (
+        ""
+        if same
+        else (
+            ", where the template would write earlier turns differently (model.history=template"
+            " forks)"
+        )
+    )
     yield Finding("turns", f"each extends the one before, token for token{kept}")
 
 

@@ -1,9 +1,10 @@
 """The syntaxes in which models call tools: which one a model's template writes, and what reads it.
 
-Calls in tags are read here (`tagged_calls`, `nested_calls`), to the letter. Other parsers are those of the library
-`renderers`, of a tokenizer's response schema (transformers) and of vLLM. A parser is chosen by what it does: the
-template writes a call, and the parser must read that very call. Then all that a model writes is held against what the
-template would write for what was read (`accounted`).
+Calls in tags are read here (`tagged_calls`, `nested_calls`), to the letter. Other parsers are those
+of the library `renderers`, of a tokenizer's response schema (transformers) and of vLLM. A parser is
+chosen by what it does: the template writes a call, and the parser must read that very call. Then
+all that a model writes is held against what the template would write for what was read
+(`accounted`).
 """
 
 import json
@@ -18,7 +19,15 @@ from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.declared import Tools
 from agentrl.conversation.family import calls_in
 from agentrl.conversation.nested_calls import NestedSyntax, nested
-from agentrl.conversation.reading import ReadCalls, Reading, Unread, Write, as_declared, call_of, refused_by_parser
+from agentrl.conversation.reading import (
+    ReadCalls,
+    Reading,
+    Unread,
+    Write,
+    as_declared,
+    call_of,
+    refused_by_parser,
+)
 from agentrl.conversation.tagged_calls import TaggedSyntax, learned, standard
 from agentrl.conversation.tools import is_quoted, parse_tool_calls
 from agentrl.conversation.vllm_parsers import find_vllm_reader, parser_names, vllm_reader
@@ -49,8 +58,12 @@ def syntax_of(write: Write) -> Syntax | None:
     return learned(write) or nested(write)
 
 
-def syntax_read_by(read: Callable[[str], Sequence[ToolCall]], own: Syntax | None, write: Write) -> Syntax | None:
-    """The syntax in tags that a parser of others reads: the template's `own`, or a standard one; None if none is."""
+def syntax_read_by(
+    read: Callable[[str], Sequence[ToolCall]], own: Syntax | None, write: Write
+) -> Syntax | None:
+    """The syntax in tags that a parser of others reads: the template's `own`, or a standard one;
+    None if none is.
+    """
     for syntax, writes in (*([] if own is None else [(own, write)]), *standard()):
         with suppress(Exception):  # its tokens are missing, or the text is of another form
             if _same(read(writes([PROBE_CALL])), PROBE_CALL):
@@ -58,8 +71,11 @@ def syntax_read_by(read: Callable[[str], Sequence[ToolCall]], own: Syntax | None
     return None
 
 
-def call_reader(tokenizer: Any, template: ChatTemplate, wanted: str, own: Syntax | None) -> ReadCalls | None:
-    """What reads the calls that a template writes, or the format that is `wanted`; None if nothing quick does.
+def call_reader(
+    tokenizer: Any, template: ChatTemplate, wanted: str, own: Syntax | None
+) -> ReadCalls | None:
+    """What reads the calls that a template writes, or the format that is `wanted`; None if nothing
+    quick does.
 
     `own`: the template's syntax, if it is one in tags.
 
@@ -67,7 +83,9 @@ def call_reader(tokenizer: Any, template: ChatTemplate, wanted: str, own: Syntax
         ConfigError: there is no such format.
     """
     written = template.call(PROBE_CALL)[1]
-    if wanted == "canonical" or (wanted == "auto" and (not written or reads_canonically(written, PROBE_CALL))):
+    if wanted == "canonical" or (
+        wanted == "auto" and (not written or reads_canonically(written, PROBE_CALL))
+    ):
         return canonical
     if wanted != "auto":
         read = named_reader(tokenizer, wanted)
@@ -82,7 +100,9 @@ def call_reader(tokenizer: Any, template: ChatTemplate, wanted: str, own: Syntax
 
 
 def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:
-    """The parser of vLLM that reads the calls that a template writes; None if none does. Takes seconds."""
+    """The parser of vLLM that reads the calls that a template writes; None if none does. Takes
+    seconds.
+    """
     written = template.call(PROBE_CALL)[1]
     for stop in template.stops:
         written = written.removesuffix(stop)
@@ -95,14 +115,20 @@ def _checked(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
 
 
 def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
-    """What a parser of others has read of a text, if the template would write it so; else that it cannot be read.
+    """What a parser of others has read of a text, if the template would write it so; else that it
+    cannot be read.
 
-    Such parsers leave out what they do not expect, and read half of a call. So words, numbers and brackets of the text
-    must be those of the answer and of its calls as the template writes them, each as often. White space, their order
-    and the ids of calls do not matter. If the template writes no calls, nothing can be compared.
+    Such parsers leave out what they do not expect, and read half of a call. So words, numbers and
+    brackets of the text must be those of the answer and of its calls as the template writes them,
+    each as often. White space, their order and the ids of calls do not matter. If the template
+    writes no calls, nothing can be compared.
     """
     probe = template.calls([PROBE_CALL])
-    begun = probe[: probe.find(PROBE_CALL.name)].split("\n")[-1].strip() if PROBE_CALL.name in probe else ""
+    begun = (
+        probe[: probe.find(PROBE_CALL.name)].split("\n")[-1].strip()
+        if PROBE_CALL.name in probe
+        else ""
+    )
     at = text.find(begun) if begun else -1
     why = ""
     if found.malformed:
@@ -118,7 +144,9 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
             odd = next(iter(there - read or read - there))
             why = f"{odd!r} is missing, or stands where no call has it"
     if why:
-        return Reading(text, found.reasoning, malformed=(Unread(text[max(at, 0) :], why),), literal=True)
+        return Reading(
+            text, found.reasoning, malformed=(Unread(text[max(at, 0) :], why),), literal=True
+        )
     return replace(found, literal=True)
 
 
@@ -131,7 +159,10 @@ def _tokens(text: str) -> Counter[str]:
     """Words, numbers and brackets, in whatever way JSON or Python writes them."""
     plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text.replace("'", '"'))
     words = (word.casefold() for word in _TOKEN.findall(plain))
-    return Counter(repr(float(word)) if word[0].isdecimal() else {"none": "null"}.get(word, word) for word in words)
+    return Counter(
+        repr(float(word)) if word[0].isdecimal() else {"none": "null"}.get(word, word)
+        for word in words
+    )
 
 
 def _same(found: Sequence[ToolCall], call: ToolCall) -> bool:
@@ -144,7 +175,9 @@ def canonical(text: str, tools: Tools) -> Reading:
 
 
 def read_tags(text: str) -> Reading:
-    """Calls in the canonical form of a model whose own form that is: in tags, or with nothing around them."""
+    """Calls in the canonical form of a model whose own form that is: in tags, or with nothing
+    around them.
+    """
     found = parse_tool_calls(text)
     if found.errors:
         return Reading(text)  # the environment reads them there, and says what is wrong
@@ -188,7 +221,9 @@ def named_reader(tokenizer: Any, name: str) -> ReadCalls:
 
 
 def library_reader(tokenizer: Any, written: str, call: ToolCall) -> ReadCalls | None:
-    """The parser of the library that reads this call where a template has written it; None if none does."""
+    """The parser of the library that reads this call where a template has written it; None if none
+    does.
+    """
     from renderers.parsers import TOOL_PARSERS
 
     for name in TOOL_PARSERS:
@@ -211,13 +246,19 @@ def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
         malformed: list[Unread] = []
         for number, one in enumerate(_sequence(found.get("tool_calls"))):
             function = one.get("function", one)
-            call = call_of(str(function.get("name", "")), function.get("arguments"), number, one.get("id"))
+            call = call_of(
+                str(function.get("name", "")), function.get("arguments"), number, one.get("id")
+            )
             if call is None:
-                malformed.append(Unread(json.dumps(one, default=str), "its arguments are no JSON object"))
+                malformed.append(
+                    Unread(json.dumps(one, default=str), "its arguments are no JSON object")
+                )
             else:
                 calls.append(call)
         reasoning = found.get("reasoning_content") or found.get("thinking") or ""
-        return Reading(str(found.get("content") or ""), str(reasoning), tuple(calls), tuple(malformed))
+        return Reading(
+            str(found.get("content") or ""), str(reasoning), tuple(calls), tuple(malformed)
+        )
 
     return read
 

@@ -1,8 +1,10 @@
-"""Tools: makes a class's typed public methods callable for a model, and parses the calls in the model's messages.
+"""Tools: makes a class's typed public methods callable for a model, and parses the calls in the
+model's messages.
 
-The schema is OpenAI's ({"type": "function", "function": {"name", "description", "parameters"}}), the calls are those
-of the Hermes and Qwen chat templates (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`), or plain JSON.
-Model output is never trusted: parsing it raises nothing, and a bad call becomes a text that says what is wrong.
+The schema is OpenAI's ({"type": "function", "function": {"name", "description", "parameters"}}),
+the calls are those of the Hermes and Qwen chat templates (`<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>`), or plain JSON. Model output is never trusted: parsing it raises nothing, and a
+bad call becomes a text that says what is wrong.
 """
 
 import contextlib
@@ -26,12 +28,16 @@ from agentrl.trajectory import ToolCall, unquoted
 
 
 class ToolError(AgentRLError):
-    """A tool's message to the model that it cannot do as asked. It becomes an observation, never a failed episode."""
+    """A tool's message to the model that it cannot do as asked. It becomes an observation, never a
+    failed episode.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A model's message: the text around its calls, the calls in order, and what is wrong with the malformed ones."""
+    """A model's message: the text around its calls, the calls in order, and what is wrong with the
+    malformed ones.
+    """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -42,8 +48,8 @@ class ParsedReply:
 class ToolSpec:
     """One tool: its name, what it does, and the pydantic model its arguments must fit.
 
-    `parameters` maps each Python parameter to its field in `arguments` (fields are numbered, so that a parameter may
-    have any name, even `schema` or `copy`).
+    `parameters` maps each Python parameter to its field in `arguments` (fields are numbered, so
+    that a parameter may have any name, even `schema` or `copy`).
     """
 
     name: str
@@ -58,7 +64,11 @@ class ToolSpec:
         del parameters["title"]
         return {
             "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": parameters},
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": parameters,
+            },
         }
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,8 +84,14 @@ class ToolSpec:
         except ValidationError as error:
             raise ToolError(f"{self.name}: {_what_is_wrong(error)}. {self._takes()}") from error
         except (RecursionError, TypeError, ValueError) as error:
-            raise ToolError(f"{self.name}: the arguments are not plain JSON ({error}). {self._takes()}") from error
-        return {name: getattr(fitted, at) for name, at in self.parameters.items() if at in fitted.model_fields_set}
+            raise ToolError(
+                f"{self.name}: the arguments are not plain JSON ({error}). {self._takes()}"
+            ) from error
+        return {
+            name: getattr(fitted, at)
+            for name, at in self.parameters.items()
+            if at in fitted.model_fields_set
+        }
 
     def from_words(self, words: str) -> dict[str, Any]:
         """The arguments of a short call: its words are the value of the first parameter.
@@ -89,21 +105,29 @@ class ToolSpec:
             raise ToolError(f"{self.name}: nothing may follow the name. {self._takes()}")
         name, at = next(iter(self.parameters.items()))
         if self.arguments.model_fields[at].annotation is not str:
-            with contextlib.suppress(ValueError, RecursionError):  # if it is no JSON, `validate` says what is wrong
+            with contextlib.suppress(
+                ValueError, RecursionError
+            ):  # if it is no JSON, `validate` says what is wrong
                 return {name: json.loads(words)}
         return {name: words}
 
     def _takes(self) -> str:
         fields = self.arguments.model_fields
         named = [
-            name if fields[at].is_required() else f"{name} (optional, default {fields[at].default!r:.40})"
+            (
+                name
+                if fields[at].is_required()
+                else f"{name} (optional, default {fields[at].default!r:.40})"
+            )
             for name, at in self.parameters.items()
         ]
         return f"{self.name} takes {', '.join(named) or 'no arguments'}"
 
 
 class _TerseJsonSchema(GenerateJsonSchema):
-    """Omits the titles that pydantic derives from names: they cost prompt tokens and add no information."""
+    """Omits the titles that pydantic derives from names: they cost prompt tokens and add no
+    information.
+    """
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -112,11 +136,12 @@ class _TerseJsonSchema(GenerateJsonSchema):
 def tools_of(obj: object, *, base: type = object) -> tuple[ToolSpec, ...]:
     """The tools of a class or an instance: its public methods, in the order of their definition.
 
-    Methods of `base` and names that start with an underscore are not tools. Google-style `Args:` lines of the
-    docstring become the descriptions of the parameters.
+    Methods of `base` and names that start with an underscore are not tools. Google-style `Args:`
+    lines of the docstring become the descriptions of the parameters.
 
     Raises:
-        ConfigError: a public method has a parameter without a type, or one that JSON cannot express.
+        ConfigError: a public method has a parameter without a type, or one that JSON cannot
+        express.
     """
     cls = obj if isinstance(obj, type) else type(obj)
     names = dict.fromkeys(name for owner in reversed(cls.__mro__) for name in vars(owner))
@@ -151,10 +176,11 @@ def no_such_tool(name: str, known: Collection[str]) -> ToolError:
 def parse_tool_calls(text: str) -> ParsedReply:
     """Parse a model's message.
 
-    Calls are in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or "parameters") count
-    as calls, bare, fenced, or in a list. `arguments` may be JSON inside a string. Never raises, whatever the text is;
-    after eight malformed calls the rest is not parsed. A tag in a fenced block of code or after a backtick is a
-    quotation: it is not run, and an error says so. Nor is a call with other keys, which would be read half.
+    Calls are in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or
+    "parameters") count as calls, bare, fenced, or in a list. `arguments` may be JSON inside a
+    string. Never raises, whatever the text is; after eight malformed calls the rest is not parsed.
+    A tag in a fenced block of code or after a backtick is a quotation: it is not run, and an error
+    says so. Nor is a call with other keys, which would be read half.
     """
     prose: list[str] = []
     calls: list[ToolCall] = []
@@ -173,12 +199,17 @@ def parse_tool_calls(text: str) -> ParsedReply:
 
 
 def holds_calls(text: str) -> bool:
-    """Whether `parse_tool_calls` may find calls in a text, or errors of such, or a tag that is marked as quoted."""
-    return _OPEN.removesuffix(">") in text or not all(isinstance(piece, str) for piece in _bare(text))
+    """Whether `parse_tool_calls` may find calls in a text, or errors of such, or a tag that is
+    marked as quoted.
+    """
+    return _OPEN.removesuffix(">") in text or not all(
+        isinstance(piece, str) for piece in _bare(text)
+    )
 
 
 def read_short_call(specs: Sequence[ToolSpec], text: str) -> ToolCall:
-    """Read a message that is one call in words: the tool's name, a space, and the value of its first parameter.
+    """Read a message that is one call in words: the tool's name, a space, and the value of its
+    first parameter.
 
     Raises:
         ToolError: there is no such tool, or it takes no arguments.
@@ -194,12 +225,17 @@ def short_call(call: ToolCall) -> str:
 
 def how_to_call_shortly(specs: Sequence[ToolSpec]) -> str:
     """Tells a model which tools there are, and how to call one in words."""
-    usage = [" ".join([spec.name, *(name.upper() for name in list(spec.parameters)[:1])]) for spec in specs]
+    usage = [
+        " ".join([spec.name, *(name.upper() for name in list(spec.parameters)[:1])])
+        for spec in specs
+    ]
     return f"Call one tool in each message, as one of these: {', '.join(usage)}"
 
 
 def how_to_call(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Tells a model that wrote no call which tools (OpenAI-style schemas) there are, and how to call one."""
+    """Tells a model that wrote no call which tools (OpenAI-style schemas) there are, and how to
+    call one.
+    """
     names = ", ".join(str(tool["function"]["name"]) for tool in tools)
     example = ToolCall("...", {}).render().replace("{}", "{...}")
     return f"Call a tool ({names}) like this:\n{example}"
@@ -211,7 +247,8 @@ def is_refusal(observation: str) -> bool:
 
 
 def merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
-    """Combine the calls of a message, each with its tool's name, into one step; several get a line each, with the name.
+    """Combine the calls of a message, each with its tool's name, into one step; several get a line
+    each, with the name.
 
     Rewards are added, any call can end the episode, and for each info key the last value counts.
     """
@@ -220,7 +257,13 @@ def merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
     lines = [f"{name[:64]}: {step[0]}" if many and name else step[0] for name, step in results]
     reward = float(sum(step[1] for step in steps))
     info = {key: value for step in steps for key, value in step[4].items()}
-    return "\n".join(lines), reward, any(step[2] for step in steps), any(step[3] for step in steps), info
+    return (
+        "\n".join(lines),
+        reward,
+        any(step[2] for step in steps),
+        any(step[3] for step in steps),
+        info,
+    )
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -246,7 +289,8 @@ class _Malformed:
 
 
 _QUOTATION = _Malformed(
-    "the tool call was not run, because it is quoted in backticks. To make it, write it without them"
+    "the tool call was not run, because it is quoted in backticks. To make it, write it without"
+    " them"
 )
 
 
@@ -260,7 +304,10 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-_NOT_PLAIN = "the tool call is not usable: it has an infinite number, half of a surrogate pair, or too deep nesting"
+_NOT_PLAIN = (
+    "the tool call is not usable: it has an infinite number, half of a surrogate pair, or too deep"
+    " nesting"
+)
 
 # Not strict: models write unescaped line breaks into strings.
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
@@ -275,7 +322,9 @@ def _decode(text: str, start: int) -> _Decoded | _Malformed:
     except json.JSONDecodeError as error:
         near = text[max(begin, error.pos - 20) : error.pos + 20]
         where = f"near {near!r}" if near else "nothing is there"
-        return _Malformed(f"the tool call is not valid JSON: {error.msg}, {where}. Write {_EXAMPLE}", error.pos)
+        return _Malformed(
+            f"the tool call is not valid JSON: {error.msg}, {where}. Write {_EXAMPLE}", error.pos
+        )
     except ValueError as error:
         return _Malformed(f"the tool call is not valid JSON: {error}", begin + 1)
     except RecursionError:
@@ -292,7 +341,9 @@ def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
             yield found
             at = _next_call(text, tag + len(_OPEN))
         elif (end := _END_OF_TAG.match(text, found.end)) is None:
-            yield _Malformed(f"a {_OPEN} holds one JSON object and nothing after it. Write {_EXAMPLE}")
+            yield _Malformed(
+                f"a {_OPEN} holds one JSON object and nothing after it. Write {_EXAMPLE}"
+            )
             at = _next_call(text, found.end)
         else:
             at = end.end()
@@ -304,7 +355,9 @@ def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
 
 
 def is_quoted(text: str, at: int, begun: int = 0) -> bool:
-    """Whether what stands there is quoted: in a fenced block of code that begins after `begun`, or after a backtick."""
+    """Whether what stands there is quoted: in a fenced block of code that begins after `begun`, or
+    after a backtick.
+    """
     return text.count("```", begun, at) % 2 == 1 or text.endswith("`", begun, at)
 
 
@@ -325,7 +378,9 @@ def _bare(text: str) -> Iterator[str | ToolCall | _Malformed]:
             yield found if _START_OF_CALL.match(text, start.start()) else text[start.start() : at]
         else:
             at = found.end
-            if _is_call(found.value) or (isinstance(found.value, list) and all(map(_is_call, found.value))):
+            if _is_call(found.value) or (
+                isinstance(found.value, list) and all(map(_is_call, found.value))
+            ):
                 yield from _calls_in(found.value)
             else:
                 yield text[start.start() : at]
@@ -333,7 +388,9 @@ def _bare(text: str) -> Iterator[str | ToolCall | _Malformed]:
 
 
 def _is_call(value: Any) -> bool:
-    return isinstance(value, dict) and "name" in value and any(key in value for key in _ARGUMENT_KEYS)
+    return (
+        isinstance(value, dict) and "name" in value and any(key in value for key in _ARGUMENT_KEYS)
+    )
 
 
 def _calls_in(value: Any) -> Iterator[ToolCall | _Malformed]:
@@ -348,11 +405,15 @@ def _call(value: Any) -> ToolCall | _Malformed:
     if isinstance(value, dict) and isinstance(value.get("unreadable"), str):
         return _Malformed(f"the tool call cannot be read: {value['unreadable'][:_LONGEST]}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return _Malformed(f'a tool call is a JSON object with a "name" that is a text. Write {_EXAMPLE}')
+        return _Malformed(
+            f'a tool call is a JSON object with a "name" that is a text. Write {_EXAMPLE}'
+        )
     given = [key for key in _ARGUMENT_KEYS if value.get(key) is not None]
     others = sorted(value.keys() - _KEYS) or given[1:]
     if others:
-        return _Malformed(f"the tool call has the key {others[0][:64]!r}, which no call has. Write {_EXAMPLE}")
+        return _Malformed(
+            f"the tool call has the key {others[0][:64]!r}, which no call has. Write {_EXAMPLE}"
+        )
     arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if value.get(key) is not None), {})
     if isinstance(arguments, str):
         decoded = _decode(arguments, 0)
@@ -360,7 +421,9 @@ def _call(value: Any) -> ToolCall | _Malformed:
             return decoded
         arguments = decoded.value
     if not isinstance(arguments, dict):
-        return _Malformed(f'the "arguments" of {value["name"][:64]!r} must be a JSON object. Write {_EXAMPLE}')
+        return _Malformed(
+            f'the "arguments" of {value["name"][:64]!r} must be a JSON object. Write {_EXAMPLE}'
+        )
     call = ToolCall(value["name"], arguments)
     return call if call.is_plain else _Malformed(_NOT_PLAIN)
 
@@ -375,27 +438,41 @@ def _spec(cls: type, name: str) -> ToolSpec:
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise ConfigError(f"{where}: a type is not known where the class is defined: {error}") from error
+        raise ConfigError(
+            f"{where}: a type is not known where the class is defined: {error}"
+        ) from error
     description, described = _read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{where}: {parameter} cannot be filled from JSON; a tool's parameters have names")
+            raise ConfigError(
+                f"{where}: {parameter} cannot be filled from JSON; a tool's parameters have names"
+            )
         if parameter.name not in hints:
             raise ConfigError(
-                f"{where}: parameter {parameter.name!r} has no type. A public method is a tool: write "
-                f"`{parameter.name}: int` (or another type), or name the method `_{name}` if it is no tool"
+                f"{where}: parameter {parameter.name!r} has no type. A public method is a tool:"
+                f" write `{parameter.name}: int` (or another type), or name the method `_{name}` if"
+                " it is no tool"
             )
         default: Any = ... if parameter.default is parameter.empty else parameter.default
-        extra: dict[str, Any] = {"description": described[parameter.name]} if parameter.name in described else {}
-        fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **extra))
+        extra: dict[str, Any] = (
+            {"description": described[parameter.name]} if parameter.name in described else {}
+        )
+        fields[f"argument_{number}"] = (
+            hints[parameter.name],
+            Field(default, alias=parameter.name, **extra),
+        )
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         model = create_model(name, __config__=config, **fields)
         model.model_json_schema()
     except PydanticUserError as error:
-        raise ConfigError(f"{where}: a parameter's type cannot be expressed in JSON: {error.message}") from error
-    return ToolSpec(name, description, model, {p.name: f"argument_{n}" for n, p in enumerate(parameters)})
+        raise ConfigError(
+            f"{where}: a parameter's type cannot be expressed in JSON: {error.message}"
+        ) from error
+    return ToolSpec(
+        name, description, model, {p.name: f"argument_{n}" for n, p in enumerate(parameters)}
+    )
 
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$")

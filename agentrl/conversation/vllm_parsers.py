@@ -10,12 +10,21 @@ from importlib.util import find_spec
 from typing import Any
 
 from agentrl.conversation.declared import Tools
-from agentrl.conversation.reading import ReadCalls, Reading, Unread, as_declared, call_of, refused_by_parser
+from agentrl.conversation.reading import (
+    ReadCalls,
+    Reading,
+    Unread,
+    as_declared,
+    call_of,
+    refused_by_parser,
+)
 from agentrl.trajectory import ToolCall
 
 
 def parser_names() -> list[str]:
-    """The names of the parsers; none if vLLM is not installed, or has none where they are looked for."""
+    """The names of the parsers; none if vLLM is not installed, or has none where they are looked
+    for.
+    """
     if find_spec("vllm") is None:
         return []
     try:
@@ -48,25 +57,33 @@ def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
                 malformed.append(Unread(told, "its arguments are no JSON object"))
             else:
                 calls.append(as_declared(call, tools))
-        return Reading((found.content or "").strip(), calls=tuple(calls), malformed=tuple(malformed))
+        return Reading(
+            (found.content or "").strip(), calls=tuple(calls), malformed=tuple(malformed)
+        )
 
     return read
 
 
-def find_vllm_reader(tokenizer: Any, written: str, call: ToolCall, tools: Tools) -> ReadCalls | None:
+def find_vllm_reader(
+    tokenizer: Any, written: str, call: ToolCall, tools: Tools
+) -> ReadCalls | None:
     """The first parser that reads this call where a template has written it; None if none does."""
     for name in parser_names():
         with suppress(Exception):  # its tokens are missing, or the text is of another form
             read = vllm_reader(tokenizer, name)
             found = read(written, tools)
-            if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+            if [(one.name, dict(one.arguments)) for one in found.calls] == [
+                (call.name, call.arguments)
+            ]:
                 return read
     return None
 
 
 @contextmanager
 def _silence() -> Iterator[list[BaseException]]:
-    """The parsers log the errors that they swallow, with tracebacks. In the block these are gathered instead."""
+    """The parsers log the errors that they swallow, with tracebacks. In the block these are
+    gathered instead.
+    """
     swallowed: list[BaseException] = []
 
     def gather(record: logging.LogRecord) -> bool:

@@ -1,4 +1,6 @@
-"""Shared by the engines: the checks of a request, and the setting for the KV cache at a weight update."""
+"""Shared by the engines: the checks of a request, and the setting for the KV cache at a weight
+update.
+"""
 
 from collections.abc import Collection
 from typing import Literal
@@ -7,11 +9,12 @@ from agentrl.errors import EngineError, FormatError
 from agentrl.protocols import GenerateRequest, ScoreRequest
 
 KvOnUpdate = Literal["recompute", "keep"]
-"""What a weight update does to the KV of requests in flight: recompute it, or keep what the old weights computed.
+"""What a weight update does to the KV of requests in flight: recompute it, or keep what the old
+weights computed.
 
-Keeping it saves a prefill, but the rest of such a completion is sampled from a mixture of versions: its logprobs are
-those of the sampling distribution, and no plain forward pass reproduces them. In both modes, no other request is ever
-served KV of an older version.
+Keeping it saves a prefill, but the rest of such a completion is sampled from a mixture of versions:
+its logprobs are those of the sampling distribution, and no plain forward pass reproduces them. In
+both modes, no other request is ever served KV of an older version.
 """
 
 
@@ -24,35 +27,46 @@ def max_new_tokens(
     checked: int = 0,
     formats: bool = False,
 ) -> int:
-    """The number of tokens the request may sample: its `max_tokens`, or fewer if `max_context` is reached first.
+    """The number of tokens the request may sample: its `max_tokens`, or fewer if `max_context` is
+    reached first.
 
-    The first `checked` tokens of the prompt are already known to be in the vocabulary. `formats`: the engine can
-    constrain a completion.
+    The first `checked` tokens of the prompt are already known to be in the vocabulary. `formats`:
+    the engine can constrain a completion.
 
     Raises:
-        FormatError: the request wants a format, and the engine cannot constrain a completion, or was interrupted in it.
+        FormatError: the request wants a format, and the engine cannot constrain a completion, or
+        was interrupted in it.
         EngineError: the prompt leaves no room for a token, or the request is malformed.
     """
     length = len(request.prompt_ids)
     sampling = request.sampling
     if length + 1 > max_context:
         raise EngineError(
-            f"the prompt of {request.id} has {length} tokens and leaves no room for one more in a context of "
-            f"{max_context}; raise engine.max_context, or end the episode earlier"
+            f"the prompt of {request.id} has {length} tokens and leaves no room for one more in a"
+            f" context of {max_context}; raise engine.max_context, or end the episode earlier"
         )
     if not length or sampling.max_tokens < 1 or sampling.temperature < 0:
         raise EngineError(
-            f"request {request.id} needs a prompt, max_tokens >= 1 and temperature >= 0; it has {length} prompt "
-            f"tokens, max_tokens={sampling.max_tokens}, temperature={sampling.temperature}"
+            f"request {request.id} needs a prompt, max_tokens >= 1 and temperature >= 0; it has"
+            f" {length} prompt tokens, max_tokens={sampling.max_tokens},"
+            f" temperature={sampling.temperature}"
         )
     if request.format is not None and (request.resumed or not formats):
         why = "cannot go on with an interrupted answer" if formats else "does not constrain answers"
         raise FormatError(f"{request.id} asks for an answer of a format: this engine {why}")
     new_ids = request.prompt_ids[checked:]
-    if vocab_size is not None and len(new_ids) and not 0 <= new_ids.min() <= new_ids.max() < vocab_size:
-        raise EngineError(f"the prompt of {request.id} holds ids outside of the vocabulary of {vocab_size} tokens")
+    if (
+        vocab_size is not None
+        and len(new_ids)
+        and not 0 <= new_ids.min() <= new_ids.max() < vocab_size
+    ):
+        raise EngineError(
+            f"the prompt of {request.id} holds ids outside of the vocabulary of {vocab_size} tokens"
+        )
     if request.id in live_ids:
-        raise EngineError(f"a request {request.id!r} is live already; ids are unique among live requests")
+        raise EngineError(
+            f"a request {request.id!r} is live already; ids are unique among live requests"
+        )
     return min(sampling.max_tokens, max_context - length)
 
 
@@ -65,16 +79,18 @@ def check_score(request: ScoreRequest, *, max_context: int, vocab_size: int | No
     ids, length = request.token_ids, len(request.token_ids)
     if length > max_context:
         raise EngineError(
-            f"{request.id} has {length} tokens to score, more than a context of {max_context}; raise "
-            "engine.max_context of the engine that scores"
+            f"{request.id} has {length} tokens to score, more than a context of {max_context};"
+            " raise engine.max_context of the engine that scores"
         )
     if not 1 <= request.start < length or request.temperature <= 0:
         raise EngineError(
-            f"{request.id} needs 1 <= start < tokens and temperature > 0; it has start={request.start}, {length} "
-            f"tokens, temperature={request.temperature}"
+            f"{request.id} needs 1 <= start < tokens and temperature > 0; it has"
+            f" start={request.start}, {length} tokens, temperature={request.temperature}"
         )
     if vocab_size is not None and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise EngineError(f"{request.id} holds ids outside of the vocabulary of {vocab_size} tokens")
+        raise EngineError(
+            f"{request.id} holds ids outside of the vocabulary of {vocab_size} tokens"
+        )
 
 
 __all__ = ["KvOnUpdate", "check_score", "max_new_tokens"]

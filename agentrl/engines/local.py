@@ -1,7 +1,8 @@
-"""A transformers model in this process, with continuous batching and a KV cache that is reused across turns.
+"""A transformers model in this process, with continuous batching and a KV cache that is reused
+across turns.
 
-Steps run inline on the event loop, and callers run between steps. Nothing depends on timing, so the same callers get
-the same batches in every run. Weights change only between steps.
+Steps run inline on the event loop, and callers run between steps. Nothing depends on timing, so the
+same callers get the same batches in every run. Weights change only between steps.
 """
 
 import asyncio
@@ -15,7 +16,15 @@ from pydantic import Field
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
-from agentrl.engines.slots import Hold, Openings, Place, PrefixHashes, SlotTable, SlotTokens, prefix_hashes
+from agentrl.engines.slots import (
+    Hold,
+    Openings,
+    Place,
+    PrefixHashes,
+    SlotTable,
+    SlotTokens,
+    prefix_hashes,
+)
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
@@ -31,7 +40,9 @@ if TYPE_CHECKING:
     from agentrl.engines.packed_model import Drawn, PackedModel, StepRow
 
 _STEP_TOKENS = 4096
-"""Most new tokens per step: bounds its memory and how long callers wait. A longer prompt takes several steps."""
+"""Most new tokens per step: bounds its memory and how long callers wait. A longer prompt takes
+several steps.
+"""
 _QUIET_YIELDS = 4
 _MAX_YIELDS = 64
 _PREFILL_SHARE = 8
@@ -73,16 +84,26 @@ class _Live:
         self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # a view would keep the whole sequence
+        sampled = self.tokens.values[
+            len(self.request.prompt_ids) :
+        ].copy()  # a view would keep the whole sequence
         support = Ragged.of(self.supports) if self.request.keep_support else None
         experts = Ragged.of(self.experts) if self.request.keep_experts else None
-        return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason, support, experts)
+        return Completion(
+            ints(sampled),
+            floats(self.logprobs),
+            ints(self.versions),
+            finish_reason,
+            support,
+            experts,
+        )
 
 
 class LocalEngine:
     """The `Engine` for laptops and tests: no server, no other process.
 
-    The token at position i of a request depends only on its seed, i and the logits, not on the rest of the batch.
+    The token at position i of a request depends only on its seed, i and the logits, not on the rest
+    of the batch.
     """
 
     reports_experts = True
@@ -102,9 +123,13 @@ class LocalEngine:
         prefix_cache: bool = True
         """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
         kv_on_update: KvOnUpdate = "recompute"
-        """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
+        """What a weight update does to the KV of requests in flight: recompute it, or keep the old
+        KV.
+        """
         trust_remote_code: bool = False
-        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
+        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts
+        of a run.
+        """
 
         def layout(self) -> EngineLayout:
             """The engine's layout on its device, to estimate memory and time before it runs."""
@@ -153,7 +178,10 @@ class LocalEngine:
         self._model = self._load()
         limit = self._model.max_positions
         if self._config.max_context is not None and self._config.max_context > limit:
-            raise ConfigError(f"engine.max_context={self._config.max_context}, but the model's limit is {limit} tokens")
+            raise ConfigError(
+                f"engine.max_context={self._config.max_context}, but the model's limit is {limit}"
+                " tokens"
+            )
         self._max_context = self._config.max_context or limit
         await self._tasks.__aenter__()
         self._task = self._tasks.create_task(self._run(self._model), name="engine")
@@ -170,7 +198,9 @@ class LocalEngine:
             await self._tasks.__aexit__(None, None, None)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
+        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason
+        "length".
+        """
         model = self._entered()
         max_new = max_new_tokens(
             request,
@@ -180,9 +210,13 @@ class LocalEngine:
             checked=self._slots.known(request.prompt_ids, request.session, request.known),
         )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        live = _Live(request, self._arrivals, future, max_new, stops=self._tokenizer.stop_texts(request))
+        live = _Live(
+            request, self._arrivals, future, max_new, stops=self._tokenizer.stop_texts(request)
+        )
         self._arrivals += 1
-        self._later_turns += ((request.known > 0) - self._later_turns) / min(self._arrivals, _MEMORY_OF_REQUESTS)
+        self._later_turns += ((request.known > 0) - self._later_turns) / min(
+            self._arrivals, _MEMORY_OF_REQUESTS
+        )
         self._live_ids.add(request.id)
         self._waiting.append(live)
         self._wake.set()
@@ -240,11 +274,15 @@ class LocalEngine:
 
     @property
     def weights(self) -> Mapping[str, "Tensor"]:
-        """The current weights, by Hugging Face names. They are not copied, so the next update changes them."""
+        """The current weights, by Hugging Face names. They are not copied, so the next update
+        changes them.
+        """
         return self._entered().weights
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is in progress."""
+        """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is in
+        progress.
+        """
         model = self._entered()
         self._awake.clear()
         self._slots.forget_parked()
@@ -266,7 +304,9 @@ class LocalEngine:
             self._generated,
             self._prefilled,
             self._cached,
-            kv_use=running / self._config.max_batch,  # the share of slots in use: each has room for a whole context
+            kv_use=running
+            # the share of slots in use: each has room for a whole context
+            / self._config.max_batch,
         )
 
     def _load(self) -> "PackedModel":
@@ -292,7 +332,9 @@ class LocalEngine:
         return self._model
 
     async def _run(self, model: "PackedModel") -> None:
-        """The engine's loop: let callers respond, admit requests, run a step; wait when there is nothing to do."""
+        """The engine's loop: let callers respond, admit requests, run a step; wait when there is
+        nothing to do.
+        """
         finished = 0
         try:
             while True:
@@ -312,10 +354,11 @@ class LocalEngine:
     async def _let_callers_answer(self, finished: int) -> None:
         """Yield until the callers whose requests just finished have sent their next turns.
 
-        A completion reaches its caller in the next iteration of the event loop. A caller that responds at once sends
-        its next request in that same iteration; a new episode needs a few more. A step started earlier would run half
-        empty, and so would the step after it. So this yields while requests arrive, until all callers are back or a
-        few iterations brought no request. It counts iterations, never time, so batches are the same in every run.
+        A completion reaches its caller in the next iteration of the event loop. A caller that
+        responds at once sends its next request in that same iteration; a new episode needs a few
+        more. A step started earlier would run half empty, and so would the step after it. So this
+        yields while requests arrive, until all callers are back or a few iterations brought no
+        request. It counts iterations, never time, so batches are the same in every run.
         """
         expected = self._arrivals + finished
         if not finished and self._running:
@@ -330,16 +373,20 @@ class LocalEngine:
                 return
 
     def _admit(self) -> None:
-        """Give slots to waiting requests, by priority; among equals, first to those that extend a parked slot.
+        """Give slots to waiting requests, by priority; among equals, first to those that extend a
+        parked slot.
 
-        The others take an empty slot, or else, by arrival, the slot parked longest ago that is no longer held. So with
-        more episodes than slots, some episodes play to their end, instead of all evicting each other at every turn.
+        The others take an empty slot, or else, by arrival, the slot parked longest ago that is no
+        longer held. So with more episodes than slots, some episodes play to their end, instead of
+        all evicting each other at every turn.
         """
         for live in [live for live in self._running.values() if live.future.done()]:
             self._release(live)  # cancelled, but its caller has not run since
         if not self._slots.available:
             return
-        waiting = sorted((live for live in self._waiting if not live.future.done()), key=_Live.order)
+        waiting = sorted(
+            (live for live in self._waiting if not live.future.done()), key=_Live.order
+        )
         for priority, equals in groupby(waiting, lambda live: live.request.priority):
             if self._slots.available:
                 self._admit_equals(list(equals), Hold(self._steps, priority))
@@ -372,7 +419,9 @@ class LocalEngine:
         return True
 
     def _step(self, model: "PackedModel") -> int:
-        """Compute tokens without KV, sample where a sequence is complete, and return how many requests ended."""
+        """Compute tokens without KV, sample where a sequence is complete, and return how many
+        requests ended.
+        """
         computes_by_design()
         self._steps += 1
         rows = self._schedule()
@@ -389,9 +438,13 @@ class LocalEngine:
         return finished
 
     def _score(self, model: "PackedModel") -> int:
-        """Score the first waiting requests: as many as a step may have tokens, with padding, but at least one."""
+        """Score the first waiting requests: as many as a step may have tokens, with padding, but at
+        least one.
+        """
         computes_by_design()
-        self._scoring = [(request, future) for request, future in self._scoring if not future.done()]
+        self._scoring = [
+            (request, future) for request, future in self._scoring if not future.done()
+        ]
         count = longest = 0
         for request, _ in self._scoring:
             longest = max(longest, len(request.token_ids))
@@ -400,14 +453,18 @@ class LocalEngine:
             count += 1
         if count:
             taken = self._scoring[:count]
-            for (_, future), logprobs in zip(taken, model.score([request for request, _ in taken]), strict=True):
+            for (_, future), logprobs in zip(
+                taken, model.score([request for request, _ in taken]), strict=True
+            ):
                 future.set_result(Scores(logprobs, self._version))
             self._prefilled += sum(len(request.token_ids) for request, _ in taken)
             del self._scoring[:count]
         return count
 
     def _schedule(self) -> "dict[_Live, StepRow]":
-        """The tokens without KV to compute: decoding requests first, then prefills by priority, within the budget."""
+        """The tokens without KV to compute: decoding requests first, then prefills by priority,
+        within the budget.
+        """
         from agentrl.engines.packed_model import StepRow
 
         pending = {live: len(live.tokens) - live.cached for live in self._running.values()}
@@ -438,7 +495,8 @@ class LocalEngine:
         return rows
 
     def _copied_from(self, live: _Live, rows: "Mapping[_Live, StepRow]") -> int | None:
-        """The slot that has the KV of a request's prompt, now or after this step's `rows`, if the request has none.
+        """The slot that has the KV of a request's prompt, now or after this step's `rows`, if the
+        request has none.
 
         Of its prompt, only the last token is then computed, for its logits.
         """
@@ -450,10 +508,18 @@ class LocalEngine:
         if found is None or computed is None:
             self._openings.put(prompt, live.slot, live.tokens)
             return None
-        return found[0] if found[0] != live.slot and computed >= len(live.request.prompt_ids) - 1 else None
+        return (
+            found[0]
+            if found[0] != live.slot and computed >= len(live.request.prompt_ids) - 1
+            else None
+        )
 
-    def _computed(self, slot: int, tokens: SlotTokens, rows: "Mapping[_Live, StepRow]") -> int | None:
-        """Of how many of these tokens the slot has the KV after this step's `rows`; None if it may not be copied."""
+    def _computed(
+        self, slot: int, tokens: SlotTokens, rows: "Mapping[_Live, StepRow]"
+    ) -> int | None:
+        """Of how many of these tokens the slot has the KV after this step's `rows`; None if it may
+        not be copied.
+        """
         live = self._running.get(slot)
         if live is not None:
             after = rows[live].stop if live in rows else live.cached
@@ -468,7 +534,9 @@ class LocalEngine:
         live.experts.append(drawn.experts)
         live.versions.append(self._version)
         self._generated += 1
-        if drawn.token in live.request.sampling.stop_token_ids or (live.stops and live.stops.ends(drawn.token)):
+        if drawn.token in live.request.sampling.stop_token_ids or (
+            live.stops and live.stops.ends(drawn.token)
+        ):
             live.future.set_result(live.completion("stop"))
         elif len(live.versions) == live.max_new:
             live.future.set_result(live.completion("length"))
@@ -487,16 +555,20 @@ class LocalEngine:
     def _release(self, live: _Live) -> None:
         del self._running[live.slot]
         reusable = self._config.prefix_cache and not live.stale
-        # Held until that has cost, at most, what computing its prefix again would (the ski rental rule), and less if
-        # requests rarely have a next turn.
+        # Held until that has cost, at most, what computing its prefix again would (the ski rental
+        # rule), and less if requests rarely have a next turn.
         steps = round(self._later_turns * live.cached / _PREFILL_SHARE)
         hold = Hold(self._steps + steps, live.request.priority)
-        self._slots.park(live.slot, live.tokens, live.cached if reusable else 0, live.request.session, hold)
+        self._slots.park(
+            live.slot, live.tokens, live.cached if reusable else 0, live.request.session, hold
+        )
 
     def _check_newer(self, version: int) -> None:
         self._entered()
         if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+            raise EngineError(
+                f"weights of version {version} after version {self._version}: versions only grow"
+            )
 
     def _die(self, error: Exception) -> EngineDeadError:
         """Mark the engine dead: all current and later requests fail with this error."""

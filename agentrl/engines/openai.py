@@ -1,11 +1,13 @@
 """A model served elsewhere: any OpenAI-compatible HTTP server that accepts and returns token ids.
 
-This uses `POST /v1/completions` with vLLM's extensions `return_token_ids`, `stop_token_ids`, `ignore_eos` and
-`priority`. Start a vLLM server with these options:
+This uses `POST /v1/completions` with vLLM's extensions `return_token_ids`, `stop_token_ids`,
+`ignore_eos` and `priority`. Start a vLLM server with these options:
 
-- `--logprobs-mode processed_logprobs`: without it, logprobs are not those of the sampling distribution;
+- `--logprobs-mode processed_logprobs`: without it, logprobs are not those of the sampling
+  distribution;
 - `--generation-config vllm`: without it, the model's folder changes the sampling parameters;
-- `--scheduling-policy priority`: without it, the server rejects priorities, and `priorities` must be false.
+- `--scheduling-policy priority`: without it, the server rejects priorities, and `priorities` must
+  be false.
 """
 
 import asyncio
@@ -53,7 +55,9 @@ class OpenAIEngine:
         api_key_env: str | None = None
         """Environment variable that holds the bearer key."""
         max_context: int | None = Field(default=None, ge=2)
-        """Largest prompt plus completion, in tokens; by default the `max_model_len` that the server states."""
+        """Largest prompt plus completion, in tokens; by default the `max_model_len` that the server
+        states.
+        """
         connections: int = Field(default=1024, ge=1)
         """Most concurrent requests; further ones wait on this side, in order of arrival."""
         priorities: bool = True
@@ -61,8 +65,8 @@ class OpenAIEngine:
         retries: int = Field(default=5, ge=0)
         """How many times a request is retried when the server cannot be reached or is too busy."""
         backoff: float = Field(default=0.5, gt=0)
-        """Seconds before the first retry, doubled for each further one; each pause is cut by a random share of up to
-        one half."""
+        """Seconds before the first retry, doubled for each further one; each pause is cut by a
+        random share of up to one half."""
         policy_version: int = Field(default=0, ge=0)
         """The version that all tokens are stamped with."""
 
@@ -96,11 +100,15 @@ class OpenAIEngine:
         headers = {"Content-Type": "application/json"}
         if (variable := self._config.api_key_env) is not None:
             if variable not in os.environ:
-                raise ConfigError(f"engine.api_key_env={variable}, but no such environment variable is set")
+                raise ConfigError(
+                    f"engine.api_key_env={variable}, but no such environment variable is set"
+                )
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._config.connections),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),  # the caller sets the overall deadline
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=30
+            ),  # the caller sets the overall deadline
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -118,18 +126,25 @@ class OpenAIEngine:
             await session.close()  # ends the requests in flight; `generate` raises the reason
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
+        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason
+        "length".
+        """
         session = self._entered()
         if request.keep_support:
             raise EngineError(
-                "engine=openai cannot say which tokens top_k, top_p and min_p left to sample from: its protocol has no "
-                "place for them, so the trainer's ratio would be wrong. Leave them out in training, or write "
-                "engine=vllm or engine=local; an evaluation may use them"
+                "engine=openai cannot say which tokens top_k, top_p and min_p left to sample from:"
+                " its protocol has no place for them, so the trainer's ratio would be wrong. Leave"
+                " them out in training, or write engine=vllm or engine=local; an evaluation may use"
+                " them"
             )
-        max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
+        max_new = max_new_tokens(
+            request, max_context=self._max_context, vocab_size=None, live_ids=self._live
+        )
         self._live.add(request.id)
         try:
-            answer = await self._ask(session, "POST", self._completions, to_json(self._body(request, max_new)))
+            answer = await self._ask(
+                session, "POST", self._completions, to_json(self._body(request, max_new))
+            )
         finally:
             self._live.discard(request.id)
         return self._completion(answer)
@@ -140,7 +155,10 @@ class OpenAIEngine:
         Raises:
             EngineError: always.
         """
-        raise EngineError("engine=openai cannot be interrupted: only the server has the tokens of unfinished requests")
+        raise EngineError(
+            "engine=openai cannot be interrupted: only the server has the tokens of unfinished"
+            " requests"
+        )
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Not possible: the server owns its weights.
@@ -149,14 +167,19 @@ class OpenAIEngine:
             EngineError: always.
         """
         raise EngineError(
-            f"engine=openai cannot take new weights: {self._config.url} always serves version {self.policy_version}. "
-            "Train with engine=vllm or engine=local, and use engine=openai to evaluate"
+            f"engine=openai cannot take new weights: {self._config.url} always serves version"
+            f" {self.policy_version}. Train with engine=vllm or engine=local, and use engine=openai"
+            " to evaluate"
         )
 
     def stats(self) -> EngineStats:
-        """The client's view: `running` are the requests that have a connection, `waiting` those that wait for one."""
+        """The client's view: `running` are the requests that have a connection, `waiting` those
+        that wait for one.
+        """
         running = min(len(self._live), self._config.connections)
-        return EngineStats(running, len(self._live) - running, self._generated, self._prefilled, self._cached)
+        return EngineStats(
+            running, len(self._live) - running, self._generated, self._prefilled, self._cached
+        )
 
     def _entered(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -164,19 +187,27 @@ class OpenAIEngine:
         return self._session
 
     async def _ask_what_is_served(self, session: aiohttp.ClientSession) -> None:
-        listed = _parse(ServedModels, await self._ask(session, "GET", f"{self._url}/v1/models")).data
+        listed = _parse(
+            ServedModels, await self._ask(session, "GET", f"{self._url}/v1/models")
+        ).data
         names = [model.id for model in listed]
         if not names:
             raise ConfigError(f"{self._config.url} serves no model")
         self._model = self._config.model or names[0]
         if self._model not in names:
-            raise ConfigError(f"engine.model={self._model}, but {self._config.url} serves {', '.join(names)}")
+            raise ConfigError(
+                f"engine.model={self._model}, but {self._config.url} serves {', '.join(names)}"
+            )
         served = listed[names.index(self._model)].max_model_len
         self._max_context = self._config.max_context or served or 0
         if self._max_context == 0:
-            raise ConfigError(f"{self._config.url} does not state its max_model_len: set engine.max_context")
+            raise ConfigError(
+                f"{self._config.url} does not state its max_model_len: set engine.max_context"
+            )
         if served is not None and served < self._max_context:
-            raise ConfigError(f"engine.max_context={self._max_context}, but {self._model} is served with {served}")
+            raise ConfigError(
+                f"engine.max_context={self._max_context}, but {self._model} is served with {served}"
+            )
 
     def _body(self, request: GenerateRequest, max_new: int) -> dict[str, Any]:
         sampling = request.sampling
@@ -209,17 +240,24 @@ class OpenAIEngine:
         self._prefilled += usage.prompt_tokens - cached
         versions = ints(np.full(len(choice.token_ids), self.policy_version))
         return Completion(
-            ints(choice.token_ids), floats(choice.logprobs.token_logprobs), versions, choice.finish_reason
+            ints(choice.token_ids),
+            floats(choice.logprobs.token_logprobs),
+            versions,
+            choice.finish_reason,
         )
 
-    async def _ask(self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None) -> bytes:
+    async def _ask(
+        self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None
+    ) -> bytes:
         """The server's answer. Retries while the server is unreachable or busy.
 
         A dropped connection is retried too: the request is then sampled twice, with the same seed.
         """
         for attempt in range(self._config.retries + 1):
             if attempt:
-                await asyncio.sleep(self._config.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0))
+                await asyncio.sleep(
+                    self._config.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0)
+                )
                 self._entered()
             try:
                 async with session.request(method, url, data=body) as response:
@@ -231,14 +269,17 @@ class OpenAIEngine:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or not task.cancelling():
-                    self._entered()  # closing the session cancels requests that wait for a connection
+                    # closing the session cancels requests that wait for a connection
+                    self._entered()
                 raise
             if status == 200:
                 return answer
             trouble = f"{status}: {answer.decode(errors='replace')[:500]}"
             if status not in _BUSY:
                 raise EngineError(f"{url} refused the request with {trouble}")
-        raise EngineDeadError(f"{url} failed {self._config.retries + 1} times, the last time with {trouble}")
+        raise EngineDeadError(
+            f"{url} failed {self._config.retries + 1} times, the last time with {trouble}"
+        )
 
 
 def _chosen(sampling: SamplingParams) -> dict[str, Any]:
@@ -258,7 +299,8 @@ def _parse(kind: type[T], answer: bytes) -> T:
         return kind.model_validate_json(answer)
     except ValidationError as error:
         raise EngineError(
-            f"the server's answer is not as expected (returning token ids takes a recent vLLM): {error}"
+            "the server's answer is not as expected (returning token ids takes a recent vLLM):"
+            f" {error}"
         ) from error
 
 

@@ -1,11 +1,12 @@
 """A transformers causal language model, run on packed tokens with a slotted KV cache.
 
-Dimension suffixes: N packed tokens of a step, S slots, R rows of an attention block, T new tokens of a row, L cached
-tokens, H query heads, K key/value heads, D head size, V vocabulary.
+Dimension suffixes: N packed tokens of a step, S slots, R rows of an attention block, T new tokens
+of a row, L cached tokens, H query heads, K key/value heads, D head size, V vocabulary.
 
-The tokens of all rows, whether one each (decoding) or many (prefill), go through the linear layers as one sequence
-without padding. Only attention distinguishes rows, through transformers' own attention interface: it writes the new
-keys and values into their slots, and computes attention in blocks of rows of similar size.
+The tokens of all rows, whether one each (decoding) or many (prefill), go through the linear layers
+as one sequence without padding. Only attention distinguishes rows, through transformers' own
+attention interface: it writes the new keys and values into their slots, and computes attention in
+blocks of rows of similar size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from agentrl.arrays import FloatArray, IntArray, floats, ints
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import EngineError
-from agentrl.models.attention_check import Windows, check_attention, check_kind, context_limit, not_handed_on
+from agentrl.models.attention_check import (
+    Windows,
+    check_attention,
+    check_kind,
+    context_limit,
+    not_handed_on,
+)
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Routing
 from agentrl.models.weight_names import WeightNames
@@ -41,10 +48,11 @@ _SCORED_LOGITS = 1 << 27
 class StepRow:
     """One request's share of a step: `token_ids` are computed into `slot` from position `start` on.
 
-    If `sample` is set, one token is drawn from the logits of the last one, as `sampling` says. `position` is the number
-    of tokens that the request has sampled so far. `keep_support`: return what it was drawn from. `keep_experts`: return
-    the experts that were chosen for it. `copied_from`: a slot whose first `start` tokens are the same, and whose KV of
-    them is copied; they may be computed in the same step.
+    If `sample` is set, one token is drawn from the logits of the last one, as `sampling` says.
+    `position` is the number of tokens that the request has sampled so far. `keep_support`: return
+    what it was drawn from. `keep_experts`: return the experts that were chosen for it.
+    `copied_from`: a slot whose first `start` tokens are the same, and whose KV of them is copied;
+    they may be computed in the same step.
     """
 
     slot: int
@@ -66,7 +74,8 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sampled token. `support`: the ids it was drawn from, if they were to be kept; empty: the whole vocabulary.
+    """A sampled token. `support`: the ids it was drawn from, if they were to be kept; empty: the
+    whole vocabulary.
 
     `experts`: those that were chosen for it, layer by layer, if they were to be kept.
     """
@@ -81,8 +90,9 @@ class Drawn:
 class _Block:
     """Rows whose attention is computed together: tokens `first` to `stop` of the packed sequence.
 
-    `rows` are their slots, as a slice if the slots are adjacent, which saves a copy of their KV. Rows of unequal size
-    are padded by `pad_RT` (indices into the packed tokens) and unpadded by `unpad_N` (indices into R x T).
+    `rows` are their slots, as a slice if the slots are adjacent, which saves a copy of their KV.
+    Rows of unequal size are padded by `pad_RT` (indices into the packed tokens) and unpadded by
+    `unpad_N` (indices into R x T).
     """
 
     first: int
@@ -96,10 +106,16 @@ class _Block:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask_R1TL(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 for the cached tokens that a new one sees: those up to itself, or the last `window` of them; else -inf."""
+        """0 for the cached tokens that a new one sees: those up to itself, or the last `window` of
+        them; else -inf.
+        """
         if window not in self.masks:
-            behind_RTL = self.positions_RT[..., None] - torch.arange(self.length, device=self.positions_RT.device)
-            hidden_RTL = behind_RTL < 0 if window is None else (behind_RTL < 0) | (behind_RTL >= window)
+            behind_RTL = self.positions_RT[..., None] - torch.arange(
+                self.length, device=self.positions_RT.device
+            )
+            hidden_RTL = (
+                behind_RTL < 0 if window is None else (behind_RTL < 0) | (behind_RTL >= window)
+            )
             mask_RTL = torch.zeros(hidden_RTL.shape, dtype=dtype, device=hidden_RTL.device)
             self.masks[window] = mask_RTL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
         return self.masks[window]
@@ -125,7 +141,9 @@ class _SlotKv:
         for kv_SKLD in (self.keys_SKLD, self.values_SKLD):
             kv_SKLD[copy.slots, :, : copy.length] = kv_SKLD[copy.source, :, : copy.length]
 
-    def reserve(self, like_key_NKD: Tensor, like_value_NKD: Tensor, slots: int, length: int) -> None:
+    def reserve(
+        self, like_key_NKD: Tensor, like_value_NKD: Tensor, slots: int, length: int
+    ) -> None:
         self.keys_SKLD = _grown(self.keys_SKLD, like_key_NKD, slots, length)
         self.values_SKLD = _grown(self.values_SKLD, like_value_NKD, slots, length)
 
@@ -134,7 +152,14 @@ def _grown(old: Tensor, like_NKD: Tensor, slots: int, length: int) -> Tensor:
     if old.dim() == 4 and old.shape[0] >= slots and old.shape[2] >= length:
         return old
     # zeros, not empty: a masked key's probability is 0, and 0 times a stray NaN would still be NaN
-    new = torch.zeros(slots, like_NKD.shape[1], length, like_NKD.shape[2], dtype=like_NKD.dtype, device=like_NKD.device)
+    new = torch.zeros(
+        slots,
+        like_NKD.shape[1],
+        length,
+        like_NKD.shape[2],
+        dtype=like_NKD.dtype,
+        device=like_NKD.device,
+    )
     if old.dim() == 4:
         new[: old.shape[0], :, : old.shape[2]] = old
     return new
@@ -180,7 +205,9 @@ def _attend(
     layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
     for copy in plan.copies:
         layer.copy(copy)
-    kind = _Kind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    kind = _Kind(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
+    )
     outputs = [_attend_block(block, layer, query_NHD, kind) for block in plan.blocks]
     out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_NHD[None], None
@@ -188,7 +215,9 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What distinguishes a layer's attention. `sinks_H`: logits that take a share of it and return nothing."""
+    """What distinguishes a layer's attention. `sinks_H`: logits that take a share of it and return
+    nothing.
+    """
 
     scale: float
     window: int | None
@@ -198,29 +227,49 @@ class _Kind:
 
 def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind) -> Tensor:
     heads, size = query_NHD.shape[1:]
-    own_THD = query_NHD[block.first : block.stop] if block.pad_RT is None else query_NHD.index_select(0, block.pad_RT)
+    own_THD = (
+        query_NHD[block.first : block.stop]
+        if block.pad_RT is None
+        else query_NHD.index_select(0, block.pad_RT)
+    )
     query_RHTD = own_THD.reshape(*block.shape_RT, heads, size).transpose(1, 2)
     keys_RKLD = layer.keys_SKLD[:, :, : block.length]
     values_RKLD = layer.values_SKLD[:, :, : block.length]
     if isinstance(block.rows, slice):
         keys_RKLD, values_RKLD = keys_RKLD[block.rows], values_RKLD[block.rows]
     else:
-        keys_RKLD, values_RKLD = keys_RKLD.index_select(0, block.rows), values_RKLD.index_select(0, block.rows)
+        keys_RKLD, values_RKLD = (
+            keys_RKLD.index_select(0, block.rows),
+            values_RKLD.index_select(0, block.rows),
+        )
     window = kind.window if kind.window is not None and kind.window < block.length else None
     mask_R1TL = block.mask_R1TL(window, query_NHD.dtype)
     if kind.softcap is None and kind.sinks_H is None:
         out_RHTD = scaled_dot_product_attention(
-            query_RHTD, keys_RKLD, values_RKLD, attn_mask=mask_R1TL, scale=kind.scale, enable_gqa=True
+            query_RHTD,
+            keys_RKLD,
+            values_RKLD,
+            attn_mask=mask_R1TL,
+            scale=kind.scale,
+            enable_gqa=True,
         )
     else:
-        pieces = zip(torch.split(query_RHTD, _PIECE, 2), torch.split(mask_R1TL, _PIECE, 2), strict=True)
-        out_RHTD = torch.cat([_attend_piece(own, keys_RKLD, values_RKLD, kind, mask) for own, mask in pieces], 2)
+        pieces = zip(
+            torch.split(query_RHTD, _PIECE, 2), torch.split(mask_R1TL, _PIECE, 2), strict=True
+        )
+        out_RHTD = torch.cat(
+            [_attend_piece(own, keys_RKLD, values_RKLD, kind, mask) for own, mask in pieces], 2
+        )
     out_THD = out_RHTD.transpose(1, 2).reshape(-1, heads, values_RKLD.shape[-1])
     return out_THD if block.unpad_N is None else out_THD.index_select(0, block.unpad_N)
 
 
-def _attend_piece(query_RHTD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor, kind: _Kind, mask_R1TL: Tensor) -> Tensor:
-    """Attention with a soft cap of the scores (Gemma 2) or sinks (gpt-oss), as the trainer computes it."""
+def _attend_piece(
+    query_RHTD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor, kind: _Kind, mask_R1TL: Tensor
+) -> Tensor:
+    """Attention with a soft cap of the scores (Gemma 2) or sinks (gpt-oss), as the trainer computes
+    it.
+    """
     rows, heads, tokens, size = query_RHTD.shape
     groups = heads // keys_RKLD.shape[1]
     query_RKGTD = query_RHTD.reshape(rows, -1, groups, tokens, size)
@@ -269,7 +318,9 @@ class PackedModel:
         check_attention(self._model, self._together)
 
     def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
-        """Compute the tokens of all rows; return what each row with `sample` drew, in the order of `rows`."""
+        """Compute the tokens of all rows; return what each row with `sample` drew, in the order of
+        `rows`.
+        """
         with torch.inference_mode():
             blocks = _blocks(rows)
             order = [row for block in blocks for row in block]
@@ -297,20 +348,28 @@ class PackedModel:
                 order = [row for block in blocks for row in block]
                 scored = [_scored_of(row, requests[row.slot]) for row in order]
                 firsts = np.cumsum([0, *(len(row.token_ids) for row in order)])[:-1]
-                kept = np.concatenate([first + own for first, (own, _) in zip(firsts, scored, strict=True)])
+                kept = np.concatenate(
+                    [first + own for first, (own, _) in zip(firsts, scored, strict=True)]
+                )
                 temperatures = [requests[row.slot].temperature for row in order]
                 counts = [len(targets) for _, targets in scored]
                 scaled_RV = self._forward(blocks, self._tensor(kept), layers, capacity).float()
-                scaled_RV /= self._tensor(np.repeat(np.asarray(temperatures, np.float32), counts))[:, None]
+                scaled_RV /= self._tensor(np.repeat(np.asarray(temperatures, np.float32), counts))[
+                    :, None
+                ]
                 targets_R = self._tensor(np.concatenate([targets for _, targets in scored]))
                 logprobs_R = scaled_RV.gather(1, targets_R[:, None])[:, 0] - scaled_RV.logsumexp(1)
-                for row, own_R in zip(order, np.split(logprobs_R.cpu().numpy(), np.cumsum(counts)[:-1]), strict=True):
+                for row, own_R in zip(
+                    order, np.split(logprobs_R.cpu().numpy(), np.cumsum(counts)[:-1]), strict=True
+                ):
                     found[row.slot].append(own_R)
         return [floats(np.concatenate(pieces)) for pieces in found]
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's own tensors by their names, not copied; tied ones appear under each of their names."""
+        """The model's own tensors by their names, not copied; tied ones appear under each of their
+        names.
+        """
         return dict(self._model.state_dict(keep_vars=True))
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -320,19 +379,27 @@ class PackedModel:
             EngineError: a name is unknown or missing (tied names may be), or a shape differs.
         """
         shapes, own = shapes_of(weights), self.weights
-        expected = self._names.published_shapes({name: tensor.shape for name, tensor in own.items()})
+        expected = self._names.published_shapes(
+            {name: tensor.shape for name, tensor in own.items()}
+        )
         unknown = sorted(shapes.keys() - expected.keys())
         given = {id(own[name]) for name in shapes if name in own}
-        missing = sorted(expected.keys() - shapes.keys() - {name for name in own if id(own[name]) in given})
-        misshapen = sorted(name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name])
+        missing = sorted(
+            expected.keys() - shapes.keys() - {name for name in own if id(own[name]) in given}
+        )
+        misshapen = sorted(
+            name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name]
+        )
         if unknown or missing or misshapen:
             raise EngineError(
-                f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
-                f"wrong shape {misshapen[:3]}; nothing was changed"
+                f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing"
+                f" {missing[:3]}, wrong shape {misshapen[:3]}; nothing was changed"
             )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy new weights in; they must have been checked. A failed copy leaves a mix of old and new weights."""
+        """Copy new weights in; they must have been checked. A failed copy leaves a mix of old and
+        new weights.
+        """
         own = self.weights
         with torch.no_grad():
             for name, tensor in self._names.own(weights):
@@ -356,9 +423,15 @@ class PackedModel:
         return sum(layer.keys_SKLD.nbytes + layer.values_SKLD.nbytes for layer in self._layers)
 
     def _forward(
-        self, blocks: Sequence[Sequence[StepRow]], kept_R: Tensor, layers: list[_SlotKv], capacity: tuple[int, int]
+        self,
+        blocks: Sequence[Sequence[StepRow]],
+        kept_R: Tensor,
+        layers: list[_SlotKv],
+        capacity: tuple[int, int],
     ) -> Tensor:
-        """The logits after the tokens `kept_R` of the packed ones; keys and values go into `layers`."""
+        """The logits after the tokens `kept_R` of the packed ones; keys and values go into
+        `layers`.
+        """
         inputs = self._inputs(blocks, layers, capacity)
         logits: Tensor = self._model(**inputs, logits_to_keep=kept_R, needed_P=kept_R).logits
         return logits[0]
@@ -368,11 +441,15 @@ class PackedModel:
     ) -> dict[str, Any]:
         """What the model is called with."""
         order = [row for block in blocks for row in block]
-        tokens_N = self._tensor(np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order]))
+        tokens_N = self._tensor(
+            np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order])
+        )
         positions = np.concatenate([np.arange(row.start, row.stop) for row in order])
         plan = _Plan(
             layers,
-            self._tensor(np.repeat([row.slot for row in order], [len(row.token_ids) for row in order])),
+            self._tensor(
+                np.repeat([row.slot for row in order], [len(row.token_ids) for row in order])
+            ),
             self._tensor(positions),
             self._block_plans(blocks),
             capacity,
@@ -386,7 +463,9 @@ class PackedModel:
         }
 
     def _together(self, rows_T: Sequence[Tensor], windows: Windows) -> list[Tensor]:
-        """The last hidden states of sequences: of all their tokens but one in one step, and of the last in another."""
+        """The last hidden states of sequences: of all their tokens but one in one step, and of the
+        last in another.
+        """
         layers, states = [_SlotKv() for _ in self._layers], [list[Tensor]() for _ in rows_T]
         capacity = len(rows_T), max(len(row_T) for row_T in rows_T)
         for firsts, stops in ((0, -1), (-1, None)):
@@ -398,7 +477,9 @@ class PackedModel:
             called = self._inputs(blocks, layers, capacity)
             states_NH = self._model.base_model(**called, windows=windows).last_hidden_state[0]
             order = [row for block in blocks for row in block]
-            for row, own in zip(order, states_NH.split([len(row.token_ids) for row in order]), strict=True):
+            for row, own in zip(
+                order, states_NH.split([len(row.token_ids) for row in order]), strict=True
+            ):
                 states[row.slot].append(own)
         return [torch.cat(own) for own in states]
 
@@ -407,7 +488,10 @@ class PackedModel:
         for row in rows:
             if row.copied_from is not None:
                 slots.setdefault((row.copied_from, row.start), []).append(row.slot)
-        return [_Copy(source, self._tensor(np.asarray(own)), length) for (source, length), own in slots.items()]
+        return [
+            _Copy(source, self._tensor(np.asarray(own)), length)
+            for (source, length), own in slots.items()
+        ]
 
     def _block_plans(self, blocks: Sequence[Sequence[StepRow]]) -> list[_Block]:
         plans = []
@@ -428,7 +512,9 @@ class PackedModel:
         if (counts != width).any():
             offsets = np.arange(width)
             row_firsts = first + np.cumsum(counts) - counts
-            pad_RT = self._tensor((row_firsts[:, None] + np.minimum(offsets, counts[:, None] - 1)).reshape(-1))
+            pad_RT = self._tensor(
+                (row_firsts[:, None] + np.minimum(offsets, counts[:, None] - 1)).reshape(-1)
+            )
             unpad_N = self._tensor(np.flatnonzero(offsets < counts[:, None]))
         return _Block(
             first,
@@ -442,7 +528,9 @@ class PackedModel:
         )
 
     def _reserve(self, rows: Sequence[StepRow]) -> tuple[int, int]:
-        """The slots and length that the cache must have. Both grow by doubling, so that growing is rare."""
+        """The slots and length that the cache must have. Both grow by doubling, so that growing is
+        rare.
+        """
         slots, length = self._capacity
         while slots < max(row.slot for row in rows) + 1:
             slots = min(max(2 * slots, 8), self._max_slots)
@@ -455,27 +543,42 @@ class PackedModel:
         keys_R = None
         if any(row.sampling.temperature > 0 for row in rows):
             seeds = np.asarray([row.seed & (2**64 - 1) for row in rows], dtype=np.uint64)
-            keys_R = self._tensor(noise_keys(seeds, np.asarray([row.position for row in rows], dtype=np.uint64)))
+            keys_R = self._tensor(
+                noise_keys(seeds, np.asarray([row.position for row in rows], dtype=np.uint64))
+            )
         temperature_R = torch.tensor(
             [row.sampling.temperature for row in rows], dtype=torch.float32, device=self._device
         )
         params = [row.sampling for row in rows]
         truncation = None
         if any(one.truncated for one in params):
-            shares = [(one.top_k, one.top_p, one.min_p) if one.truncated else (0, 1.0, 0.0) for one in params]
+            shares = [
+                (one.top_k, one.top_p, one.min_p) if one.truncated else (0, 1.0, 0.0)
+                for one in params
+            ]
             truncation = Truncation.of(shares, self._device)
-        tokens_R, logprobs_R, all_RV = self._sampler.sample(logits_RV, temperature_R, keys_R, truncation)
+        tokens_R, logprobs_R, all_RV = self._sampler.sample(
+            logits_RV, temperature_R, keys_R, truncation
+        )
         supports = [
-            all_V.isfinite().nonzero()[:, 0].int().cpu().numpy() if row.keep_support and row.sampling.truncated else ()
+            (
+                all_V.isfinite().nonzero()[:, 0].int().cpu().numpy()
+                if row.keep_support and row.sampling.truncated
+                else ()
+            )
             for row, all_V in zip(rows, all_RV, strict=True)
         ]
         return [
             Drawn(token, logprob, ints(support))
-            for token, logprob, support in zip(tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True)
+            for token, logprob, support in zip(
+                tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True
+            )
         ]
 
     def _with_experts(self, drawn: Sequence[Drawn], kept_R: Tensor, *, tokens: int) -> list[Drawn]:
-        """The drawn tokens with the experts of the step that has just been computed, where the model has any."""
+        """The drawn tokens with the experts of the step that has just been computed, where the
+        model has any.
+        """
         chosen_RLK = self._routing.chosen(kept_R, tokens, kept_R)
         if chosen_RLK is None:
             return list(drawn)
@@ -487,9 +590,11 @@ class PackedModel:
 
 
 def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:
-    """Group rows by their new and their cached tokens, each rounded up to a power of two, so that padding is limited.
+    """Group rows by their new and their cached tokens, each rounded up to a power of two, so that
+    padding is limited.
 
-    Small sizes are grouped together, because attention over few tokens costs less than another block.
+    Small sizes are grouped together, because attention over few tokens costs less than another
+    block.
     """
     blocks: dict[tuple[int, int], list[StepRow]] = {}
     for row in sorted(rows, key=lambda row: row.slot):

@@ -1,12 +1,14 @@
 """`Router`: several replicas of an engine as one `Engine`.
 
-An episode stays on one replica, which caches the prefix of its next turn, unless that replica is far busier than the
-least busy one. A replica that dies, or gives no sign of life, is replaced; its replacement loads the current weights
-before it gets requests. Requests of a dead replica are sent to another one, or wait for the replacement; one that two
-replicas have died of is set aside (`agentrl/flow/suspicion.py`). New weights go to all replicas in one of three ways:
+An episode stays on one replica, which caches the prefix of its next turn, unless that replica is
+far busier than the least busy one. A replica that dies, or gives no sign of life, is replaced; its
+replacement loads the current weights before it gets requests. Requests of a dead replica are sent
+to another one, or wait for the replacement; one that two replicas have died of is set aside
+(`agentrl/flow/suspicion.py`). New weights go to all replicas in one of three ways:
 
 - `keep`: at once; turns in flight continue under the new weights.
-- `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new weights.
+- `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new
+  weights.
 - `drain`: new turns wait until those in flight have ended.
 
 With `keep` and `abort_resume`, no token is sampled twice, except tokens lost with a dead replica.
@@ -59,8 +61,8 @@ _CLOSE_SECONDS = 30.0
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call to an engine. `request`: what it is about, if the engine may die of that. `death`: that of the engine, if
-    `_evict` cancelled the call for it.
+    """A call to an engine. `request`: what it is about, if the engine may die of that. `death`:
+    that of the engine, if `_evict` cancelled the call for it.
     """
 
     request: Suspect | None = None
@@ -71,7 +73,8 @@ class _Call:
 class _Replica:
     """One engine.
 
-    `calls` are those of the tasks that wait for its answers. `dead` is the reason why it gets no more requests.
+    `calls` are those of the tasks that wait for its answers. `dead` is the reason why it gets no
+    more requests.
     """
 
     number: int
@@ -86,15 +89,15 @@ class _Replica:
 class Router:
     """See the module. Entering and leaving the router enters and leaves its replicas.
 
-    `escape`: an episode leaves its replica if that has more than `escape` times the requests of the least busy one,
-    and over eight more. `factory` makes the replacement of a dead engine; without it, the other replicas carry on.
-    `lease`: seconds that a replica with a probe (`SupportsProbe`) may go without a sign of life. `restarts`: how often
-    in a row a replica may be replaced without an answer in between. `start_seconds`: how long a replica may take to
-    start.
+    `escape`: an episode leaves its replica if that has more than `escape` times the requests of the
+    least busy one, and over eight more. `factory` makes the replacement of a dead engine; without
+    it, the other replicas carry on. `lease`: seconds that a replica with a probe (`SupportsProbe`)
+    may go without a sign of life. `restarts`: how often in a row a replica may be replaced without
+    an answer in between. `start_seconds`: how long a replica may take to start.
 
     Raises:
-        EngineDeadError: while the router is open: a dead replica could not be replaced, or its replacements died too
-            often.
+        EngineDeadError: while the router is open: a dead replica could not be replaced, or its
+            replacements died too often.
         StallError: a replica did not start in time.
     """
 
@@ -111,7 +114,9 @@ class Router:
     ) -> None:
         if not engines:
             raise ValueError("a router needs at least one engine")
-        self._replicas = [_Replica(number, engine, Restarts(restarts)) for number, engine in enumerate(engines)]
+        self._replicas = [
+            _Replica(number, engine, Restarts(restarts)) for number, engine in enumerate(engines)
+        ]
         self._start_seconds = start_seconds
         self._suspicion = Suspicion(LethalRequestError, "engines")
         self._update = update
@@ -178,7 +183,9 @@ class Router:
         """
         suspect = Suspect(
             f"request {request.id} ({len(request.prompt_ids)} tokens)",
-            lambda: request.prompt_ids.tobytes() + str(request.seed).encode(),  # others may sample otherwise
+            lambda: (
+                request.prompt_ids.tobytes() + str(request.seed).encode()
+            ),  # others may sample otherwise
         )
         done: Completion | None = None
         interruptions = self._interruptions
@@ -193,11 +200,13 @@ class Router:
             completion = _joined(done, completion) if done else completion
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
-            # A weight update interrupted it: it continues from here, or begins again if the engine keeps its format.
+            # A weight update interrupted it: it continues from here, or begins again if the engine
+            # keeps its format.
             done = completion if request.format is None else None
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `SupportsScore`. Any replica answers; if it dies, another one does, or its replacement.
+        """See `SupportsScore`. Any replica answers; if it dies, another one does, or its
+        replacement.
 
         Raises:
             EngineError: the engines cannot score tokens.
@@ -206,14 +215,20 @@ class Router:
 
         def ask(engine: Engine) -> Awaitable[Scores]:
             if not isinstance(engine, SupportsScore):
-                raise EngineError(f"{type(engine).__name__} has no method `score`: it cannot score given tokens")
+                raise EngineError(
+                    f"{type(engine).__name__} has no method `score`: it cannot score given tokens"
+                )
             return engine.score(request)
 
         named = f"the score of {request.id} ({len(request.token_ids)} tokens)"
         return await self._answered(Suspect(named, request.token_ids.tobytes), "score", ask)
 
     async def _answered(
-        self, suspect: Suspect, method: str, ask: Callable[[Engine], Awaitable[T]], session: str = ""
+        self,
+        suspect: Suspect,
+        method: str,
+        ask: Callable[[Engine], Awaitable[T]],
+        session: str = "",
     ) -> T:
         """The answer of a replica; if that dies, of another one, or of its replacement."""
         try:
@@ -249,23 +264,32 @@ class Router:
         await self._everywhere("stage", stage)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`. A replica that fails it is dropped, or replaced by one with these weights.
+        """See `Engine.update_weights`. A replica that fails it is dropped, or replaced by one with
+        these weights.
 
         `weights` must stay readable until the next update.
         """
         published, self._published = self._published, (weights, version)
         try:
             if self._update == "keep":
-                await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
+                await self._everywhere(
+                    "update", lambda engine: engine.update_weights(weights, version)
+                )
             else:
                 await self._update_between_turns(weights, version)
         except (EngineError, WeightsError) as error:
-            behind = [replica for replica in self._alive if replica.engine.policy_version != version]
+            behind = [
+                replica for replica in self._alive if replica.engine.policy_version != version
+            ]
             if len(behind) == len(self._alive):  # no replica took them: all continue as before
                 self._published = published
                 raise
             for replica in behind:  # it must not serve beside replicas that took them
-                self._evict(replica, EngineDeadError(f"it did not take version {version}: {error}"), suspects=False)
+                self._evict(
+                    replica,
+                    EngineDeadError(f"it did not take version {version}: {error}"),
+                    suspects=False,
+                )
 
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         self._open.clear()
@@ -301,9 +325,11 @@ class Router:
         )
 
     def evict_unresponsive(self) -> bool:
-        """Evict replicas that have requests but made no progress since the last call; return whether there was one.
+        """Evict replicas that have requests but made no progress since the last call; return
+        whether there was one.
 
-        If dead replicas are not replaced, the last live one is kept, because no other could take its requests.
+        If dead replicas are not replaced, the last live one is kept, because no other could take
+        its requests.
         """
         found = False
         for replica in self._replicas:
@@ -322,7 +348,9 @@ class Router:
         if not self._alive:
             await self._wait_for_a_replica()
 
-    async def _ask(self, replica: _Replica, answer: Awaitable[T], request: Suspect | None = None) -> T:
+    async def _ask(
+        self, replica: _Replica, answer: Awaitable[T], request: Suspect | None = None
+    ) -> T:
         """The answer of a replica. Raises the replica's death if it is evicted meanwhile."""
         task = asyncio.current_task()
         assert task is not None
@@ -346,7 +374,11 @@ class Router:
             return living[0]
         least = min(living, key=lambda replica: len(replica.calls))
         home = self._homes.get(session)
-        if home is None or home.dead or len(home.calls) > max(self._escape * len(least.calls), len(least.calls) + 8):
+        if (
+            home is None
+            or home.dead
+            or len(home.calls) > max(self._escape * len(least.calls), len(least.calls) + 8)
+        ):
             home = least
         if session:
             self._homes[session] = home
@@ -357,12 +389,14 @@ class Router:
 
     def _living(self) -> list[_Replica]:
         if not self._alive:
-            raise EngineDeadError(f"no engine is left: {self._replicas[-1].dead}") from self._replicas[-1].dead
+            raise EngineDeadError(
+                f"no engine is left: {self._replicas[-1].dead}"
+            ) from self._replicas[-1].dead
         return self._alive
 
     async def _wait_for_a_replica(self) -> None:
-        """Wait until a replica is alive, if one is being restarted: outside of deadlines, since that may take longer
-        than an answer.
+        """Wait until a replica is alive, if one is being restarted: outside of deadlines, since
+        that may take longer than an answer.
         """
         while not self._alive and self._factory is not None:
             self._revived.clear()
@@ -371,10 +405,18 @@ class Router:
         self._living()  # raises if none is alive and none will be
 
     def _mark_dead(
-        self, replica: _Replica, engine: Engine, why: EngineDeadError, request: Suspect | None = None
+        self,
+        replica: _Replica,
+        engine: Engine,
+        why: EngineDeadError,
+        request: Suspect | None = None,
     ) -> None:
-        """Note a death, of which all that the replica worked on is suspect if `request` is: what noticed the death."""
-        if replica.dead is not None or replica.engine is not engine:  # already known, and perhaps replaced
+        """Note a death, of which all that the replica worked on is suspect if `request` is: what
+        noticed the death.
+        """
+        if (
+            replica.dead is not None or replica.engine is not engine
+        ):  # already known, and perhaps replaced
             return
         replica.dead = why
         if request is not None:
@@ -385,8 +427,8 @@ class Router:
             self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
 
     def _evict(self, replica: _Replica, why: EngineDeadError, *, suspects: bool = True) -> None:
-        """Stop sending requests to a replica, and move the requests that it has to the others. `suspects`: whether it
-        may have died of one of these.
+        """Stop sending requests to a replica, and move the requests that it has to the others.
+        `suspects`: whether it may have died of one of these.
         """
         known = next(iter(_requests(replica)), None) if suspects else None
         self._mark_dead(replica, replica.engine, why, known)
@@ -428,7 +470,9 @@ class Router:
                 await self._start(replica)
                 await self._catch_up(replica.engine)
             except EngineError as error:
-                replica.dead = EngineDeadError(f"engine {replica.number} could not be restarted: {error}")
+                replica.dead = EngineDeadError(
+                    f"engine {replica.number} could not be restarted: {error}"
+                )
                 continue
             replica.dead, replica.seen = None, (-1, -1)
             self._alive = [replica for replica in self._replicas if replica.dead is None]
@@ -447,7 +491,9 @@ class Router:
         self._entered.append(replica)
 
     async def _catch_up(self, engine: Engine) -> None:
-        while self._published is not None and engine.policy_version != self._published[1]:  # it may change meanwhile
+        while (
+            self._published is not None and engine.policy_version != self._published[1]
+        ):  # it may change meanwhile
             await engine.update_weights(*self._published)
 
     async def _close(self, replica: _Replica) -> None:
@@ -459,10 +505,14 @@ class Router:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await replica.engine.__aexit__(None, None, None)
         except (EngineError, TimeoutError, OSError) as error:
-            logger.warning("engine %d did not close: %s", replica.number, error or type(error).__name__)
+            logger.warning(
+                "engine %d did not close: %s", replica.number, error or type(error).__name__
+            )
 
     async def _everywhere(self, what: str, act: Callable[[Engine], Awaitable[None]]) -> None:
-        """Run `act` to its end on all live replicas, then raise the first error that is not a death."""
+        """Run `act` to its end on all live replicas, then raise the first error that is not a
+        death.
+        """
         refused: list[EngineError | WeightsError] = []
 
         async def on(replica: _Replica, engine: Engine) -> None:
@@ -471,7 +521,11 @@ class Router:
             except EngineDeadError as error:
                 self._mark_dead(replica, engine, error)
             except (EngineError, WeightsError) as error:
-                refused.append(type(error)(f"{what} on engine {replica.number} of {len(self._replicas)}: {error}"))
+                refused.append(
+                    type(error)(
+                        f"{what} on engine {replica.number} of {len(self._replicas)}: {error}"
+                    )
+                )
 
         async with Flow(what) as flow:
             for replica in self._alive:
@@ -492,13 +546,17 @@ def _requests(replica: _Replica) -> set[Suspect]:
 
 
 def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
-    """The request for the tokens after `done`. Its positions start at 0 again, so it gets a new, derived seed."""
+    """The request for the tokens after `done`. Its positions start at 0 again, so it gets a new,
+    derived seed.
+    """
     sampled = len(done.token_ids)
     return replace(
         request,
         id=f"{request.id}+{sampled}",
         prompt_ids=np.concatenate([request.prompt_ids, done.token_ids]),
-        sampling=request.sampling.model_copy(update={"max_tokens": request.sampling.max_tokens - sampled}),
+        sampling=request.sampling.model_copy(
+            update={"max_tokens": request.sampling.max_tokens - sampled}
+        ),
         seed=derive_seed(request.seed, "rest", sampled) if sampled else request.seed,
         resumed=request.resumed + sampled,
     )

@@ -1,11 +1,13 @@
 """Which request occupies which slot of the KV cache, and what finished requests left there.
 
-A slot holds the KV of one token sequence. When a request finishes, its slot is *parked* with its tokens. The next turn
-of the same episode extends exactly these tokens and takes over the slot, so only its new tokens are computed. A
-request that states how much of its prompt is known finds its slot by session, at a cost that grows only with its new
-tokens; any other request finds its slot by its tokens. This module does only bookkeeping: it has no tensors.
+A slot holds the KV of one token sequence. When a request finishes, its slot is *parked* with its
+tokens. The next turn of the same episode extends exactly these tokens and takes over the slot, so
+only its new tokens are computed. A request that states how much of its prompt is known finds its
+slot by session, at a cost that grows only with its new tokens; any other request finds its slot by
+its tokens. This module does only bookkeeping: it has no tensors.
 
-A parked slot is held for a while for the request that will extend it: others may take it only after that.
+A parked slot is held for a while for the request that will extend it: others may take it only after
+that.
 """
 
 from collections import OrderedDict
@@ -35,7 +37,9 @@ class SlotTokens(GrowingInts):
         self._digest = self._hashed = 0
 
     def digest(self, length: int) -> int:
-        """The hash of the first `length` tokens. It continues from the last call, unless `length` is smaller now."""
+        """The hash of the first `length` tokens. It continues from the last call, unless `length`
+        is smaller now.
+        """
         if length < self._hashed:
             self._digest = self._hashed = 0
         if length > self._hashed:
@@ -47,7 +51,9 @@ class SlotTokens(GrowingInts):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A slot that holds the KV of the first `cached` tokens of a prompt; `tokens` is the whole prompt."""
+    """A slot that holds the KV of the first `cached` tokens of a prompt; `tokens` is the whole
+    prompt.
+    """
 
     slot: Slot
     cached: int
@@ -56,16 +62,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Until when a slot is held, on any clock that only grows, but not against requests that are more urgent."""
+    """Until when a slot is held, on any clock that only grows, but not against requests that are
+    more urgent.
+    """
 
     until: int = 0
     priority: int = 0
 
 
 class Openings:
-    """In which slot each prompt was computed last, so that a request with the same prompt can copy its KV.
+    """In which slot each prompt was computed last, so that a request with the same prompt can copy
+    its KV.
 
-    The members of a group have the same first prompt. A slot has one entry, so there are never more than slots.
+    The members of a group have the same first prompt. A slot has one entry, so there are never more
+    than slots.
     """
 
     def __init__(self) -> None:
@@ -84,7 +94,9 @@ class Openings:
         self._by_prompt[prompt] = slot, tokens
 
     def get(self, prompt: bytes) -> tuple[Slot, SlotTokens] | None:
-        """The slot, and the tokens that were in it: whether they still are is for the caller to check."""
+        """The slot, and the tokens that were in it: whether they still are is for the caller to
+        check.
+        """
         return self._by_prompt.get(prompt)
 
 
@@ -113,7 +125,9 @@ class SlotTable:
         self._by_key: dict[tuple[int, int], list[Slot]] = {}
         self._lengths: dict[int, int] = {}
         self.parks = 0
-        """How many slots have been parked so far: a prompt that extended none can extend one only after another."""
+        """How many slots have been parked so far: a prompt that extended none can extend one only
+        after another.
+        """
 
     @property
     def available(self) -> int:
@@ -121,11 +135,17 @@ class SlotTable:
         return len(self._empty) + len(self._parked)
 
     def not_held(self, against: Hold) -> int:
-        """How many slots are empty, or parked and no longer held against a request of this time and priority."""
-        return len(self._empty) + sum(not parked.is_held(against) for parked in self._parked.values())
+        """How many slots are empty, or parked and no longer held against a request of this time and
+        priority.
+        """
+        return len(self._empty) + sum(
+            not parked.is_held(against) for parked in self._parked.values()
+        )
 
     def known(self, prompt: IntArray, session: str, known: int) -> int:
-        """`known` if the session's parked slot has exactly that many tokens and the prompt begins with them, else 0."""
+        """`known` if the session's parked slot has exactly that many tokens and the prompt begins
+        with them, else 0.
+        """
         return known if self._slot_of(prompt, session, known) is not None else 0
 
     def take_known(self, prompt: IntArray, session: str, known: int) -> Place | None:
@@ -155,7 +175,9 @@ class SlotTable:
         return None
 
     def take_any(self, prompt: IntArray, against: Hold = _NO_HOLD) -> Place:
-        """Take an empty slot, else the one parked longest ago, if possible one not held; its tokens are forgotten."""
+        """Take an empty slot, else the one parked longest ago, if possible one not held; its tokens
+        are forgotten.
+        """
         if self._empty:
             slot = self._empty.pop()
         else:
@@ -164,7 +186,9 @@ class SlotTable:
             self._unpark(slot)
         return Place(slot, 0, SlotTokens(prompt))
 
-    def park(self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "", hold: Hold = _NO_HOLD) -> None:
+    def park(
+        self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "", hold: Hold = _NO_HOLD
+    ) -> None:
         """Release a slot that holds the KV of the first `cached` of `tokens`."""
         if not cached:
             self._empty.append(slot)
@@ -186,7 +210,9 @@ class SlotTable:
         self._lengths.clear()
 
     def parked(self, slot: Slot) -> tuple[SlotTokens, int] | None:
-        """The tokens of a parked slot, and of how many of them it holds the KV; None if it is not parked."""
+        """The tokens of a parked slot, and of how many of them it holds the KV; None if it is not
+        parked.
+        """
         found = self._parked.get(slot)
         return None if found is None else (found.tokens, found.cached)
 
@@ -196,7 +222,9 @@ class SlotTable:
             return None
         parked = self._parked[slot]
         tail = slice(max(0, known - _TAIL), known)
-        same = len(parked.tokens) == known and np.array_equal(parked.tokens.values[tail], prompt[tail])
+        same = len(parked.tokens) == known and np.array_equal(
+            parked.tokens.values[tail], prompt[tail]
+        )
         return slot if same and parked.cached < len(prompt) else None
 
     def _unpark(self, slot: Slot) -> _Parked:
@@ -228,9 +256,20 @@ _powers = _Powers()
 
 
 def prefix_hashes(tokens: IntArray) -> PrefixHashes:
-    """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens x slots)."""
+    """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens
+    x slots).
+    """
     values = tokens.astype(np.uint64) + np.uint64(1)
     return np.cumsum(values * _powers.first(len(tokens)), dtype=np.uint64)
 
 
-__all__ = ["Hold", "Openings", "Place", "PrefixHashes", "Slot", "SlotTable", "SlotTokens", "prefix_hashes"]
+__all__ = [
+    "Hold",
+    "Openings",
+    "Place",
+    "PrefixHashes",
+    "Slot",
+    "SlotTable",
+    "SlotTokens",
+    "prefix_hashes",
+]

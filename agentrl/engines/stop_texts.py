@@ -21,13 +21,17 @@ class Decodes(Protocol):
 
 
 class StopTexts:
-    """Watches the tokens of one completion. A text may end in the middle of a token, which is then the last one."""
+    """Watches the tokens of one completion. A text may end in the middle of a token, which is then
+    the last one.
+    """
 
     def __init__(self, tokenizer: Decodes, request: GenerateRequest) -> None:
         self._tokenizer = tokenizer
         self._texts = request.sampling.stop
         self._window = max(len(text.encode()) for text in self._texts) + _MARGIN
-        self._tail = request.prompt_ids[len(request.prompt_ids) - request.resumed :].tolist()[-self._window :]
+        self._tail = request.prompt_ids[len(request.prompt_ids) - request.resumed :].tolist()[
+            -self._window :
+        ]
 
     def ends(self, token: int) -> bool:
         """Add a token, and say whether the answer contains one of the texts now."""
@@ -56,8 +60,9 @@ class FolderTokenizer:
                 self._tokenizer = load_tokenizer(self._folder)
             except (OSError, ValueError) as error:
                 raise EngineError(
-                    f"request {request.id} has the stop texts {list(request.sampling.stop)}, but the tokenizer of "
-                    f"{self._folder} cannot be loaded: {error}. Write rollout.sampling.stop_token_ids instead"
+                    f"request {request.id} has the stop texts {list(request.sampling.stop)}, but"
+                    f" the tokenizer of {self._folder} cannot be loaded: {error}. Write"
+                    " rollout.sampling.stop_token_ids instead"
                 ) from error
         return StopTexts(self._tokenizer, request)
 

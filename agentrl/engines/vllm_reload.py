@@ -1,8 +1,9 @@
 """New weights for a model that vLLM serves, and what vLLM 0.32 would leave as it was.
 
-vLLM reloads a model in three steps: its layers accept weights in checkpoint form again, the model's loader fills them,
-and each layer is converted to the form that it computes in. Some layers would keep old weights without a word: experts
-and heads on CPUs, the experts and sinks of gpt-oss everywhere. `Reload` mends these, and refuses what is still old.
+vLLM reloads a model in three steps: its layers accept weights in checkpoint form again, the model's
+loader fills them, and each layer is converted to the form that it computes in. Some layers would
+keep old weights without a word: experts and heads on CPUs, the experts and sinks of gpt-oss
+everywhere. `Reload` mends these, and refuses what is still old.
 
 This module imports vLLM; imported only by `agentrl/engines/vllm_worker.py`.
 """
@@ -14,7 +15,10 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
@@ -22,7 +26,9 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Reload:
-    """Reloads one model, as often as it gets new weights: `begin`, `load_weights` with all of them, `finish`."""
+    """Reloads one model, as often as it gets new weights: `begin`, `load_weights` with all of them,
+    `finish`.
+    """
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
@@ -39,7 +45,9 @@ class Reload:
         self._kernels.remove(self._model)
 
     def load_weights(self, weights: Weights) -> None:
-        """Load some of the weights. vLLM's transfer engines call it by this name, as if it were the model's."""
+        """Load some of the weights. vLLM's transfer engines call it by this name, as if it were the
+        model's.
+        """
         self._model.load_weights(self._direct.replaced(weights))  # type: ignore[operator]
 
     def finish(self) -> None:
@@ -54,20 +62,25 @@ class Reload:
         _pack_tied_heads(self._model)
         if stale:
             raise RuntimeError(
-                f"vLLM's loader for {type(self._model).__name__} has left these parameters as they were: "
-                f"{', '.join(sorted(stale)[:5])}. Its logprobs would be of old weights: use engine=local"
+                f"vLLM's loader for {type(self._model).__name__} has left these parameters as they"
+                f" were: {', '.join(sorted(stale)[:5])}. Its logprobs would be of old weights: use"
+                " engine=local"
             )
 
 
 class _Parameters:
-    """The parameters of a model that serves, and the layers that hold each: two layers, if a head is tied."""
+    """The parameters of a model that serves, and the layers that hold each: two layers, if a head
+    is tied.
+    """
 
     def __init__(self) -> None:
         self._layers: dict[str, list[torch.nn.Module]] = {}
 
     @staticmethod
     def of(model: torch.nn.Module) -> "_Parameters":
-        """All that a checkpoint has. Attention layers have none: theirs are computed from other layers'."""
+        """All that a checkpoint has. Attention layers have none: theirs are computed from other
+        layers'.
+        """
         found, names = _Parameters(), dict[int, str]()
         for path, layer in model.named_modules():
             if is_deferred_attention_layer(layer):
@@ -84,14 +97,18 @@ class _Parameters:
 
 def _loaded(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
-    return not info.can_load() or info.load_numel > 0  # a layer that has all its weights is converted at once
+    return (
+        not info.can_load() or info.load_numel > 0
+    )  # a layer that has all its weights is converted at once
 
 
 class _DirectCopies:
-    """The weights of gpt-oss that vLLM's loader would copy past the layers that wait for them, where they are lost.
+    """The weights of gpt-oss that vLLM's loader would copy past the layers that wait for them,
+    where they are lost.
 
-    It copies stacks of experts and sinks straight into the parameters, which have no memory during a reload. Experts
-    that come one by one take the usual way. Sinks are copied here into the parameters that are put back later.
+    It copies stacks of experts and sinks straight into the parameters, which have no memory during
+    a reload. Experts that come one by one take the usual way. Sinks are copied here into the
+    parameters that are put back later.
     """
 
     def __init__(self) -> None:
@@ -107,7 +124,9 @@ class _DirectCopies:
         found = _DirectCopies()
         if isinstance(model, GptOssForCausalLM):
             found._mapper = model.hf_to_vllm_mapper
-            found._sinks = {name: one for name, one in model.named_parameters() if name.endswith(".sinks")}
+            found._sinks = {
+                name: one for name, one in model.named_parameters() if name.endswith(".sinks")
+            }
         return found
 
     def replaced(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,11 +135,15 @@ class _DirectCopies:
             own = self._mapper and self._mapper.map_name(name)
             if own in self._sinks:
                 sinks = self._sinks[own].data
-                sinks.copy_(weight.narrow(0, get_tensor_model_parallel_rank() * len(sinks), len(sinks)))
+                sinks.copy_(
+                    weight.narrow(0, get_tensor_model_parallel_rank() * len(sinks), len(sinks))
+                )
                 self.copied.add(own)
             elif self._mapper and ".mlp.experts." in name:
                 before, after = name.split(".mlp.experts.")
-                yield from ((f"{before}.mlp.experts.{i}.{after}", expert) for i, expert in enumerate(weight))
+                yield from (
+                    (f"{before}.mlp.experts.{i}.{after}", expert) for i, expert in enumerate(weight)
+                )
             else:
                 yield name, weight
 
@@ -128,8 +151,9 @@ class _DirectCopies:
 class _ExpertKernels:
     """The kernels of layers with experts, removed while weights are loaded.
 
-    On a CPU, vLLM 0.32 packs the weights of experts when it makes a layer's kernel. Where there is a kernel already, it
-    leaves reloaded weights unpacked, and computes with them as if they were packed. Without one it makes another.
+    On a CPU, vLLM 0.32 packs the weights of experts when it makes a layer's kernel. Where there is
+    a kernel already, it leaves reloaded weights unpacked, and computes with them as if they were
+    packed. Without one it makes another.
     """
 
     def __init__(self) -> None:
@@ -156,8 +180,8 @@ class _ExpertKernels:
 def _pack_tied_heads(model: torch.nn.Module) -> None:
     """Repack heads that are tied to the embedding.
 
-    On a CPU, each linear layer keeps a packed copy of its weights. vLLM 0.32 repacks the layers that it reloads, but
-    does not reload a tied head, which would keep using its old copy.
+    On a CPU, each linear layer keeps a packed copy of its weights. vLLM 0.32 repacks the layers
+    that it reloads, but does not reload a tied head, which would keep using its old copy.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):

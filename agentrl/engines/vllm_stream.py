@@ -1,10 +1,12 @@
-"""Weights streamed from tensors of this process into vLLM's workers, by vLLM's own transfer engines.
+"""Weights streamed from tensors of this process into vLLM's workers, by vLLM's own transfer
+engines.
 
-vLLM's transfer has two sides: an engine in each worker (`agentrl/engines/vllm_worker.py`), and a sender at the trainer
-that drives the update. Here the sender runs in threads of the driver. `nccl` and `ipc` are vLLM's own backends for
-GPUs, and have never been run here, for lack of a GPU. `gloo` is the counterpart of `nccl` for CPUs, with vLLM's own
-handshake and sending loop; its test covers our code, which all three share. All of them load in place: an update that
-fails midway loses the engine.
+vLLM's transfer has two sides: an engine in each worker (`agentrl/engines/vllm_worker.py`), and a
+sender at the trainer that drives the update. Here the sender runs in threads of the driver. `nccl`
+and `ipc` are vLLM's own backends for GPUs, and have never been run here, for lack of a GPU. `gloo`
+is the counterpart of `nccl` for CPUs, with vLLM's own handshake and sending loop; its test covers
+our code, which all three share. All of them load in place: an update that fails midway loses the
+engine.
 
 Imports vLLM; imported only by an entered `VllmEngine`.
 """
@@ -28,8 +30,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_payload
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    worker_init_payload,
+)
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLTrainerInitInfo,
+    NCCLTrainerWeightTransferEngine,
+)
 
 from agentrl.engines.vllm_worker import gloo_group
 
@@ -63,8 +71,15 @@ class WeightStream:
         info: TrainerInitInfo = IPCTrainerInitInfo(rank=0)
         if self._backend != "ipc":
             kind = NCCLTrainerInitInfo if self._backend == "nccl" else GlooInitInfo
-            info = kind(rank=0, master_address="127.0.0.1", master_port=_free_port(), world_size=1 + self._workers)
-        return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
+            info = kind(
+                rank=0,
+                master_address="127.0.0.1",
+                master_port=_free_port(),
+                world_size=1 + self._workers,
+            )
+        return WeightTransferTrainerFactory.trainer_init(
+            info, client=self._client, source=self._source
+        )
 
 
 class _Client:
@@ -99,7 +114,10 @@ class _Source(WeightSource):  # type: ignore[misc]
         self._device = device
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+        return [
+            ParamMeta(name, weight.dtype, tuple(weight.shape))
+            for name, weight in self.weights.items()
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, weight.detach().to(self._device)) for name, weight in self.weights.items())
@@ -118,7 +136,9 @@ class GlooSender(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
     group: Any
 
     @classmethod
-    def trainer_init(cls, init_info: GlooInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:
+    def trainer_init(
+        cls, init_info: GlooInitInfo, *, client: Any, source: WeightSource | None = None
+    ) -> Self:
         """Connect to the workers."""
         sender = cls(client=client, source=source, packed=False)
         info = NCCLWeightTransferInitInfo(

@@ -1,7 +1,8 @@
 """agentrl's code inside vLLM: it loads new weights, ends orphaned workers, and sums up statistics.
 
-This module imports vLLM and is imported only by an entered `VllmEngine` and, by name (`worker_extension_cls`), by
-vLLM's worker processes, where the import registers the weight transfer backends.
+This module imports vLLM and is imported only by an entered `VllmEngine` and, by name
+(`worker_extension_cls`), by vLLM's worker processes, where the import registers the weight transfer
+backends.
 """
 
 import os
@@ -61,7 +62,9 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     init_info_cls = NoInit
     update_info_cls = BundleInfo
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reload = Reload(model, self.model_config)
         _begin_worker(vllm_config)
@@ -76,7 +79,9 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the weights; the copy is complete when this returns."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # vLLM's own version always synchronises, which fails on a CPU
+        if (
+            self.device.type != "cpu"
+        ):  # vLLM's own version always synchronises, which fails on a CPU
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BundleInfo) -> None:
@@ -95,7 +100,9 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
 class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     """vLLM's NCCL engine, in a process that ends with the driver."""
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reload = Reload(model, self.model_config)
         _begin_worker(vllm_config)
@@ -103,7 +110,9 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """See `Reload`."""
         self._reload.begin()
-        self.model = self._reload  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
+        self.model = (
+            self._reload
+        )  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
@@ -111,7 +120,9 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class GlooWeights(NcclWeights):
-    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate gloo group."""
+    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate
+    gloo group.
+    """
 
     group: Any = None
 
@@ -129,7 +140,9 @@ class GlooWeights(NcclWeights):
         """Load each weight as it arrives, in the sender's order."""
 
         def received() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            for name, dtype, shape in zip(
+                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
+            ):
                 weight = torch.empty(shape, dtype=getattr(torch, dtype))
                 self.group.broadcast([weight], dist.BroadcastOptions()).wait()
                 yield name, weight
@@ -144,7 +157,9 @@ class GlooWeights(NcclWeights):
 class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
     """vLLM's IPC engine, in a process that ends with the driver."""
 
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reload = Reload(model, self.model_config)
         _begin_worker(vllm_config)
@@ -152,7 +167,9 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """See `Reload`."""
         self._reload.begin()
-        self.model = self._reload  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
+        self.model = (
+            self._reload
+        )  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
@@ -164,10 +181,14 @@ def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
     timeout = timedelta(seconds=_GLOO_SECONDS)
     place = (info.master_address, info.master_port)
     if rank == 0:
-        with socket.socket() as meeting:  # a store that makes its socket itself listens on all interfaces
+        with (
+            socket.socket() as meeting
+        ):  # a store that makes its socket itself listens on all interfaces
             meeting.bind(place)
             listener = meeting.detach()
-        store = TCPStore(*place, info.world_size, is_master=True, timeout=timeout, master_listen_fd=listener)
+        store = TCPStore(
+            *place, info.world_size, is_master=True, timeout=timeout, master_listen_fd=listener
+        )
     else:
         store = TCPStore(*place, info.world_size, is_master=False, timeout=timeout)
     return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
@@ -176,12 +197,16 @@ def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
 def _begin_worker(vllm_config: Any) -> None:
     """Set up a worker process."""
     if current_platform.is_cpu() and vllm_config.model_config.enforce_eager:
-        torch._dynamo.config.disable = True  # else vLLM still compiles its sampler, which takes seconds
+        torch._dynamo.config.disable = (
+            True  # else vLLM still compiles its sampler, which takes seconds
+        )
     _die_with(int(vllm_config.additional_config[DRIVER_PID]))
 
 
 def _die_with(driver: int) -> None:
-    """End this process and its parent, the engine core, when the driver dies; vLLM does not. Linux only."""
+    """End this process and its parent, the engine core, when the driver dies; vLLM does not. Linux
+    only.
+    """
     if sys.platform != "linux":
         return
     handle = os.pidfd_open(driver)
@@ -217,12 +242,18 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self._cleared = 0
 
     def cleared(self) -> None:
-        """Note that all KV was dropped: vLLM will report running requests as preempted, though not for lack of room."""
+        """Note that all KV was dropped: vLLM will report running requests as preempted, though not
+        for lack of room.
+        """
         self._cleared += self.running
         self.running, self.kv_use = 0, 0.0
 
     def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
     ) -> None:
         """Called by vLLM with the statistics of one step."""
         if scheduler_stats is not None:
@@ -240,7 +271,9 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Nothing to log."""
 
 
-for _kind, _engine in zip(BACKENDS, (BundledWeights, GlooWeights, NcclWeights, IpcWeights), strict=True):
+for _kind, _engine in zip(
+    BACKENDS, (BundledWeights, GlooWeights, NcclWeights, IpcWeights), strict=True
+):
     WeightTransferEngineFactory.register_engine(BACKENDS[_kind], _engine)
 
 __all__ = ["BACKENDS", "DRIVER_PID", "BundledWeights", "Counters", "WorkerExtension"]

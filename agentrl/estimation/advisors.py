@@ -1,10 +1,12 @@
-"""The models that an algorithm may need beside the trained one: a reference, and a critic that is trained with it.
+"""The models that an algorithm may need beside the trained one: a reference, and a critic that is
+trained with it.
 
     batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns ──▶ critic: step ──▶ the trainer's batch
 
-Each is a trainer with its own model, configured by the section `reference` or `critic`. The reference is never
-trained, and may be served by an engine instead (`agentrl/estimation/teacher.py`). Every checkpoint holds the critic in the folder
-`critic`, and the episodes that it may learn from again in the folder `replay`.
+Each is a trainer with its own model, configured by the section `reference` or `critic`. The
+reference is never trained, and may be served by an engine instead
+(`agentrl/estimation/teacher.py`). Every checkpoint holds the critic in the folder `critic`, and the
+episodes that it may learn from again in the folder `replay`.
 """
 
 import asyncio
@@ -19,7 +21,15 @@ from agentrl.batch import TrainBatch
 from agentrl.estimation.episode_buffer import Replay
 from agentrl.estimation.teacher import Teacher
 from agentrl.estimation.value_points import questions
-from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict, begin_save, saved
+from agentrl.protocols import (
+    ActorCritic,
+    Algorithm,
+    Estimate,
+    PreparesBatch,
+    SupportsPredict,
+    begin_save,
+    saved,
+)
 from agentrl.rounding import ROUNDING_OF_SINGLES, constant
 from agentrl.trajectory import Group
 
@@ -29,10 +39,11 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True)
 class CriticTraining:
-    """How a critic is trained beside the policy: `updates` times in each step, each time with new targets.
+    """How a critic is trained beside the policy: `updates` times in each step, each time with new
+    targets.
 
-    With a `replay`, it learns from episodes of earlier steps too. In the first `warmup` steps it learns alone: the
-    policy's batches have the weight 0.
+    With a `replay`, it learns from episodes of earlier steps too. In the first `warmup` steps it
+    learns alone: the policy's batches have the weight 0.
     """
 
     updates: int = 1
@@ -46,7 +57,9 @@ ON_NEWEST = CriticTraining()
 
 @dataclass(frozen=True, slots=True)
 class Advisors:
-    """What a batch goes through before it is trained on: the reference and the critic of a run, where it has them."""
+    """What a batch goes through before it is trained on: the reference and the critic of a run,
+    where it has them.
+    """
 
     algorithm: Algorithm
     reference: SupportsPredict | None = None
@@ -78,13 +91,17 @@ class Advisors:
     async def advise(
         self, batch: TrainBatch, step: int = 0, groups: Sequence[Group] = ()
     ) -> tuple[TrainBatch, Mapping[str, float]]:
-        """Add the reference's logprobs and the critic's advantages to a batch of `groups`, and train the critic on it.
+        """Add the reference's logprobs and the critic's advantages to a batch of `groups`, and
+        train the critic on it.
 
-        Returns the new batch and the metrics of the critic's first update. Among these, `critic/explained_variance` is
-        1 if the values equal the returns, and 0 if every value is the mean return.
+        Returns the new batch and the metrics of the critic's first update. Among these,
+        `critic/explained_variance` is 1 if the values equal the returns, and 0 if every value is
+        the mean return.
         """
         if self.reference is not None:
-            batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch.uncredited()))
+            batch = replace(
+                batch, reference_logprobs_N=await self.reference.predict(batch.uncredited())
+            )
         if isinstance(self.algorithm, PreparesBatch):
             batch = self.algorithm.prepared(batch)
         if self.critic is None or not isinstance(self.algorithm, ActorCritic):
@@ -101,13 +118,27 @@ class Advisors:
         return advised, metrics
 
     async def _update(
-        self, critic: SupportsPredict, algorithm: ActorCritic, batch: TrainBatch, step: int, update: int
+        self,
+        critic: SupportsPredict,
+        algorithm: ActorCritic,
+        batch: TrainBatch,
+        step: int,
+        update: int,
     ) -> tuple[FloatArray, Mapping[str, float]]:
-        """Ask the critic about a batch and train it. Returns the batch's advantages by its answers, and its metrics."""
+        """Ask the critic about a batch and train it. Returns the batch's advantages by its answers,
+        and its metrics.
+        """
         replay = self.training.replay
-        seen = batch if replay is None else await asyncio.to_thread(replay.with_earlier, step, batch, update)
+        seen = (
+            batch
+            if replay is None
+            else await asyncio.to_thread(replay.with_earlier, step, batch, update)
+        )
         asked = await asyncio.to_thread(
-            questions, seen, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps
+            questions,
+            seen,
+            answers=getattr(algorithm, "values_answers", False),
+            ends=algorithm.bootstraps,
         )
         answered, values_N, ends_M = asked.answered(await critic.predict(asked.asked))
         estimate = algorithm.estimate(answered, values_N, ends_M)
@@ -115,11 +146,19 @@ class Advisors:
         if replay is not None:
             lesson = await asyncio.to_thread(replay.mixed, step, lesson, update)
         metrics = await critic.step(lesson, algorithm.value_loss, float(answered.num_loss_tokens))
-        reported = {f"critic/{name}": value for name, value in metrics.items() if not name.startswith("logprob_gap")}
+        reported = {
+            f"critic/{name}": value
+            for name, value in metrics.items()
+            if not name.startswith("logprob_gap")
+        }
         taught_N = estimate.weights_N != 0
-        reported["critic/explained_variance"] = explained_variance(values_N[taught_N], estimate.returns_N[taught_N])
+        reported["critic/explained_variance"] = explained_variance(
+            values_N[taught_N], estimate.returns_N[taught_N]
+        )
         if replay is not None:
-            reported["critic/earlier_episodes"] = float(seen.trajectories_M.max() - batch.trajectories_M.max())
+            reported["critic/earlier_episodes"] = float(
+                seen.trajectories_M.max() - batch.trajectories_M.max()
+            )
         return estimate.advantages_N[asked.own_N][: batch.num_loss_tokens], reported
 
     async def save(self, folder: Path) -> None:
@@ -149,7 +188,12 @@ class Advisors:
 
 def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:
     """What a critic is trained on: the tokens before which it learns what to expect."""
-    lesson = replace(batch, advantages_N=estimate.returns_N, rollout_logprobs_N=values_N, weights_N=estimate.weights_N)
+    lesson = replace(
+        batch,
+        advantages_N=estimate.returns_N,
+        rollout_logprobs_N=values_N,
+        weights_N=estimate.weights_N,
+    )
     if estimate.weights_N.all():
         return lesson
     taught_S = batch.loss_mask_S.copy()

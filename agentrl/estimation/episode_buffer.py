@@ -30,12 +30,16 @@ _KEPT = (
     "truncated_M",
     "groups_M",
 )
-"""What a critic needs of a batch, besides `tails_M`. Logprobs, advantages and supports are the policy's."""
+"""What a critic needs of a batch, besides `tails_M`. Logprobs, advantages and supports are the
+policy's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
-    """The batch of a step, as far as a critic needs it. `tasks` are the ids of its groups' tasks, by group number."""
+    """The batch of a step, as far as a critic needs it. `tasks` are the ids of its groups' tasks,
+    by group number.
+    """
 
     step: int
     batch: TrainBatch
@@ -43,11 +47,12 @@ class PlayedStep:
 
 
 class Replay:
-    """The episodes of the last `steps` steps. Each update of a critic draws `per_new` of them for each new one.
+    """The episodes of the last `steps` steps. Each update of a critic draws `per_new` of them for
+    each new one.
 
-    What is drawn depends on `seed`, the step, the update's number and what is kept, so a resumed run draws what it
-    would have drawn without the stop. `reused` is called with the step and the ids of the tasks of what is drawn
-    (`Ledger.reused`).
+    What is drawn depends on `seed`, the step, the update's number and what is kept, so a resumed
+    run draws what it would have drawn without the stop. `reused` is called with the step and the
+    ids of the tasks of what is drawn (`Ledger.reused`).
     """
 
     def __init__(
@@ -73,7 +78,8 @@ class Replay:
         self._kept.append(PlayedStep(step, kept, tuple(tasks)))
 
     def with_earlier(self, step: int, batch: TrainBatch, update: int = 0) -> TrainBatch:
-        """The batch of a step, and after it whole trajectories of earlier steps, drawn evenly without repetition.
+        """The batch of a step, and after it whole trajectories of earlier steps, drawn evenly
+        without repetition.
 
         The weight of their tokens is 0, as the policy does not learn from them.
         """
@@ -94,7 +100,9 @@ class Replay:
         return TrainBatch.joined(parts)
 
     def mixed(self, step: int, batch: TrainBatch, update: int = 0) -> TrainBatch:
-        """The samples of a batch in a random order, so that each of a critic's minibatches has new and earlier ones."""
+        """The samples of a batch in a random order, so that each of a critic's minibatches has new
+        and earlier ones.
+        """
         return batch.ordered(self._generator(step, update).permutation(batch.num_samples).tolist())
 
     def _generator(self, step: int, update: int) -> np.random.Generator:
@@ -102,11 +110,18 @@ class Replay:
 
     def save(self, folder: Path) -> None:
         """Write all that is kept into a checkpoint."""
-        arrays: dict[str, Any] = {"tasks": np.array(json.dumps([(one.step, one.tasks) for one in self._kept]))}
+        arrays: dict[str, Any] = {
+            "tasks": np.array(json.dumps([(one.step, one.tasks) for one in self._kept]))
+        }
         for played in self._kept:
-            tails = {"tails": played.batch.tails_M.values, "tail_lengths": played.batch.tails_M.lengths}
+            tails = {
+                "tails": played.batch.tails_M.values,
+                "tail_lengths": played.batch.tails_M.lengths,
+            }
             fields = {name: getattr(played.batch, name) for name in _KEPT}
-            arrays |= {f"{played.step}/{name}": array for name, array in {**fields, **tails}.items()}
+            arrays |= {
+                f"{played.step}/{name}": array for name, array in {**fields, **tails}.items()
+            }
         (folder / REPLAY_FOLDER).mkdir(parents=True)
         np.savez(folder / REPLAY_FOLDER / _FILE, **arrays)
 
@@ -119,8 +134,8 @@ class Replay:
         path = folder / REPLAY_FOLDER / _FILE
         if not path.is_file():
             raise CheckpointError(
-                f"{path} is missing: the checkpoint was written by a recipe without a replay. Resume the run with that "
-                "recipe, or start another one with run_dir=ANOTHER"
+                f"{path} is missing: the checkpoint was written by a recipe without a replay."
+                " Resume the run with that recipe, or start another one with run_dir=ANOTHER"
             )
         self._kept.clear()
         with np.load(path, allow_pickle=False) as arrays:

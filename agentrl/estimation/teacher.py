@@ -2,8 +2,8 @@
 
     batch ──▶ samples, a few at a time ──▶ engine: score ──▶ logprobs of the loss tokens
 
-It is a `reference` served by an engine instead of a trainer: with continuous batching, on other devices than the
-trainer's, and by more than one replica.
+It is a `reference` served by an engine instead of a trainer: with continuous batching, on other
+devices than the trainer's, and by more than one replica.
 """
 
 from pathlib import Path
@@ -27,13 +27,14 @@ class TeacherConfig(Settings):
     """Which model teaches, and the engine that serves it."""
 
     model: Path | None = None
-    """Folder of the teacher, with the same tokenizer; by default the model that the run began with."""
+    """Folder of the teacher, with the same tokenizer; by default the model that the run began with.
+    """
     refresh: int = Field(0, ge=0)
-    """Load the trained weights at every version divisible by this number: the policy then learns from an earlier self
-    (self-distillation). 0 means never."""
+    """Load the trained weights at every version divisible by this number: the policy then learns
+    from an earlier self (self-distillation). 0 means never."""
     engine: Annotated[dict[str, Any], BeforeValidator(_named)] = Field(default_factory=dict)
-    """`name` and settings of the teacher's engine; the others are those of the section `engine`, if it has the same
-    name."""
+    """`name` and settings of the teacher's engine; the others are those of the section `engine`, if
+    it has the same name."""
     concurrency: int = Field(64, gt=0)
     """Most samples that are scored at once."""
 
@@ -45,20 +46,23 @@ class TeacherConfig(Settings):
 
 
 class Teacher:
-    """Asks an engine about the loss tokens of batches, at the temperature that they were sampled with.
+    """Asks an engine about the loss tokens of batches, at the temperature that they were sampled
+    with.
 
     `seconds` is the deadline of each sample; at most `concurrency` of them are asked about at once.
     """
 
-    def __init__(self, engine: SupportsScore, *, temperature: float, seconds: float, concurrency: int) -> None:
+    def __init__(
+        self, engine: SupportsScore, *, temperature: float, seconds: float, concurrency: int
+    ) -> None:
         self._engine = engine
         self._temperature = temperature
         self._seconds = seconds
         self._concurrency = concurrency
 
     async def logprobs(self, batch: TrainBatch) -> FloatArray:
-        """The teacher's logprob of each loss token, after the tokens before it in its sample; shape N. NaN for those of
-        a sample that engines have died of twice.
+        """The teacher's logprob of each loss token, after the tokens before it in its sample; shape
+        N. NaN for those of a sample that engines have died of twice.
 
         Raises:
             EngineError: the engine cannot score a sample, or changed its weights meanwhile.
@@ -76,7 +80,9 @@ class Teacher:
                 if not len(wanted):
                     continue
                 first, stop = int(wanted[0]), int(wanted[-1]) + 1
-                request = ScoreRequest(f"teacher/{number}", sample.tokens_S[:stop], first, self._temperature)
+                request = ScoreRequest(
+                    f"teacher/{number}", sample.tokens_S[:stop], first, self._temperature
+                )
                 try:
                     with deadline("engine", "score", self._seconds):
                         scores = await self._engine.score(request)
@@ -84,7 +90,10 @@ class Teacher:
                     found[number] = np.full(len(wanted), np.nan, np.float32)
                     continue
                 if np.isnan(scores.logprobs).any():
-                    raise EngineError(f"the teacher's engine says NaN of {request.id}: look at the teacher's weights")
+                    raise EngineError(
+                        f"the teacher's engine says NaN of {request.id}: look at the teacher's"
+                        " weights"
+                    )
                 found[number] = scores.logprobs[wanted - first]
                 versions.add(scores.policy_version)
 
@@ -92,7 +101,10 @@ class Teacher:
             for number in range(min(self._concurrency, len(samples))):
                 flow.start(ask(), name=str(number))
         if len(versions) > 1:
-            raise EngineError(f"the teacher's engines served several versions within one batch: {sorted(versions)}")
+            raise EngineError(
+                "the teacher's engines served several versions within one batch:"
+                f" {sorted(versions)}"
+            )
         return np.concatenate(found)
 
 

@@ -1,10 +1,12 @@
-"""Where a critic is asked about a batch: before its loss tokens, after its answers, and at the ends of episodes.
+"""Where a critic is asked about a batch: before its loss tokens, after its answers, and at the ends
+of episodes.
 
      prompt ▸ answer ▸ prompt ▸ answer ▸ tail ▸
             V        Q        V        Q      end
 
-A critic predicts the return that it expects *before* a token. So it is asked after an answer, or at an end, by one more
-loss token there. Which token that is does not matter, as nothing before it attends to it.
+A critic predicts the return that it expects *before* a token. So it is asked after an answer, or at
+an end, by one more loss token there. Which token that is does not matter, as nothing before it
+attends to it.
 
 Dimension suffixes: as in `agentrl/batch.py`.
 """
@@ -21,9 +23,9 @@ from agentrl.batch import TrainBatch
 class Questions:
     """What a critic is asked about a batch: before each loss token of `asked`.
 
-    `lesson` has the questions that it learns from, which are all but those at the ends. `lesson_N` and `ends_N` say
-    which loss tokens of `asked` are in the lesson, and which are at an end; `own_N`, which of the lesson's are the
-    batch's own.
+    `lesson` has the questions that it learns from, which are all but those at the ends. `lesson_N`
+    and `ends_N` say which loss tokens of `asked` are in the lesson, and which are at an end;
+    `own_N`, which of the lesson's are the batch's own.
     """
 
     asked: TrainBatch
@@ -33,7 +35,8 @@ class Questions:
     ends_N: MaskArray
 
     def answered(self, values_N: FloatArray) -> tuple[TrainBatch, FloatArray, FloatArray]:
-        """The lesson, its values, and by sample those after truncated trajectories, 0 for other samples.
+        """The lesson, its values, and by sample those after truncated trajectories, 0 for other
+        samples.
 
         `values_N` are the answers to all questions.
         """
@@ -46,10 +49,10 @@ class Questions:
 def questions(batch: TrainBatch, *, answers: bool, ends: bool) -> Questions:
     """The loss tokens of a batch, and more of them for a critic.
 
-    With `answers`, there is one after the last loss token of each turn: the value before it is that of the answer,
-    before the environment has replied. With `ends`, there is one after each truncated trajectory and the tokens that
-    would have been answered next (`tails_M`): the value before it is that of the end. Without such tokens, the last
-    answer's is the end's too.
+    With `answers`, there is one after the last loss token of each turn: the value before it is that
+    of the answer, before the environment has replied. With `ends`, there is one after each
+    truncated trajectory and the tokens that would have been answered next (`tails_M`): the value
+    before it is that of the end. Without such tokens, the last answer's is the end's too.
     """
     cut_M = batch.truncated_M & ends
     if not answers and not cut_M.any():
@@ -70,7 +73,10 @@ def questions(batch: TrainBatch, *, answers: bool, ends: bool) -> Questions:
 def _added(tails_M: Ragged, cut_M: MaskArray, *, answers: bool) -> Ragged:
     """What is added to each sample: the tail of one that was cut, and a token to ask before."""
     counts_M = tails_M.lengths * cut_M + (cut_M | answers)
-    tokens, is_tail = np.zeros(int(counts_M.sum()), np.int32), np.ones(int(counts_M.sum()), np.bool_)
+    tokens, is_tail = (
+        np.zeros(int(counts_M.sum()), np.int32),
+        np.ones(int(counts_M.sum()), np.bool_),
+    )
     is_tail[np.cumsum(counts_M)[counts_M > 0] - 1] = False
     tokens[is_tail] = tails_M.values[cut_M[tails_M.row_of_value()]]
     return Ragged(tokens, counts_M)

@@ -15,14 +15,15 @@ def cache_folder() -> Path:
 
 
 def prepare_caches() -> None:
-    """Set where this process, and all that it starts, keep caches: if nothing can be written into the user's folder,
-    in the folder for temporary files. This is said then.
+    """Set where this process, and all that it starts, keep caches: if nothing can be written into
+    the user's folder, in the folder for temporary files. This is said then.
     """
     wanted = cache_folder()
     if (problem := _unwritable(wanted)) is not None:
         instead = _private_folder()
         logger.warning(
-            "nothing can be written into %s (%s): caches go into %s; XDG_CACHE_HOME names another folder",
+            "nothing can be written into %s (%s): caches go into %s; XDG_CACHE_HOME names another"
+            " folder",
             wanted,
             problem,
             instead,
@@ -33,7 +34,8 @@ def prepare_caches() -> None:
         os.environ["XDG_CACHE_HOME"] = str(instead)
         os.environ.setdefault("XDG_CONFIG_HOME", str(instead / "config"))
         os.environ.setdefault("TRITON_HOME", str(instead))
-    # PyTorch makes this folder when it is imported, and otherwise in the folder for temporary files.
+    # PyTorch makes this folder when it is imported, and otherwise in the folder for temporary
+    # files.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
 
 
@@ -55,7 +57,9 @@ def _unwritable(folder: Path) -> str | None:
 
 
 def _private_folder() -> Path:
-    """A folder of this user for temporary files, the same each time: Python code is imported from it."""
+    """A folder of this user for temporary files, the same each time: Python code is imported from
+    it.
+    """
     folder = Path(tempfile.gettempdir()) / f"agentrl-cache-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -1,6 +1,8 @@
-"""Files and folders that are complete or absent, even if the process is killed or the machine loses power.
+"""Files and folders that are complete or absent, even if the process is killed or the machine loses
+power.
 
-They are written under a temporary name, flushed to disk, and then renamed, which file systems do atomically.
+They are written under a temporary name, flushed to disk, and then renamed, which file systems do
+atomically.
 """
 
 import functools
@@ -32,8 +34,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def new_unfinished(path: Path) -> Path:
-    """The temporary name of a folder to fill, for `finish_folder`. What a killed process left there is removed, or gets
-    another name.
+    """The temporary name of a folder to fill, for `finish_folder`. What a killed process left there
+    is removed, or gets another name.
     """
     there = unfinished(path)
     remove_left(there)
@@ -43,7 +45,8 @@ def new_unfinished(path: Path) -> Path:
 
 
 def finish_folder(path: Path) -> None:
-    """Rename the folder `unfinished(path)` to `path`. This is slow, as its whole content is flushed to disk first.
+    """Rename the folder `unfinished(path)` to `path`. This is slow, as its whole content is flushed
+    to disk first.
 
     Raises:
         OSError: `path` is a folder already, and not empty.
@@ -58,7 +61,8 @@ def finish_folder(path: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Remove a folder. It is renamed first, so `path` is never an incomplete folder.
 
-    If it cannot be removed, this is said, and nothing is raised: it stays as it is, or under a temporary name.
+    If it cannot be removed, this is said, and nothing is raised: it stays as it is, or under a
+    temporary name.
     """
     away = unfinished(path)
     remove_left(away)
@@ -71,7 +75,9 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_left(path: Path) -> None:
-    """Remove a file or a folder, if it is there. If it cannot be removed, this is said, and nothing is raised."""
+    """Remove a file or a folder, if it is there. If it cannot be removed, this is said, and nothing
+    is raised.
+    """
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -92,7 +98,9 @@ def remove_unfinished(folder: Path) -> None:
 @functools.cache
 def _say_it_stays(path: Path, why: str | None) -> None:
     """Warn of something that cannot be removed, once."""
-    logger.warning("%s cannot be removed (%s): it stays for now, and is tried again later", path, why)
+    logger.warning(
+        "%s cannot be removed (%s): it stays for now, and is tried again later", path, why
+    )
 
 
 def _free(path: Path) -> Path:

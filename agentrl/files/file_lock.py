@@ -28,8 +28,8 @@ _SILENT_SECONDS = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a lock: its id, its start in clock ticks, and where ids mean anything (`machine`: one
-    boot of one kernel, and one namespace).
+    """The process that holds a lock: its id, its start in clock ticks, and where ids mean anything
+    (`machine`: one boot of one kernel, and one namespace).
     """
 
     pid: int
@@ -43,7 +43,9 @@ class Holder:
     def this(cls) -> "Holder":
         """This process, from now on."""
         since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
-        return cls(os.getpid(), _started(os.getpid()) or "", _machine(), socket.gethostname(), since)
+        return cls(
+            os.getpid(), _started(os.getpid()) or "", _machine(), socket.gethostname(), since
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since} UTC,"
@@ -52,10 +54,11 @@ class Holder:
 class FileLock:
     """An exclusive lock of the kernel (`flock`) on a file, which is made, or on a folder.
 
-    The kernel frees it when the process ends, however it ends. Where the file system has no locks, this is said once,
-    and a file (`marker`; by default PATH.holder) that only one process can make takes their place. Its holder renews
-    it, and it counts no more when the holder is dead: at once on this machine, and elsewhere when it has not been
-    renewed for three minutes of the file system's own clock.
+    The kernel frees it when the process ends, however it ends. Where the file system has no locks,
+    this is said once, and a file (`marker`; by default PATH.holder) that only one process can make
+    takes their place. Its holder renews it, and it counts no more when the holder is dead: at once
+    on this machine, and elsewhere when it has not been renewed for three minutes of the file
+    system's own clock.
     """
 
     def __init__(self, path: Path, marker: Path | None = None) -> None:
@@ -124,8 +127,12 @@ class FileLock:
                 return False
             else:
                 self._released.wait(_ASK_AGAIN_SECONDS)
-        self._descriptor = os.open(self._marker, os.O_RDWR)  # renewed through this, as its folder may be renamed
-        signs = threading.Thread(target=self._give_signs, args=(self._descriptor,), name="sign-of-life", daemon=True)
+        self._descriptor = os.open(
+            self._marker, os.O_RDWR
+        )  # renewed through this, as its folder may be renamed
+        signs = threading.Thread(
+            target=self._give_signs, args=(self._descriptor,), name="sign-of-life", daemon=True
+        )
         signs.start()
         return True
 
@@ -149,7 +156,9 @@ class FileLock:
         return True
 
     def _set_aside(self, dead: Holder | None) -> None:
-        """Remove the marker of a dead process, unless another process was faster and this is its own already."""
+        """Remove the marker of a dead process, unless another process was faster and this is its
+        own already.
+        """
         aside = self._marker.with_name(f"{self._marker.name}.{uuid.uuid4().hex}")
         with suppress(FileNotFoundError):
             self._marker.rename(aside)
@@ -163,7 +172,9 @@ class FileLock:
             try:
                 os.utime(marker)
             except OSError as error:
-                logger.warning("%s cannot be renewed, so others may take the lock: %s", self._marker, error)
+                logger.warning(
+                    "%s cannot be renewed, so others may take the lock: %s", self._marker, error
+                )
                 return
 
 
@@ -195,8 +206,8 @@ def has_record_locks(folder: Path) -> bool:
 @functools.cache
 def _warn(device: int, folder: Path, why: str | None) -> None:
     logger.warning(
-        "the file system of %s has no locks (flock: %s): files named .holder keep other processes out. If one is left "
-        "by a machine that is gone, it counts no more after three minutes",
+        "the file system of %s has no locks (flock: %s): files named .holder keep other processes"
+        " out. If one is left by a machine that is gone, it counts no more after three minutes",
         folder,
         why,
     )
@@ -218,7 +229,10 @@ def _lives(holder: Holder | None, marker: Path) -> bool:
 
 def _silent(marker: Path) -> bool:
     """Whether a marker was not renewed for long, by the clock of its file system."""
-    with suppress(FileNotFoundError), tempfile.NamedTemporaryFile(dir=marker.parent, prefix=".now-") as now:
+    with (
+        suppress(FileNotFoundError),
+        tempfile.NamedTemporaryFile(dir=marker.parent, prefix=".now-") as now,
+    ):
         return os.fstat(now.fileno()).st_mtime - marker.stat().st_mtime > _SILENT_SECONDS
     return False
 

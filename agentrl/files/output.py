@@ -1,4 +1,6 @@
-"""Standard output and error that may go away: a pipe whose reader has ended, a closed terminal, a full disk."""
+"""Standard output and error that may go away: a pipe whose reader has ended, a closed terminal, a
+full disk.
+"""
 
 import errno
 import logging
@@ -62,7 +64,9 @@ class LossyStream:
             logger.warning("%s cannot be written (%s), and this goes on without it", name, why)
 
     def _drop_all(self) -> None:
-        """From now on, all that is written there goes nowhere, also what libraries and new processes write."""
+        """From now on, all that is written there goes nowhere, also what libraries and new
+        processes write.
+        """
         try:
             descriptor = self._stream.fileno()
         except (OSError, ValueError):  # it is closed, or none of the operating system's
@@ -73,8 +77,8 @@ class LossyStream:
 
 
 def open_standard_streams() -> None:
-    """Open what is closed of the standard streams, as nowhere: else the next file that is opened takes its number, and
-    what processes print goes into it.
+    """Open what is closed of the standard streams, as nowhere: else the next file that is opened
+    takes its number, and what processes print goes into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

@@ -18,7 +18,9 @@ class ChannelClosedError(AgentRLError):
 
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
-    """A snapshot. `put_wait` and `get_wait`: seconds that producers and consumers have waited, in total."""
+    """A snapshot. `put_wait` and `get_wait`: seconds that producers and consumers have waited, in
+    total.
+    """
 
     name: str
     capacity: int
@@ -32,8 +34,9 @@ class ChannelStats:
 class Channel(Generic[T]):
     """A first-in first-out queue of at most `capacity` items that can be closed.
 
-    `put` waits while it is full, `get` while it is empty. After `close()`, `put` raises; `get` returns the remaining
-    items and then raises, and `async for` ends there. Cancelling a waiter loses no item.
+    `put` waits while it is full, `get` while it is empty. After `close()`, `put` raises; `get`
+    returns the remaining items and then raises, and `async for` ends there. Cancelling a waiter
+    loses no item.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -102,7 +105,13 @@ class Channel(Generic[T]):
     def snapshot(self) -> ChannelStats:
         """Depth, counts and waiting times now."""
         return ChannelStats(
-            self.name, self.capacity, len(self._items), self._puts, self._gets, self._put_wait, self._get_wait
+            self.name,
+            self.capacity,
+            len(self._items),
+            self._puts,
+            self._gets,
+            self._put_wait,
+            self._get_wait,
         )
 
     def _take(self) -> T:

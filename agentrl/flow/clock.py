@@ -1,11 +1,11 @@
 """Two clocks for the same code: the wall clock of an ordinary event loop, and virtual time.
 
-Scheduling code takes the time from the running loop, never from the machine. Under `VirtualTimeLoop` that time jumps
-to the next timer whenever nothing is ready to run, so an hour of sleeping costs microseconds, and the order of events
-depends only on the program and its seeds.
+Scheduling code takes the time from the running loop, never from the machine. Under
+`VirtualTimeLoop` that time jumps to the next timer whenever nothing is ready to run, so an hour of
+sleeping costs microseconds, and the order of events depends only on the program and its seeds.
 
-No library is used: looptime polls the selector 42 times per jump and lets an idle program hang, and async-solipsism is
-GPL-licensed (docs/decisions/0002-virtual-time.md).
+No library is used: looptime polls the selector 42 times per jump and lets an idle program hang, and
+async-solipsism is GPL-licensed (docs/decisions/0002-virtual-time.md).
 """
 
 import asyncio
@@ -31,8 +31,8 @@ class _JumpingSelector(selectors.BaseSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # A poll is a system call. While callbacks are ready (timeout 0) it is useless, and between jumps only a signal
-        # can have arrived.
+        # A poll is a system call. While callbacks are ready (timeout 0) it is useless, and between
+        # jumps only a signal can have arrived.
         if timeout is not None and timeout <= 0:
             return []
         self._jumps += 1
@@ -41,10 +41,13 @@ class _JumpingSelector(selectors.BaseSelector):
             if ready:
                 return ready
         if timeout is None:
-            waiting = sorted(task.get_name() for task in asyncio.all_tasks(asyncio.get_event_loop()))
+            waiting = sorted(
+                task.get_name() for task in asyncio.all_tasks(asyncio.get_event_loop())
+            )
             raise VirtualDeadlockError(
-                f"virtual time cannot advance: {len(waiting)} tasks wait and none has a timer: "
-                f"{', '.join(waiting[:10])}. Under the virtual clock nothing may wait for a thread or a socket"
+                f"virtual time cannot advance: {len(waiting)} tasks wait and none has a timer:"
+                f" {', '.join(waiting[:10])}. Under the virtual clock nothing may wait for a thread"
+                " or a socket"
             )
         self.now += timeout
         return []
@@ -68,7 +71,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        # The rounding error of `now + (when - now)` must never leave a timer slightly in the future.
+        # The rounding error of `now + (when - now)` must never leave a timer slightly in the
+        # future.
         self._clock_resolution = 1e-6
 
     def time(self) -> float:

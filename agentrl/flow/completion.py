@@ -10,8 +10,8 @@ T = TypeVar("T")
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
     """Await `work` until it has ended, and only then raise a cancellation that came meanwhile.
 
-    This call owns the task and does not return before it ends. `work` must end by itself: a thread, or something under
-    a deadline.
+    This call owns the task and does not return before it ends. `work` must end by itself: a thread,
+    or something under a deadline.
     """
     task = asyncio.get_running_loop().create_task(work)
     cancelled: asyncio.CancelledError | None = None

@@ -1,11 +1,12 @@
 """`deadline`: a time limit on awaits, and the table of all current waits.
 
-Every await on something outside is inside a `deadline`. So the open deadlines of a loop show what it waits for, and
-since when. `waits()` lists them for the watchdog, for displays, and for the error that ends a stalled run.
+Every await on something outside is inside a `deadline`. So the open deadlines of a loop show what
+it waits for, and since when. `waits()` lists them for the watchdog, for displays, and for the error
+that ends a stalled run.
 
-All deadlines of one kind are equally long, so they expire in the order in which they were set. One queue and one timer
-per kind suffice. A timer for each deadline would cost five times as much (an episode sets five, and a million episodes
-are simulated in a minute).
+All deadlines of one kind are equally long, so they expire in the order in which they were set. One
+queue and one timer per kind suffice. A timer for each deadline would cost five times as much (an
+episode sets five, and a million episodes are simulated in a minute).
 """
 
 import asyncio
@@ -23,7 +24,9 @@ from agentrl.errors import DeadlineError, Layer
 
 @dataclass(frozen=True, slots=True)
 class PendingWait:
-    """How many tasks wait in a phase of a layer, and for how many seconds the first of them has waited."""
+    """How many tasks wait in a phase of a layer, and for how many seconds the first of them has
+    waited.
+    """
 
     layer: Layer
     phase: str
@@ -32,10 +35,12 @@ class PendingWait:
 
 
 class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
-    """`with deadline("environment", "step", 30): ...` limits the awaits inside to 30 seconds of loop time.
+    """`with deadline("environment", "step", 30): ...` limits the awaits inside to 30 seconds of
+    loop time.
 
     Raises:
-        DeadlineError: they took longer. A TimeoutError that the awaited code raises passes through unchanged.
+        DeadlineError: they took longer. A TimeoutError that the awaited code raises passes through
+        unchanged.
     """
 
     __slots__ = ("_cancelling", "_loop", "_queue", "expired", "task", "when")
@@ -60,7 +65,10 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         queue = self._queue
         if not self.expired:
@@ -71,7 +79,8 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Inside the block, the deadlines of the current task stand still; afterwards, they start again.
+    """Inside the block, the deadlines of the current task stand still; afterwards, they start
+    again.
 
     For a wait that says nothing about the party waited for, such as a restart of all engines.
     """
@@ -106,7 +115,9 @@ class _Queue:
             loop.call_at(one.when, self.fire)
 
     def fire(self) -> None:
-        """Expire the deadlines that are due, and arm the timer for the next one. At most one timer is armed."""
+        """Expire the deadlines that are due, and arm the timer for the next one. At most one timer
+        is armed.
+        """
         loop = asyncio.get_running_loop()
         due = loop.time() + 1e-9
         while self.open:
@@ -145,7 +156,9 @@ _table = _Table()
 
 
 def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[PendingWait]:
-    """All waits under a deadline on a loop, by default the running one, the longest wait first. Any thread may ask."""
+    """All waits under a deadline on a loop, by default the running one, the longest wait first. Any
+    thread may ask.
+    """
     loop = loop or asyncio.get_running_loop()
     found = []
     for queue in _table.known(loop):

@@ -8,8 +8,8 @@ from agentrl.flow.clock import now
 class EventLog:
     """A running SHA-256 over (loop time, event, subject) lines.
 
-    Two runs under virtual time with the same seed have the same digest; any differing decision changes it. Only the
-    hash and the count are kept, so that a million events cost no memory.
+    Two runs under virtual time with the same seed have the same digest; any differing decision
+    changes it. Only the hash and the count are kept, so that a million events cost no memory.
     """
 
     def __init__(self) -> None:

@@ -14,8 +14,9 @@ T = TypeVar("T")
 class Flow:
     """An owner of tasks and of the channels between them.
 
-    Leaving the block waits for every task. When one fails, its siblings and the block are cancelled, and its exception
-    is raised with its own traceback, not wrapped in a group (unless different exceptions came at once).
+    Leaving the block waits for every task. When one fails, its siblings and the block are
+    cancelled, and its exception is raised with its own traceback, not wrapped in a group (unless
+    different exceptions came at once).
 
         async with Flow("rollouts") as flow:
             groups = flow.channel("groups", capacity=8)
@@ -25,7 +26,9 @@ class Flow:
     def __init__(self, name: str) -> None:
         self.name = name
         self._group = asyncio.TaskGroup()
-        self._tasks: list[asyncio.Task[Any]] = []  # in order of start, so that cancelling is deterministic
+        self._tasks: list[
+            asyncio.Task[Any]
+        ] = []  # in order of start, so that cancelling is deterministic
         self._tidy_at = _TIDY
         self._channels: list[Channel[Any]] = []
 
@@ -39,8 +42,9 @@ class Flow:
             await self._group.__aexit__(*exc)
         except BaseExceptionGroup as group:
             if self._has_cancelled_its_owner and not failed_before and sys.version_info < (3, 13):
-                # A task failed while its owner waited here. Python before 3.13 cancels the owner and does not revoke
-                # that, so the owner would stay marked as cancelled even after the failure was caught.
+                # A task failed while its owner waited here. Python before 3.13 cancels the owner
+                # and does not revoke that, so the owner would stay marked as cancelled even after
+                # the failure was caught.
                 owner = asyncio.current_task()
                 assert owner is not None
                 owner.uncancel()
@@ -53,7 +57,9 @@ class Flow:
         """Start `work` as a task beside the others."""
         task = self._group.create_task(work, name=f"{self.name}/{name}")
         self._tasks.append(task)
-        if len(self._tasks) == self._tidy_at:  # rarely, as a callback for each ended task would cost more
+        if (
+            len(self._tasks) == self._tidy_at
+        ):  # rarely, as a callback for each ended task would cost more
             self._tasks = [task for task in self._tasks if not task.done()]
             self._tidy_at = 2 * len(self._tasks) + _TIDY
         return task
@@ -86,8 +92,9 @@ _TIDY = 8
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one error. So do those
-    that agentrl raises itself: each names its remedy, and the first is enough. One of another kind is noted on it.
+    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one
+    error. So do those that agentrl raises itself: each names its remedy, and the first is enough.
+    One of another kind is noted on it.
     """
     leaves = list(_leaves(group))
     if all(isinstance(leaf, AgentRLError) for leaf in leaves):

@@ -1,4 +1,6 @@
-"""Notices: what the work waits for outside this process. The progress display shows them, and long ones are logged."""
+"""Notices: what the work waits for outside this process. The progress display shows them, and long
+ones are logged.
+"""
 
 import logging
 import math
@@ -11,7 +13,8 @@ from agentrl.flow.clock import now
 logger = logging.getLogger(__name__)
 
 LOGGED_AFTER = 10.0
-"""Seconds after which a notice that is posted again and again is logged. A pause as long ends it."""
+"""Seconds after which a notice that is posted again and again is logged. A pause as long ends it.
+"""
 
 
 @dataclass(slots=True)
@@ -25,7 +28,9 @@ class Notice:
     _logged: bool = False
 
     def __str__(self) -> str:
-        return f"{self.text}: {self.count} {'episode waits' if self.count == 1 else 'episodes wait'}"
+        return (
+            f"{self.text}: {self.count} {'episode waits' if self.count == 1 else 'episodes wait'}"
+        )
 
     @property
     def is_over(self) -> bool:
@@ -54,7 +59,9 @@ _board: dict[str, Notice] = {}
 
 @contextmanager
 def notice(text: str) -> Iterator[None]:
-    """Inside the block, one episode waits for what `text` says: "all servers of environments are full (http://...)"."""
+    """Inside the block, one episode waits for what `text` says: "all servers of environments are
+    full (http://...)".
+    """
     posted = _board.get(text)
     if posted is None:
         for old in [old for old in _board.values() if old.is_over]:

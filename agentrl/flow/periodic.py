@@ -1,4 +1,6 @@
-"""`PeriodicThread`: work that is done again and again beside an event loop, also while the loop is busy."""
+"""`PeriodicThread`: work that is done again and again beside an event loop, also while the loop is
+busy.
+"""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +9,8 @@ from typing import Self
 
 
 class PeriodicThread(AbstractContextManager["PeriodicThread"]):
-    """Does `work` in a daemon thread from the beginning to the end of the block, first after `first` seconds.
+    """Does `work` in a daemon thread from the beginning to the end of the block, first after
+    `first` seconds.
 
     `work` returns the seconds until the next time; None ends it.
     """

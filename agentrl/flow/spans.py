@@ -1,7 +1,7 @@
 """Spans: when each part of a run worked, for profiles.
 
-Code that keeps a resource busy does so in a `span`. Spans are kept only while a `SpanLog` records them; otherwise one
-costs a look at a variable.
+Code that keeps a resource busy does so in a `span`. Spans are kept only while a `SpanLog` records
+them; otherwise one costs a look at a variable.
 """
 
 import asyncio
@@ -16,10 +16,11 @@ SHORTEST_WORK = 1e-3
 
 
 class Span(NamedTuple):
-    """A resource was busy. Times are those of the event loop's clock, gaps included (`elapsed`), in seconds.
+    """A resource was busy. Times are those of the event loop's clock, gaps included (`elapsed`), in
+    seconds.
 
-    `resource`: engine, environments, rewards, weights, controller, or the role of a worker. `worker`: its number, where
-    there are several. `task`: the name of the asyncio task.
+    `resource`: engine, environments, rewards, weights, controller, or the role of a worker.
+    `worker`: its number, where there are several. `task`: the name of the asyncio task.
     """
 
     resource: str
@@ -31,10 +32,12 @@ class Span(NamedTuple):
 
 
 class SpanLog:
-    """The spans that have ended since they were last taken. Another thread than the event loop's may take them.
+    """The spans that have ended since they were last taken. Another thread than the event loop's
+    may take them.
 
-    `loop_seconds`: how long the event loop has worked, without what computes on it by design. `spans` and
-    `loop_turns`: how many spans and turns of the loop have been counted, which is what the log itself costs.
+    `loop_seconds`: how long the event loop has worked, without what computes on it by design.
+    `spans` and `loop_turns`: how many spans and turns of the loop have been counted, which is what
+    the log itself costs.
     """
 
     def __init__(self) -> None:
@@ -49,7 +52,9 @@ class SpanLog:
         self._ended.append(ended)
 
     def loop_worked(self, begin: float, end: float, where: str) -> None:
-        """The event loop has called back from `begin` to `end`. `where`: the line that took long, if it is known."""
+        """The event loop has called back from `begin` to `end`. `where`: the line that took long,
+        if it is known.
+        """
         self.loop_turns += 1
         self.loop_seconds += end - begin
         if end - begin >= SHORTEST_WORK:
@@ -61,7 +66,9 @@ class SpanLog:
 
 
 class _Recording:
-    """The log that records, if any: one for the process, as workers are called from several modules."""
+    """The log that records, if any: one for the process, as workers are called from several
+    modules.
+    """
 
     log: ClassVar[SpanLog | None] = None
 
@@ -82,7 +89,9 @@ def recorded(log: SpanLog) -> Iterator[SpanLog]:
 
 
 class span:  # noqa: N801  used as a keyword, like `deadline`
-    """`with span("engine", "generate"): ...` records that the resource was busy. Use it on an event loop."""
+    """`with span("engine", "generate"): ...` records that the resource was busy. Use it on an event
+    loop.
+    """
 
     __slots__ = ("_begin", "_log", "_name", "_resource", "_worker")
 
@@ -98,12 +107,17 @@ class span:  # noqa: N801  used as a keyword, like `deadline`
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._log is not None:
             task = asyncio.current_task()
             name = "" if task is None else task.get_name()
-            self._log.add(Span(self._resource, self._name, self._worker, name, self._begin, _clock()))
+            self._log.add(
+                Span(self._resource, self._name, self._worker, name, self._begin, _clock())
+            )
 
 
 def _clock() -> float:

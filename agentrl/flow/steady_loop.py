@@ -1,9 +1,10 @@
 """An event loop whose clock leaves out the time in which the loop could not run.
 
-A callback that computes for long blocks the loop, and so does a stop of the whole process. Workers continue and answer,
-but the loop cannot read their answers, and timers fall due. With an ordinary clock the loop would then first expire all
-lapsed deadlines and leases, and the controller would replace healthy workers because of its own pause. Here that time
-is a gap: the clock does not count it, so every deadline has as many seconds left after the gap as before it.
+A callback that computes for long blocks the loop, and so does a stop of the whole process. Workers
+continue and answer, but the loop cannot read their answers, and timers fall due. With an ordinary
+clock the loop would then first expire all lapsed deadlines and leases, and the controller would
+replace healthy workers because of its own pause. Here that time is a gap: the clock does not count
+it, so every deadline has as many seconds left after the gap as before it.
 
     callbacks ... | select | one callback, 9 s            | select | ...
     clock         0.1      0.1                            0.1        a gap of 9 s, and a log line that says where
@@ -25,13 +26,18 @@ from agentrl.flow.spans import recording
 
 T = TypeVar("T")
 GAP_SECONDS = 0.25
-"""In a pause the clock runs for this long and then stands still, so a shorter pause is not a gap."""
+"""In a pause the clock runs for this long and then stands still, so a shorter pause is not a gap.
+"""
 _REPORTED_SECONDS = 2.0
 """Gaps of at least this many seconds are logged."""
 _TICK_SECONDS = 0.1
-"""The loop wakes up at least this often, so that it notices a stop of the process while nothing was due."""
+"""The loop wakes up at least this often, so that it notices a stop of the process while nothing was
+due.
+"""
 _NEW_OBJECTS = 4_000
-"""So many new objects make a collection; one of ten takes about as many milliseconds as there are thousands."""
+"""So many new objects make a collection; one of ten takes about as many milliseconds as there are
+thousands.
+"""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _log = logging.getLogger("agentrl.flow")
 
@@ -45,8 +51,8 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         super().__init__(self._gaps)
 
     def time(self) -> float:
-        """Seconds without the gaps so far. The clock stands still during a gap, so a timer set at the end of a long
-        callback is not delayed by the length of that callback.
+        """Seconds without the gaps so far. The clock stands still during a gap, so a timer set at
+        the end of a long callback is not delayed by the length of that callback.
         """
         return min(self._gaps.clock(), self._gaps.left + GAP_SECONDS) - self._gaps.lost
 
@@ -55,20 +61,26 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         return self._gaps.clock()
 
     def take_longest(self) -> tuple[float, float]:
-        """The longest gap since the last call, and the longest in which an engine computed here, both in seconds."""
+        """The longest gap since the last call, and the longest in which an engine computed here,
+        both in seconds.
+        """
         longest, self._gaps.longest = self._gaps.longest, {True: 0.0, False: 0.0}
         return longest[False], longest[True]
 
     def computes_by_design(self) -> None:
-        """Declare that the running callback computes on the loop on purpose: count its gap apart and do not log it."""
+        """Declare that the running callback computes on the loop on purpose: count its gap apart
+        and do not log it.
+        """
         self._gaps.by_design = True
 
     def spare_what_lives(self) -> None:
-        """Exclude all present objects from garbage collection until the loop closes, and collect new ones less often.
+        """Exclude all present objects from garbage collection until the loop closes, and collect
+        new ones less often.
 
-        A full collection stops the loop for about half a microsecond per object, and a run's libraries alone have
-        400,000 objects. Thousands of live episodes make Python's 700 new objects in no time; most of them are still in
-        use then, and are looked at in vain. If the process has frozen objects itself, nothing happens.
+        A full collection stops the loop for about half a microsecond per object, and a run's
+        libraries alone have 400,000 objects. Thousands of live episodes make Python's 700 new
+        objects in no time; most of them are still in use then, and are looked at in vain. If the
+        process has frozen objects itself, nothing happens.
         """
         if gc.get_freeze_count() == 0:
             gc.collect()
@@ -117,7 +129,8 @@ class _GapSelector(selectors.DefaultSelector):
         self.longest[self.by_design] = max(self.longest[self.by_design], seconds)
         if seconds >= _REPORTED_SECONDS and not self.by_design:
             _log.warning(
-                "the event loop was blocked for %.1f s by %s; deadlines and leases are extended by that",
+                "the event loop was blocked for %.1f s by %s; deadlines and leases are extended by"
+                " that",
                 seconds,
                 where or "no callback: the process was stopped, or its machine",
             )
@@ -149,7 +162,10 @@ class _Watch:
 
     def _look(self) -> None:
         while not self._ended.wait(GAP_SECONDS / 5):
-            if not self._where and self._selector.clock() - self._selector.left > GAP_SECONDS - _TICK_SECONDS / 2:
+            if (
+                not self._where
+                and self._selector.clock() - self._selector.left > GAP_SECONDS - _TICK_SECONDS / 2
+            ):
                 frame = sys._current_frames().get(self._loop_thread)
                 if frame is not None and frame.f_code.co_filename != __file__:
                     self._where = _place(frame)
@@ -165,7 +181,9 @@ def _place(frame: FrameType) -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename != __file__ and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE)
+    return frame.f_code.co_filename != __file__ and Path(frame.f_code.co_filename).is_relative_to(
+        _PACKAGE
+    )
 
 
 def _line(frame: FrameType) -> str:
@@ -175,8 +193,9 @@ def _line(frame: FrameType) -> str:
 def run_steadily(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on a `SteadyLoop`.
 
-    The task itself returns None: `asyncio.Runner` restores the handler of SIGINT, for which `signal` formats the whole
-    task with its result. That takes long for the trajectories of an evaluation.
+    The task itself returns None: `asyncio.Runner` restores the handler of SIGINT, for which
+    `signal` formats the whole task with its result. That takes long for the trajectories of an
+    evaluation.
     """
     results: list[T] = []
 
@@ -212,8 +231,8 @@ def loop_metrics() -> dict[str, float]:
     """The longest gaps of the running loop since the last call; empty on a loop of another kind.
 
     `loop/longest_engine_seconds` is for engines that compute on the loop by design
-    (docs/decisions/0004-local-engine-on-the-event-loop.md), `loop/longest_gap_seconds` for everything else. A pause
-    below a quarter of a second is not a gap.
+    (docs/decisions/0004-local-engine-on-the-event-loop.md), `loop/longest_gap_seconds` for
+    everything else. A pause below a quarter of a second is not a gap.
     """
     loop = asyncio.get_running_loop()
     if not isinstance(loop, SteadyLoop):

@@ -7,23 +7,30 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Ctrl-C, and what ends a program as Ctrl-C does: from a scheduler of jobs, which may be told to warn by SIGUSR1, or
-when the terminal is closed."""
+"""Ctrl-C, and what ends a program as Ctrl-C does: from a scheduler of jobs, which may be told to
+warn by SIGUSR1, or when the terminal is closed."""
 Handler = Callable[[int, FrameType | None], None]
 
 
 def heeded() -> list[signal.Signals]:
-    """Those that end this process: without SIGHUP and SIGUSR1 where it has inherited them as ignored, as `nohup` does.
+    """Those that end this process: without SIGHUP and SIGUSR1 where it has inherited them as
+    ignored, as `nohup` does.
 
     A shell's background job begins with SIGINT ignored. It is heeded nevertheless.
     """
     never_ignored = (signal.SIGINT, signal.SIGTERM)
-    return [one for one in STOP_SIGNALS if one in never_ignored or signal.getsignal(one) is not signal.SIG_IGN]
+    return [
+        one
+        for one in STOP_SIGNALS
+        if one in never_ignored or signal.getsignal(one) is not signal.SIG_IGN
+    ]
 
 
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
-    """In the block, the stop signals call `handler`. Nothing is changed in a thread, which gets no signals."""
+    """In the block, the stop signals call `handler`. Nothing is changed in a thread, which gets no
+    signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -40,7 +40,9 @@ class Suspect:
 
 
 class Suspicion:
-    """The suspects of one kind of work. `failure` is the error of what is set aside; `workers` names who dies."""
+    """The suspects of one kind of work. `failure` is the error of what is set aside; `workers`
+    names who dies.
+    """
 
     def __init__(self, failure: type[RolloutError], workers: str) -> None:
         self._failure = failure
@@ -78,7 +80,9 @@ class Suspicion:
         for suspect in present:
             suspect.deaths += 1
         self._suspects |= dict.fromkeys(present)
-        for oldest in list(self._suspects)[: max(0, len(self._suspects) - _MOST)]:  # it is not asked again
+        for oldest in list(self._suspects)[
+            : max(0, len(self._suspects) - _MOST)
+        ]:  # it is not asked again
             del self._suspects[oldest]
         lethal = {suspect.content(): suspect for suspect in present if suspect.deaths >= KILLS}
         if len(lethal) > 1:  # it may be any of them, unless they have been there too often

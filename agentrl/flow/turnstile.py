@@ -6,8 +6,9 @@ import asyncio
 class Turnstile:
     """Lets `width` tasks pass in each iteration of the event loop, in order of arrival.
 
-    For work that never awaits: a thousand tasks that compute for a millisecond each would otherwise all do so in one
-    iteration, during which no timer fires and no answer is read. Each iteration costs some microseconds.
+    For work that never awaits: a thousand tasks that compute for a millisecond each would otherwise
+    all do so in one iteration, during which no timer fires and no answer is read. Each iteration
+    costs some microseconds.
 
         turnstile = Turnstile(32)
         await turnstile.passes()

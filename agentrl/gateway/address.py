@@ -33,14 +33,19 @@ class AgentAddress:
             ConfigError: always.
         """
         raise ConfigError(
-            f"{SCHEME}{self.rest} is a program that calls the model, and no environment that is reset and stepped: "
-            "train and evaluate it (`agentrl train`, `agentrl eval`)"
+            f"{SCHEME}{self.rest} is a program that calls the model, and no environment that is"
+            " reset and stepped: train and evaluate it (`agentrl train`, `agentrl eval`)"
         )
 
     def program(
-        self, desk: Desk, isolation: Isolation | None, python: str | None, folder: Path | None = None
+        self,
+        desk: Desk,
+        isolation: Isolation | None,
+        python: str | None,
+        folder: Path | None = None,
     ) -> AgentProgram:
-        """The program at this address. Functions run in a thread, or in a process if `isolation` or `python` says so.
+        """The program at this address. Functions run in a thread, or in a process if `isolation` or
+        `python` says so.
 
         `folder`: where another interpreter looks for the function too (`env.folder`).
 
@@ -56,10 +61,15 @@ class AgentAddress:
             return FunctionAgent(plugins.load("agents", self.rest), self.rest)
         found = executable if python is None else which(python)
         if found is None:
-            raise ConfigError(f"env.python: there is no program {python!r}: write its path, or a name on the PATH")
+            raise ConfigError(
+                f"env.python: there is no program {python!r}: write its path, or a name on the PATH"
+            )
         child = Path(__file__).with_name("function_child.py")
         places = [str(folder or "") if python else self._folder(), os.environ.get("PYTHONPATH", "")]
-        return CommandAgent(join([found, str(child), self.rest]), {"PYTHONPATH": os.pathsep.join(filter(None, places))})
+        return CommandAgent(
+            join([found, str(child), self.rest]),
+            {"PYTHONPATH": os.pathsep.join(filter(None, places))},
+        )
 
     def _folder(self) -> str:
         """Where the function's package was found."""
@@ -75,13 +85,17 @@ def scheme(rest: str) -> AgentAddress:
     Raises:
         ConfigError: it names nothing that can be run.
     """
-    if rest in ("", "command") or (not rest.startswith("command ") and rest != "remote" and ":" not in rest):
+    if rest in ("", "command") or (
+        not rest.startswith("command ") and rest != "remote" and ":" not in rest
+    ):
         raise ConfigError(
-            f'{SCHEME}{rest} names no program: write agent:my_package.module:run, "agent:command python my_agent.py", '
-            "or agent:remote"
+            f'{SCHEME}{rest} names no program: write agent:my_package.module:run, "agent:command'
+            ' python my_agent.py", or agent:remote'
         )
     if rest == "remote" or rest.startswith("command "):
         return AgentAddress(rest)
     if not callable(plugins.load("agents", rest)):
-        raise ConfigError(f"{SCHEME}{rest} is no function: write `async def run(task, base_url, api_key)`")
+        raise ConfigError(
+            f"{SCHEME}{rest} is no function: write `async def run(task, base_url, api_key)`"
+        )
     return AgentAddress(rest)

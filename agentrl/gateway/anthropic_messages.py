@@ -52,13 +52,17 @@ _FIELDS = Fields(
         "context_management",
         "workspace_id",
     ),
-    refused={"output_config": "the engines do not constrain answers; describe the format in the prompt"},
+    refused={
+        "output_config": "the engines do not constrain answers; describe the format in the prompt"
+    },
     neutral={"output_config": ({},)},
 )
 
 
 def _read(checked: Json, _: Json) -> WireRequest:
-    messages = [Message("system", text_of(checked["system"], "system"))] if checked.get("system") else []
+    messages = (
+        [Message("system", text_of(checked["system"], "system"))] if checked.get("system") else []
+    )
     for place, message in enumerate(checked["messages"]):
         messages += _messages(message, f"messages[{place}]")
     choice = checked.get("tool_choice") or {}
@@ -93,9 +97,15 @@ def _messages(message: Json, where: str) -> Iterator[Message]:
     role, content = message["role"], message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if role == "assistant":
-        texts = [block for block in blocks if block.get("type") not in ("tool_use", "thinking", "redacted_thinking")]
+        texts = [
+            block
+            for block in blocks
+            if block.get("type") not in ("tool_use", "thinking", "redacted_thinking")
+        ]
         calls = [
-            call_of(block["id"], block["name"], block["input"]) for block in blocks if block.get("type") == "tool_use"
+            call_of(block["id"], block["name"], block["input"])
+            for block in blocks
+            if block.get("type") == "tool_use"
         ]
         yield assistant(text_of(texts, where), calls)
         return
@@ -107,14 +117,18 @@ def _messages(message: Json, where: str) -> Iterator[Message]:
         if texts:
             yield Message(role, text_of(texts, where))
             texts = []
-        yield Message("tool", text_of(block.get("content"), where), tool_call_id=block["tool_use_id"])
+        yield Message(
+            "tool", text_of(block.get("content"), where), tool_call_id=block["tool_use_id"]
+        )
     if texts or not blocks:
         yield Message(role, text_of(texts, where))
 
 
 def _tool(tool: Json) -> Mapping[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise unsupported(f"a tool of type {tool['type']!r}", "the model has no tools of its own; describe yours")
+        raise unsupported(
+            f"a tool of type {tool['type']!r}", "the model has no tools of its own; describe yours"
+        )
     if "input_schema" not in tool:
         raise invalid(f"the tool {tool.get('name')!r:.80} has no input_schema")
     return function(tool["name"], tool.get("description"), tool["input_schema"])
@@ -133,11 +147,15 @@ def _blocks(answer: AgentAnswer) -> list[Any]:
 
     blocks: list[Any] = []
     if answer.message.reasoning:
-        blocks.append(ThinkingBlock(type="thinking", thinking=answer.message.reasoning, signature=""))
+        blocks.append(
+            ThinkingBlock(type="thinking", thinking=answer.message.reasoning, signature="")
+        )
     if answer.message.said:
         blocks.append(TextBlock(type="text", text=answer.message.said))
     for call in answer.calls:
-        blocks.append(ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=dict(call.arguments)))
+        blocks.append(
+            ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=dict(call.arguments))
+        )
     return blocks
 
 
@@ -154,7 +172,9 @@ def _answer(call: AgentCall, model: str) -> "AnthropicMessage":
         content=_blocks(answer),
         stop_reason=_reason(answer),
         stop_sequence=answer.stopped_at or None,
-        usage=Usage(input_tokens=call.prompt_length, output_tokens=len(answer.completion.token_ids)),
+        usage=Usage(
+            input_tokens=call.prompt_length, output_tokens=len(answer.completion.token_ids)
+        ),
     )
 
 
@@ -170,13 +190,17 @@ def _events(call: AgentCall, model: str) -> Iterator[bytes]:
 
     whole = _answer(call, model)
     nothing_yet: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-    begun = whole.model_copy(update=nothing_yet | {"usage": whole.usage.model_copy(update={"output_tokens": 0})})
+    begun = whole.model_copy(
+        update=nothing_yet | {"usage": whole.usage.model_copy(update={"output_tokens": 0})}
+    )
     yield _event(RawMessageStartEvent(type="message_start", message=begun))
     for place, block in enumerate(whole.content):
         yield from _block_events(block, place)
         yield _event(RawContentBlockStopEvent(type="content_block_stop", index=place))
     delta = Delta(stop_reason=whole.stop_reason, stop_sequence=whole.stop_sequence)
-    used = MessageDeltaUsage(input_tokens=whole.usage.input_tokens, output_tokens=whole.usage.output_tokens)
+    used = MessageDeltaUsage(
+        input_tokens=whole.usage.input_tokens, output_tokens=whole.usage.output_tokens
+    )
     yield _event(RawMessageDeltaEvent(type="message_delta", delta=delta, usage=used))
     yield _event(RawMessageStopEvent(type="message_stop"))
 
@@ -193,18 +217,29 @@ def _block_events(block: Any, place: int) -> Iterator[bytes]:
     empty: Json
     deltas: list[Any]
     if block.type == "text":
-        empty, deltas = {"text": ""}, [TextDelta(type="text_delta", text=piece) for piece in pieces(block.text)]
+        empty, deltas = (
+            {"text": ""},
+            [TextDelta(type="text_delta", text=piece) for piece in pieces(block.text)],
+        )
     elif block.type == "thinking":
         empty = {"thinking": ""}
-        deltas = [ThinkingDelta(type="thinking_delta", thinking=piece) for piece in pieces(block.thinking)]
+        deltas = [
+            ThinkingDelta(type="thinking_delta", thinking=piece) for piece in pieces(block.thinking)
+        ]
     else:
         written = json.dumps(block.input)
         empty = {"input": {}}
-        deltas = [InputJSONDelta(type="input_json_delta", partial_json=piece) for piece in pieces(written)]
+        deltas = [
+            InputJSONDelta(type="input_json_delta", partial_json=piece) for piece in pieces(written)
+        ]
     begun = block.model_copy(update=empty)
-    yield _event(RawContentBlockStartEvent(type="content_block_start", index=place, content_block=begun))
+    yield _event(
+        RawContentBlockStartEvent(type="content_block_start", index=place, content_block=begun)
+    )
     for delta in deltas:
-        yield _event(RawContentBlockDeltaEvent(type="content_block_delta", index=place, delta=delta))
+        yield _event(
+            RawContentBlockDeltaEvent(type="content_block_delta", index=place, delta=delta)
+        )
 
 
 def _event(made: Any) -> bytes:

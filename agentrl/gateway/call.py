@@ -1,8 +1,10 @@
-"""The calls of one episode: what a program asked, what the model answered, and how both are compared.
+"""The calls of one episode: what a program asked, what the model answered, and how both are
+compared.
 
-A program sends the whole conversation with each call. Two messages are the same if they say the same: white space
-around an answer, the ids of calls and the order of an object's keys do not matter, because programs change them on the
-way. What the model sampled is never tokenised again, however a program writes it back.
+A program sends the whole conversation with each call. Two messages are the same if they say the
+same: white space around an answer, the ids of calls and the order of an object's keys do not
+matter, because programs change them on the way. What the model sampled is never tokenised again,
+however a program writes it back.
 """
 
 import json
@@ -25,10 +27,10 @@ CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compact
 - `extension`: it goes on after an answer that no other call went on after;
 - `branch`: it goes on after an answer that another call went on after, too;
 - `retry`: it asks the same as an earlier call, for another answer;
-- `compaction`: with tools and system messages of an earlier conversation, it has another, shorter history, in which an
-  earlier answer is quoted (a summary);
-- `edit`: it goes on with an earlier conversation that the program has changed: it begins as that one and has another
-  history, or has the same tools and an answer of it;
+- `compaction`: with tools and system messages of an earlier conversation, it has another, shorter
+  history, in which an earlier answer is quoted (a summary);
+- `edit`: it goes on with an earlier conversation that the program has changed: it begins as that
+  one and has another history, or has the same tools and an answer of it;
 - `subagent`: it is a conversation of its own.
 """
 
@@ -37,8 +39,8 @@ CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compact
 class Wishes:
     """How a program wants to be answered. None: it does not say.
 
-    The run's own `temperature` and `top_p` win in training. `max_tokens` can only lower the run's, and `stop` adds to
-    it.
+    The run's own `temperature` and `top_p` win in training. `max_tokens` can only lower the run's,
+    and `stop` adds to it.
     """
 
     max_tokens: int | None = None
@@ -67,8 +69,8 @@ class Wishes:
 class ChatRequest:
     """One request of a program, whatever protocol it speaks. `count`: how many answers it wants.
 
-    `request_id`: its idempotency key, if it sends one. `repeated`: the program says that it sends this once more.
-    `model`: the name that it calls the model by; empty: none.
+    `request_id`: its idempotency key, if it sends one. `repeated`: the program says that it sends
+    this once more. `model`: the name that it calls the model by; empty: none.
     """
 
     messages: tuple[Message, ...]
@@ -84,7 +86,8 @@ class ChatRequest:
 class AgentCall:
     """A request, and its answers so far. `number` counts the calls of the episode.
 
-    Its prompt is the tokens up to `parent`, and `new_ids`. Without a parent, these are the whole prompt.
+    Its prompt is the tokens up to `parent`, and `new_ids`. Without a parent, these are the whole
+    prompt.
     """
 
     number: int
@@ -129,10 +132,12 @@ class AgentCall:
 
 @dataclass(eq=False, slots=True)
 class AgentAnswer:
-    """A sampled answer. `message` is what the program got, with the ids of tool calls that the model wrote.
+    """A sampled answer. `message` is what the program got, with the ids of tool calls that the
+    model wrote.
 
-    `thread` names the engine's session that sampled it. `extended`: a call goes on after it, and in its row.
-    `returned`: a call goes on after it, so the program saw it. `digest` is that of the conversation up to its end.
+    `thread` names the engine's session that sampled it. `extended`: a call goes on after it, and in
+    its row. `returned`: a call goes on after it, so the program saw it. `digest` is that of the
+    conversation up to its end.
     """
 
     call: AgentCall
@@ -156,7 +161,9 @@ class AgentAnswer:
 
     @property
     def seen(self) -> bool:
-        """Whether the program has seen it. Others are not trained on, because nothing followed from them."""
+        """Whether the program has seen it. Others are not trained on, because nothing followed from
+        them.
+        """
         return self.call.delivered or self.returned
 
     @property

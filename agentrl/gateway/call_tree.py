@@ -1,29 +1,37 @@
-"""The prefix tree of an episode's calls: which call goes on after which answer, and the rows to train on.
+"""The prefix tree of an episode's calls: which call goes on after which answer, and the rows to
+train on.
 
                        call 1 ── answer ──┬── call 2 ── answer ──── call 4 ── answer        row 1: calls 1, 2, 4
                                           └── call 3 ── answer                              row 2: call 3
     (a sub-agent)      call 5 ── answer ───── call 6 ── answer                              row 3: calls 5, 6
 
-A row is a path of the tree, laid end to end as one training sample. The first call after an answer continues its row.
-Any other begins a row of its own, with the tokens before it as a prompt, without loss. So each answer is trained on in
-one row, and there are as few rows as the tree has ends.
+A row is a path of the tree, laid end to end as one training sample. The first call after an answer
+continues its row. Any other begins a row of its own, with the tokens before it as a prompt, without
+loss. So each answer is trained on in one row, and there are as few rows as the tree has ends.
 
-Programs have other models for small things, such as titles, which the policy answers too. If an episode calls the
-policy by its name, what it has asked of others is in no row, and continues none.
+Programs have other models for small things, such as titles, which the policy answers too. If an
+episode calls the policy by its name, what it has asked of others is in no row, and continues none.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentrl.gateway.call import AgentAnswer, AgentCall, CallKind, ChatRequest, digest_after, digest_of_tools
+from agentrl.gateway.call import (
+    AgentAnswer,
+    AgentCall,
+    CallKind,
+    ChatRequest,
+    digest_after,
+    digest_of_tools,
+)
 from agentrl.trajectory import Message
 
 
 class CallPlace(NamedTuple):
-    """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of the whole request;
-    that of its opening, which are the messages before the first answer; that of its tools; and that of its tools and
-    the system messages at its beginning.
+    """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of
+    the whole request; that of its opening, which are the messages before the first answer; that of
+    its tools; and that of its tools and the system messages at its beginning.
     """
 
     parent: AgentAnswer | None
@@ -55,7 +63,9 @@ class CallTree:
         self._tools: tuple[Sequence[Mapping[str, Any]], bytes] = ((), digest_of_tools(()))
 
     def place(self, request: ChatRequest) -> CallPlace:
-        """Where a request goes on: after the answer with which most of its messages end, if only new ones follow it."""
+        """Where a request goes on: after the answer with which most of its messages end, if only
+        new ones follow it.
+        """
         if request.tools != self._tools[0]:
             self._tools = (request.tools, digest_of_tools(request.tools))
         digest = opening = setup = self._tools[1]
@@ -108,7 +118,9 @@ class CallTree:
             yield from call.answers
 
     def rows(self) -> list[list[AgentAnswer]]:
-        """The seen answers as paths of the tree: each answer is in one row. The row that ends last is the last one."""
+        """The seen answers as paths of the tree: each answer is in one row. The row that ends last
+        is the last one.
+        """
         rows: list[list[AgentAnswer]] = []
         by_end: dict[AgentAnswer, list[AgentAnswer]] = {}
         for answer in self.answers():
@@ -123,8 +135,14 @@ class CallTree:
         return sorted(rows, key=lambda row: row[-1].call.number)
 
     def unseen(self) -> list[AgentAnswer]:
-        """The answers that no program saw: those of abandoned calls, and those whose connection broke."""
-        return [answer for answer in self.answers() if not (answer.seen or self._is_of_another_model(answer))]
+        """The answers that no program saw: those of abandoned calls, and those whose connection
+        broke.
+        """
+        return [
+            answer
+            for answer in self.answers()
+            if not (answer.seen or self._is_of_another_model(answer))
+        ]
 
     def of_another_model(self) -> list[AgentAnswer]:
         """The answers that were asked of other models by their names, beside the policy's."""
@@ -134,14 +152,24 @@ class CallTree:
         return bool(self.by_name[True]) and not answer.call.by_name
 
     def _freshest(self, digest: bytes) -> AgentAnswer | None:
-        """The answer that ends a conversation; of several that say the same, one that nothing goes on after yet."""
+        """The answer that ends a conversation; of several that say the same, one that nothing goes
+        on after yet.
+        """
         found = self._answers.get(digest)
-        return next((answer for answer in found if not answer.extended), found[0]) if found else None
+        return (
+            next((answer for answer in found if not answer.extended), found[0]) if found else None
+        )
 
-    def _kind_of_another(self, messages: Sequence[Message], tools: bytes, setup: bytes, *, begins: bool) -> CallKind:
-        """The kind of a call that goes on after no answer. `begins`: its first messages are an earlier request."""
+    def _kind_of_another(
+        self, messages: Sequence[Message], tools: bytes, setup: bytes, *, begins: bool
+    ) -> CallKind:
+        """The kind of a call that goes on after no answer. `begins`: its first messages are an
+        earlier request.
+        """
         earlier = begins or any(
-            digest_after(tools, message) in self._said for message in messages if message.role == "assistant"
+            digest_after(tools, message) in self._said
+            for message in messages
+            if message.role == "assistant"
         )
         if earlier and len(messages) >= self._setups.get(setup, 0):
             return "edit"
@@ -162,7 +190,12 @@ _QUOTE = 16
 
 def messages_of(rows: Sequence[Sequence[AgentAnswer]]) -> tuple[Message, ...]:
     """The conversations of rows, one after another: of each call what was new, and its answer."""
-    return tuple(message for row in rows for answer in row for message in (*answer.call.new_messages, answer.message))
+    return tuple(
+        message
+        for row in rows
+        for answer in row
+        for message in (*answer.call.new_messages, answer.message)
+    )
 
 
 def conversation_of(row: Sequence[AgentAnswer]) -> tuple[Message, ...]:

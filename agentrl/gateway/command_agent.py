@@ -1,17 +1,21 @@
-"""`env: "agent:command ..."`: any program, in any language, in processes of its own for each episode.
+"""`env: "agent:command ..."`: any program, in any language, in processes of its own for each
+episode.
 
-It finds the model in the variables that OpenAI's and Anthropic's clients read, and its task in others:
+It finds the model in the variables that OpenAI's and Anthropic's clients read, and its task in
+others:
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY
     AGENTRL_TASK          the task as JSON: {"env", "seed", "options", "id"}
     AGENTRL_REWARD_FILE   where it may write its reward: a number, or JSON with `reward` and `success`
     AGENTRL_URL           where it may post rewards: POST $AGENTRL_URL/v1/rewards
 
-With `gateway.network: gateway` the command runs in a network of its own (`agentrl/sandbox/network.py`), in which the
-gateway is at the same port of 127.0.0.1, and nothing else can be reached.
+With `gateway.network: gateway` the command runs in a network of its own
+(`agentrl/sandbox/network.py`), in which the gateway is at the same port of 127.0.0.1, and nothing
+else can be reached.
 
-A process between the run and the command (`agentrl/gateway/command_leader.py`) ends all that the command has started
-when the command has ended, when its episode has, or when the run is gone, whatever the cause.
+A process between the run and the command (`agentrl/gateway/command_leader.py`) ends all that the
+command has started when the command has ended, when its episode has, or when the run is gone,
+whatever the cause.
 """
 
 import asyncio
@@ -45,9 +49,11 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class CommandAgent:
-    """`AgentProgram` of a command, which a shell reads. `more`: variables that it gets beside the usual ones.
+    """`AgentProgram` of a command, which a shell reads. `more`: variables that it gets beside the
+    usual ones.
 
-    `contained_by`: the desk whose server is all that it can reach by network; by default it can reach what you can.
+    `contained_by`: the desk whose server is all that it can reach by network; by default it can
+    reach what you can.
     """
 
     command: str
@@ -62,7 +68,9 @@ class CommandAgent:
         try:
             status = await self._status(assignment, folder)
             if status:
-                raise EnvError(f"the command {self.command!r:.200} ended with status {status}: {_tail(folder)}")
+                raise EnvError(
+                    f"the command {self.command!r:.200} ended with status {status}: {_tail(folder)}"
+                )
             return _outcome(folder / "reward", self.command)
         finally:
             await run_to_completion(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
@@ -76,7 +84,9 @@ class CommandAgent:
             os.set_inheritable(theirs.fileno(), True)
             command = network.contained(self.command, theirs.fileno(), assignment.port)
             async with Flow("command") as flow:
-                running = flow.start(self._exit_status(command, assignment, folder, theirs), name="process")
+                running = flow.start(
+                    self._exit_status(command, assignment, folder, theirs), name="process"
+                )
                 with await self._listener(ours, folder) as listener:
                     async with self.contained_by.accepting(listener):
                         return await running
@@ -90,15 +100,26 @@ class CommandAgent:
         channel.settimeout(_START_SECONDS)
         said, sockets, *_ = await asyncio.to_thread(socket.recv_fds, channel, 4096, 1)
         if said != network.READY:
-            raise EnvError(f"the command {self.command!r:.200} was not started: {said.decode() or _tail(folder)}")
+            raise EnvError(
+                f"the command {self.command!r:.200} was not started:"
+                f" {said.decode() or _tail(folder)}"
+            )
         return socket.socket(fileno=sockets[0])
 
     async def _exit_status(
-        self, command: str, assignment: Assignment, folder: Path, channel: socket.socket | None = None
+        self,
+        command: str,
+        assignment: Assignment,
+        folder: Path,
+        channel: socket.socket | None = None,
     ) -> int:
         variables = _variables(assignment, folder) | dict(self.more or {})
         if channel is not None:
-            variables = {name: value for name, value in variables.items() if not name.lower().endswith("_proxy")}
+            variables = {
+                name: value
+                for name, value in variables.items()
+                if not name.lower().endswith("_proxy")
+            }
         leader = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -122,7 +143,9 @@ class CommandAgent:
 
 
 async def _ended(leader: asyncio.subprocess.Process, key: str) -> None:
-    """Let the leader end what it has started. If it cannot, end those that can be found by the episode's key."""
+    """Let the leader end what it has started. If it cannot, end those that can be found by the
+    episode's key.
+    """
     assert leader.stdin is not None
     leader.stdin.close()
     with suppress(TimeoutError):
@@ -154,7 +177,8 @@ def _variables(assignment: Assignment, folder: Path) -> dict[str, str]:
 def _outcome(file: Path, command: str) -> AgentOutcome:
     """What the command has written for its reward; nothing if it wrote nothing."""
     try:
-        # A program may have made anything of it: a pipe, on which reading waits, or a link to a file without an end.
+        # A program may have made anything of it: a pipe, on which reading waits, or a link to a
+        # file without an end.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, encoding="utf-8") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -168,8 +192,8 @@ def _outcome(file: Path, command: str) -> AgentOutcome:
         return outcome_of(json.loads(written), f"the command {command!r:.200}")
     except (RecursionError, ValueError) as error:
         raise EnvError(
-            f"the command {command!r:.200} wrote {written!r:.80} for its reward: write a number, or JSON with "
-            "`reward` and `success`"
+            f"the command {command!r:.200} wrote {written!r:.80} for its reward: write a number, or"
+            " JSON with `reward` and `success`"
         ) from error
 
 

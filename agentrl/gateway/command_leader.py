@@ -1,8 +1,10 @@
-"""Runs a command, and ends everything that it has started: `python command_leader.py COMMAND OUTPUT`.
+"""Runs a command, and ends everything that it has started: `python command_leader.py COMMAND
+OUTPUT`.
 
-Processes whose parent has ended are handed to this one, also those that left their group or cleared their variables. So
-all are found among its descendants, and killed when the command has ended, or when standard input ends: its writer is
-the run, and may have been killed. The exit status of the command goes to standard output.
+Processes whose parent has ended are handed to this one, also those that left their group or cleared
+their variables. So all are found among its descendants, and killed when the command has ended, or
+when standard input ends: its writer is the run, and may have been killed. The exit status of the
+command goes to standard output.
 
 This module runs in a process of its own, so it uses only the standard library.
 """
@@ -22,7 +24,9 @@ _ROUND_SECONDS = 0.005
 
 
 def main(command: str, output: str) -> None:
-    """Run the command in a session of its own, so that what it sends to its group does not come here."""
+    """Run the command in a session of its own, so that what it sends to its group does not come
+    here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open(output, "wb") as file:
@@ -75,7 +79,9 @@ def _descendants() -> list[int]:
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             state, parent = entry.read_bytes().rpartition(b")")[2].split()[:2]
-            children.setdefault(int(parent), []).append((int(entry.parent.name), state not in (b"Z", b"X")))
+            children.setdefault(int(parent), []).append(
+                (int(entry.parent.name), state not in (b"Z", b"X"))
+            )
     found: list[int] = []
     above = [os.getpid()]
     while above:

@@ -1,4 +1,6 @@
-"""Tests at the start of a run that commands reach nothing but the gateway (`gateway.network: gateway`)."""
+"""Tests at the start of a run that commands reach nothing but the gateway (`gateway.network:
+gateway`).
+"""
 
 import asyncio
 import shlex
@@ -41,7 +43,8 @@ sys.exit("; ".join(found) or None)
 
 
 async def check_containment(desk: Desk) -> None:
-    """Try whether commands are kept from everything but the gateway here. The gateway must be served.
+    """Try whether commands are kept from everything but the gateway here. The gateway must be
+    served.
 
     Raises:
         ConfigError: they are not; says what the machine lacks.
@@ -49,13 +52,16 @@ async def check_containment(desk: Desk) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         given = Assignment(Task("a check of the network", 0), desk.url, "no-key")
         ports = [str(given.port), str(other.getsockname()[1])]
-        trying = CommandAgent(shlex.join([sys.executable, "-I", "-S", "-c", _ATTEMPTS, *ports]), contained_by=desk)
+        trying = CommandAgent(
+            shlex.join([sys.executable, "-I", "-S", "-c", _ATTEMPTS, *ports]), contained_by=desk
+        )
         try:
             async with asyncio.timeout(_START_SECONDS):
                 await trying.run(given)
         except (EnvError, TimeoutError) as error:
             raise ConfigError(
-                "gateway.network=gateway: this machine cannot keep programs from the network: "
-                f"{error or f'nothing came within {_START_SECONDS:g} s'}. Allow user namespaces there "
-                "(docs/sandbox.md), or write gateway.network=open, which lets programs reach what you can"
+                "gateway.network=gateway: this machine cannot keep programs from the network:"
+                f" {error or f'nothing came within {_START_SECONDS:g} s'}. Allow user namespaces"
+                " there (docs/sandbox.md), or write gateway.network=open, which lets programs"
+                " reach what you can"
             ) from error

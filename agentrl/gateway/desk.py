@@ -18,7 +18,8 @@ def _not_served(listener: socket.socket) -> AbstractAsyncContextManager[None]:
 
 @dataclass(eq=False, slots=True)
 class Desk:
-    """All open episodes. A key opens one of them and nothing else, and only as long as the episode lasts.
+    """All open episodes. A key opens one of them and nothing else, and only as long as the episode
+    lasts.
 
     Keys are looked up by a salted hash, so the time that this takes tells nothing about them.
     """
@@ -27,7 +28,9 @@ class Desk:
     url: str = ""
     """The address that programs are given; known when the server has started."""
     accepting: Callable[[socket.socket], AbstractAsyncContextManager[None]] = _not_served
-    """Inside the block, requests on a further listening socket are answered too; set when the server has started."""
+    """Inside the block, requests on a further listening socket are answered too; set when the
+    server has started.
+    """
     _sessions: dict[bytes, AgentSession] = field(default_factory=dict)
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
@@ -58,7 +61,8 @@ class Desk:
         return session
 
     def open_session(self, key: str) -> AgentSession:
-        """The episode of a key, which must be under way: a key that may begin an episode does not do so here.
+        """The episode of a key, which must be under way: a key that may begin an episode does not
+        do so here.
 
         Raises:
             CallRefusedError: there is none, or it is over.

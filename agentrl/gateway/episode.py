@@ -4,7 +4,8 @@
                        ▲               │                  │
                        └── trajectory ◀┴──── reward ◀─────┘
 
-What fails in a program is a failure of the environment's layer, unless the engine failed before: then it is that.
+What fails in a program is a failure of the environment's layer, unless the engine failed before:
+then it is that.
 """
 
 import asyncio
@@ -26,10 +27,11 @@ from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
 
 @dataclass(frozen=True, slots=True)
 class AgentEpisodeRunner:
-    """`EpisodeRunner` of a program that calls the policy. The turns of its `budget` are its calls; `own_budgets` are
-    those of suites.
+    """`EpisodeRunner` of a program that calls the policy. The turns of its `budget` are its calls;
+    `own_budgets` are those of suites.
 
-    `needs_reward`: the run's reward is what the program earns, so a program that names none has failed.
+    `needs_reward`: the run's reward is what the program earns, so a program that names none has
+    failed.
     """
 
     policy: EnginePolicy
@@ -49,10 +51,15 @@ class AgentEpisodeRunner:
         outcome, failure = AgentOutcome(), None
         try:
             async with Flow(f"calls of {episode.id}") as flow:
-                session = AgentSession(episode, self.policy, self.renderer, limits, flow, model=config.model)
+                session = AgentSession(
+                    episode, self.policy, self.renderer, limits, flow, model=config.model
+                )
                 watching = flow.start(_watch(session, config.idle_seconds), name="idle")
                 try:
-                    with deadline("environment", "episode", self.deadline), self.desk.opened(session) as key:
+                    with (
+                        deadline("environment", "episode", self.deadline),
+                        self.desk.opened(session) as key,
+                    ):
                         outcome = await self._run(session, key)
                 finally:
                     watching.cancel()
@@ -64,7 +71,9 @@ class AgentEpisodeRunner:
 
     async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
         """Run the program, and wait for a reward that comes later."""
-        task = replace(session.episode.task)  # a copy: what the program does to its options is seen by none beside it
+        task = replace(
+            session.episode.task
+        )  # a copy: what the program does to its options is seen by none beside it
         outcome = await self.program.run(Assignment(task, self.desk.url, key))
         if outcome.reward is not None or session.refused:
             return outcome
@@ -75,18 +84,21 @@ class AgentEpisodeRunner:
                     await session.rewarded.wait()
             except TimeoutError:
                 raise RewardError(
-                    f"no reward came within {seconds:g} s of the program's end (gateway.reward_seconds)"
+                    f"no reward came within {seconds:g} s of the program's end"
+                    " (gateway.reward_seconds)"
                 ) from None
         return session.outcome or outcome
 
-    def _status(self, session: AgentSession, outcome: AgentOutcome, failure: RolloutError | None) -> Status:
+    def _status(
+        self, session: AgentSession, outcome: AgentOutcome, failure: RolloutError | None
+    ) -> Status:
         hung = isinstance(failure, DeadlineError)
         if session.refused and not hung:
             if session.first_too_long:
                 return Failed(
                     "data",
-                    f"the first prompt has {session.first_too_long} tokens and the engine's context holds "
-                    f"{session.max_context}: raise engine.max_context",
+                    f"the first prompt has {session.first_too_long} tokens and the engine's context"
+                    f" holds {session.max_context}: raise engine.max_context",
                 )
             return Truncated(session.refused)
         if session.engine_error is not None and failure is not None and not hung:
@@ -94,12 +106,15 @@ class AgentEpisodeRunner:
         if failure is not None:
             return Failed.by(failure)
         if not session.tree.rows():
-            return Failed("environment", "the program ended without an answer of the model: it must call base_url")
+            return Failed(
+                "environment",
+                "the program ended without an answer of the model: it must call base_url",
+            )
         if self.needs_reward and outcome.reward is None and not session.rewarded.is_set():
             return Failed(
                 "environment",
-                "the program earned no reward: return a number, send one to /v1/rewards, or set `reward` to one of the "
-                "run's own",
+                "the program earned no reward: return a number, send one to /v1/rewards, or set"
+                " `reward` to one of the run's own",
             )
         return Terminated()
 

@@ -5,8 +5,9 @@
         ...
         return reward
 
-Each episode runs in a thread with an event loop of its own, so a function that blocks holds up no other. One that hangs
-is cancelled at its deadline; if it ignores that, its thread is abandoned, as that of an environment is.
+Each episode runs in a thread with an event loop of its own, so a function that blocks holds up no
+other. One that hangs is cancelled at its deadline; if it ignores that, its thread is abandoned, as
+that of an environment is.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ _GRACE_SECONDS = 5.0
 
 
 class FunctionAgent:
-    """`AgentProgram` of a function `run(task, base_url, api_key)`, async or not. `name` is for messages."""
+    """`AgentProgram` of a function `run(task, base_url, api_key)`, async or not. `name` is for
+    messages.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function = function
@@ -61,7 +64,9 @@ class _Thread:
         self._cancelled = False
         self._inner: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self.result.add_done_callback(_retrieve)
-        threading.Thread(target=self._serve, name=f"agent-{assignment.task.id}", daemon=True).start()
+        threading.Thread(
+            target=self._serve, name=f"agent-{assignment.task.id}", daemon=True
+        ).start()
 
     def cancel(self) -> None:
         """Cancel the function's task, now or as soon as it starts."""

@@ -1,4 +1,5 @@
-"""Runs the function of an agent in a process of its own: `python function_child.py my_package.module:run`.
+"""Runs the function of an agent in a process of its own: `python function_child.py
+my_package.module:run`.
 
 It imports nothing of agentrl, so any Python can run it (`env.python`).
 """

@@ -1,7 +1,7 @@
 """A desk that anyone with the token may use: `agentrl gateway`. The API key names the episode.
 
-`TOKEN:NAME` is the key of the episode NAME; a new name begins a new episode. Without a token, the whole key is the
-name.
+`TOKEN:NAME` is the key of the episode NAME; a new name begins a new episode. Without a token, the
+whole key is the name.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ _MOST_CALLS = 100_000
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class OpenDesk(Desk):
-    """Opens an episode for each name. Those that are idle for `config.idle_seconds` are over; `ended` gets them."""
+    """Opens an episode for each name. Those that are idle for `config.idle_seconds` are over;
+    `ended` gets them.
+    """
 
     policy: EnginePolicy
     renderer: TemplateRenderer
@@ -49,19 +51,24 @@ class OpenDesk(Desk):
         found = self._named.get(name)
         if found is None:
             if len(self._named) >= self.config.max_episodes:
-                raise CallRefusedError(429, "too_many_episodes", f"{len(self._named)} episodes are open", 1.0)
+                raise CallRefusedError(
+                    429, "too_many_episodes", f"{len(self._named)} episodes are open", 1.0
+                )
             self._opened += 1
             number = f"{name or 'episode'}-{self._opened}"
             progress = Progress(budget=Budget(turns=_MOST_CALLS))
             task = Task("gateway", 0, {}, number)
             episode = Episode(number, task, derive_seed(self.seed, number), progress=progress)
             limits = CallLimits(self.config.max_answers, self.config.calls_at_once)
-            found = AgentSession(episode, self.policy, self.renderer, limits, self.calls, model=self.config.model)
+            found = AgentSession(
+                episode, self.policy, self.renderer, limits, self.calls, model=self.config.model
+            )
             self._named[name] = found
         return found
 
     def open_session(self, key: str) -> AgentSession:
-        """See `Desk.open_session`: a reward that comes when its episode is over would be that of an empty one.
+        """See `Desk.open_session`: a reward that comes when its episode is over would be that of an
+        empty one.
 
         Raises:
             CallRefusedError: the token is wrong, or no episode with that name is open.
@@ -69,7 +76,9 @@ class OpenDesk(Desk):
         found = self._named.get(self._name(key))
         if found is None:
             raise CallRefusedError(
-                404, "no_such_episode", "no episode with this name is open: it has had no call yet, or is over"
+                404,
+                "no_such_episode",
+                "no episode with this name is open: it has had no call yet, or is over",
             )
         return found
 
@@ -81,7 +90,9 @@ class OpenDesk(Desk):
         """
         given, _, name = key.partition(":") if self.token else ("", "", key)
         if not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise CallRefusedError(401, "invalid_api_key", "the API key does not begin with the token")
+            raise CallRefusedError(
+                401, "invalid_api_key", "the API key does not begin with the token"
+            )
         return name
 
     async def sweep(self) -> None:
@@ -104,10 +115,12 @@ class OpenDesk(Desk):
 
 
 def conversations_of(session: AgentSession) -> list[tuple[Trajectory, Score | None]]:
-    """The rows of an episode, each as a trajectory of its own, with its score if a reward came for it.
+    """The rows of an episode, each as a trajectory of its own, with its score if a reward came for
+    it.
 
-    The task is named by how the conversation begins, so that the answers to the same question can be compared. The
-    reward of the episode counts for each of its conversations, and that of a call for the one that it is in.
+    The task is named by how the conversation begins, so that the answers to the same question can
+    be compared. The reward of the episode counts for each of its conversations, and that of a call
+    for the one that it is in.
     """
     found: list[tuple[Trajectory, Score | None]] = []
     rows = session.tree.rows()
@@ -127,6 +140,8 @@ def conversations_of(session: AgentSession) -> list[tuple[Trajectory, Score | No
             dropped={},
         )
         rewarded = session.outcome is not None or any(answer.rewarded for answer in row)
-        earned = trajectory.env_return + ((session.outcome.reward or 0.0) if session.outcome is not None else 0.0)
+        earned = trajectory.env_return + (
+            (session.outcome.reward or 0.0) if session.outcome is not None else 0.0
+        )
         found.append((trajectory, Score(earned, {"gateway": earned}) if rewarded else None))
     return found

@@ -94,12 +94,16 @@ def _read(checked: Json, _: Json) -> WireRequest:
     )
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
-    request = chat_request(messages, tools, wishes, 1 if checked.get("n") is None else checked["n"], model)
+    request = chat_request(
+        messages, tools, wishes, 1 if checked.get("n") is None else checked["n"], model
+    )
     return WireRequest(
         request,
         bool(checked.get("stream")),
         lambda session, call: (
-            _completion(session, call, model, wants_logprobs).model_dump_json(exclude_unset=True).encode()
+            _completion(session, call, model, wants_logprobs)
+            .model_dump_json(exclude_unset=True)
+            .encode()
         ),
         lambda session, call: _chunks(session, call, model, wants_logprobs, with_usage),
     )
@@ -115,7 +119,9 @@ def _message(message: Json, place: int) -> Message:
     if role in ("user", "system", "developer"):
         return Message("user" if role == "user" else "system", text_of(message["content"], where))
     if role == "tool":
-        return Message("tool", text_of(message["content"], where), tool_call_id=message["tool_call_id"])
+        return Message(
+            "tool", text_of(message["content"], where), tool_call_id=message["tool_call_id"]
+        )
     if role == "assistant":
         for name, instead in _REFUSED_IN_ANSWERS.items():
             if message.get(name):
@@ -150,11 +156,18 @@ def _finish(answer: AgentAnswer) -> Any:
 def _usage(call: AgentCall) -> "CompletionUsage":
     from openai.types.completion_usage import CompletionUsage
 
-    prompt, sampled = call.prompt_length, sum(len(answer.completion.token_ids) for answer in call.answers)
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
+    prompt, sampled = (
+        call.prompt_length,
+        sum(len(answer.completion.token_ids) for answer in call.answers),
+    )
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled
+    )
 
 
-def _completion(session: AgentSession, call: AgentCall, model: str, wants_logprobs: bool) -> "ChatCompletion":
+def _completion(
+    session: AgentSession, call: AgentCall, model: str, wants_logprobs: bool
+) -> "ChatCompletion":
     from openai.types.chat import ChatCompletion, ChatCompletionMessage
     from openai.types.chat.chat_completion import Choice
     from openai.types.chat.chat_completion_message_function_tool_call import (
@@ -166,16 +179,22 @@ def _completion(session: AgentSession, call: AgentCall, model: str, wants_logpro
     for place, answer in enumerate(call.answers):
         calls = [
             ChatCompletionMessageFunctionToolCall(
-                id=one.id, type="function", function=Function(name=one.name, arguments=json.dumps(one.arguments))
+                id=one.id,
+                type="function",
+                function=Function(name=one.name, arguments=json.dumps(one.arguments)),
             )
             for one in answer.calls
         ]
         more: Json = {"tool_calls": calls} if calls else {}
         if answer.message.reasoning:
             more["reasoning_content"] = answer.message.reasoning  # as vLLM and others have it
-        message = ChatCompletionMessage(role="assistant", content=answer.message.said or None, refusal=None, **more)
+        message = ChatCompletionMessage(
+            role="assistant", content=answer.message.said or None, refusal=None, **more
+        )
         logprobs = _logprobs(session, answer) if wants_logprobs else None
-        choices.append(Choice(index=place, message=message, finish_reason=_finish(answer), logprobs=logprobs))
+        choices.append(
+            Choice(index=place, message=message, finish_reason=_finish(answer), logprobs=logprobs)
+        )
     return ChatCompletion(
         id=f"chatcmpl-{call.name}",
         object="chat.completion",
@@ -194,7 +213,9 @@ def _logprobs(session: AgentSession, answer: AgentAnswer) -> "ChoiceLogprobs":
     for place, logprob in enumerate(answer.completion.logprobs.tolist()):
         text = session.decoded(answer.completion.token_ids[place : place + 1])
         tokens.append(
-            ChatCompletionTokenLogprob(token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[])
+            ChatCompletionTokenLogprob(
+                token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=[]
+            )
         )
     return ChoiceLogprobs(content=tokens)
 
@@ -230,7 +251,11 @@ def _chunks(
 
 
 def _deltas(answer: AgentAnswer) -> Iterator[Any]:
-    from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+    from openai.types.chat.chat_completion_chunk import (
+        ChoiceDelta,
+        ChoiceDeltaToolCall,
+        ChoiceDeltaToolCallFunction,
+    )
 
     yield ChoiceDelta(role="assistant", content="")
     for piece in pieces(answer.message.reasoning):
@@ -239,7 +264,11 @@ def _deltas(answer: AgentAnswer) -> Iterator[Any]:
         yield ChoiceDelta(content=piece)
     for place, call in enumerate(answer.calls):
         begun = ChoiceDeltaToolCallFunction(name=call.name, arguments="")
-        yield ChoiceDelta(tool_calls=[ChoiceDeltaToolCall(index=place, id=call.id, type="function", function=begun)])
+        yield ChoiceDelta(
+            tool_calls=[
+                ChoiceDeltaToolCall(index=place, id=call.id, type="function", function=begun)
+            ]
+        )
         for piece in pieces(json.dumps(call.arguments)):
             more = ChoiceDeltaToolCallFunction(arguments=piece)
             yield ChoiceDelta(tool_calls=[ChoiceDeltaToolCall(index=place, function=more)])

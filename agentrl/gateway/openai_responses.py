@@ -1,4 +1,6 @@
-"""OpenAI's responses: `POST /v1/responses`, the part of it that agents use. No response is kept on the server."""
+"""OpenAI's responses: `POST /v1/responses`, the part of it that agents use. No response is kept on
+the server.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -62,7 +64,9 @@ _FIELDS = Fields(
         "previous_response_id": "send the whole conversation as input",
         "conversation": "send the whole conversation as input",
         "truncation": "the run's context decides; shorten the input",
-        "top_logprobs": "only the logprobs of the sampled tokens are known, and chat completions have them",
+        "top_logprobs": (
+            "only the logprobs of the sampled tokens are known, and chat completions have them"
+        ),
         "background": "wait for the answer",
     },
     neutral={
@@ -97,26 +101,40 @@ def _read(checked: Json, body: Json) -> WireRequest:
 
 
 def _as_typed(body: Json, session: AgentSession) -> Json:
-    """The body as the vendor's type has it: its `text` with only what constrains the answer, and tools with all fields.
+    """The body as the vendor's type has it: its `text` with only what constrains the answer, and
+    tools with all fields.
 
-    OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out. Others send, instead of
-    what the model has said, references to it.
+    OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out.
+    Others send, instead of what the model has said, references to it.
     """
     text, tools, items = body.get("text"), body.get("tools"), body.get("input")
     if isinstance(items, list) and any(map(_is_reference, items)):
-        known = {item.id: item for call in session.tree.calls if len(call.answers) == 1 for item in _items(call)}
+        known = {
+            item.id: item
+            for call in session.tree.calls
+            if len(call.answers) == 1
+            for item in _items(call)
+        }
         body = body | {"input": [_referred(item, known, place) for place, item in enumerate(items)]}
     if isinstance(text, dict):
-        left = {key: value for key, value in text.items() if key != "verbosity" and value is not None}
+        left = {
+            key: value for key, value in text.items() if key != "verbosity" and value is not None
+        }
         body = body | {"text": left}
     if isinstance(tools, list):
-        body = body | {"tools": [_with_all_fields(tool) if isinstance(tool, dict) else tool for tool in tools]}
+        body = body | {
+            "tools": [_with_all_fields(tool) if isinstance(tool, dict) else tool for tool in tools]
+        }
     return body
 
 
 def _with_all_fields(tool: Json) -> Json:
-    """A tool as the answer repeats it: without the nulls that some libraries send, and others refuse."""
-    return {"strict": False, "parameters": {}} | {name: value for name, value in tool.items() if value is not None}
+    """A tool as the answer repeats it: without the nulls that some libraries send, and others
+    refuse.
+    """
+    return {"strict": False, "parameters": {}} | {
+        name: value for name, value in tool.items() if value is not None
+    }
 
 
 def _is_reference(item: Any) -> bool:
@@ -155,13 +173,19 @@ def _messages(items: list[Json]) -> Iterator[Message]:
             yield assistant("".join(texts), calls)
             texts, calls = [], []
         if kind == "function_call_output":
-            yield Message("tool", text_of(item["output"], where, _TEXTS), tool_call_id=item["call_id"])
+            yield Message(
+                "tool", text_of(item["output"], where, _TEXTS), tool_call_id=item["call_id"]
+            )
         elif kind == "message" and role == "assistant":
             texts.append(text_of(item["content"], where, _TEXTS))
         elif kind == "message" and role in ("user", "system", "developer"):
-            yield Message("user" if role == "user" else "system", text_of(item["content"], where, _TEXTS))
+            yield Message(
+                "user" if role == "user" else "system", text_of(item["content"], where, _TEXTS)
+            )
         else:
-            raise unsupported(f"{where}: an item of type {kind!r}", "write messages and calls of functions")
+            raise unsupported(
+                f"{where}: an item of type {kind!r}", "write messages and calls of functions"
+            )
     if texts or calls:
         yield assistant("".join(texts), calls)
 
@@ -185,12 +209,18 @@ def _items(call: AgentCall) -> list[Any]:
     items: list[Any] = []
     if answer.message.reasoning:
         summary = Summary(type="summary_text", text=answer.message.reasoning)
-        items.append(ResponseReasoningItem(id=f"rs_{call.name}", type="reasoning", summary=[summary]))
+        items.append(
+            ResponseReasoningItem(id=f"rs_{call.name}", type="reasoning", summary=[summary])
+        )
     if answer.message.said or not answer.message.tool_calls:
         text = ResponseOutputText(type="output_text", text=answer.message.said, annotations=[])
         items.append(
             ResponseOutputMessage(
-                id=f"msg_{call.name}", type="message", role="assistant", status="completed", content=[text]
+                id=f"msg_{call.name}",
+                type="message",
+                role="assistant",
+                status="completed",
+                content=[text],
             )
         )
     for one in answer.calls:
@@ -220,7 +250,11 @@ def _response(call: AgentCall, body: Json, *, begun: bool = False) -> "Response"
         "output_tokens_details": {"reasoning_tokens": answer.message.reasoning_tokens},
         "total_tokens": prompt + sampled,
     }
-    ended = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+    ended = (
+        {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        if cut
+        else {}
+    )
     made: Response = Response.model_validate(
         {
             "id": f"resp_{call.name}",
@@ -273,9 +307,16 @@ def _events(call: AgentCall, body: Json) -> Iterator[bytes]:
             yield made("response.output_item.added", output_index=place, item=empty)
             for piece in pieces(item["arguments"]):
                 yield made("response.function_call_arguments.delta", **at, delta=piece)
-            yield made("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+            yield made(
+                "response.function_call_arguments.done",
+                **at,
+                arguments=item["arguments"],
+                name=item["name"],
+            )
         else:
-            yield made("response.output_item.added", output_index=place, item={**item, "summary": []})
+            yield made(
+                "response.output_item.added", output_index=place, item={**item, "summary": []}
+            )
             (part,), at["summary_index"] = item["summary"], 0
             yield made("response.reasoning_summary_part.added", **at, part={**part, "text": ""})
             for piece in pieces(part["text"]):
@@ -284,7 +325,10 @@ def _events(call: AgentCall, body: Json) -> Iterator[bytes]:
             yield made("response.reasoning_summary_part.done", **at, part=part)
         yield made("response.output_item.done", output_index=place, item=item)
     whole = _response(call, body).model_dump(mode="json", exclude_unset=True)
-    yield made("response.incomplete" if whole["status"] == "incomplete" else "response.completed", response=whole)
+    yield made(
+        "response.incomplete" if whole["status"] == "incomplete" else "response.completed",
+        response=whole,
+    )
 
 
 RESPONSES = WireProtocol(

@@ -15,7 +15,8 @@ from agentrl.trajectory import Failed, Score
 class AgentOutcome:
     """How a program ended: the reward that it earned, if it says so, and more about that.
 
-    Without a reward, the run's own rewards are all there is. `parts`: named parts of it, for the records.
+    Without a reward, the run's own rewards are all there is. `parts`: named parts of it, for the
+    records.
     """
 
     reward: float | None = None
@@ -30,7 +31,8 @@ class AgentOutcome:
 
 
 def outcome_of(result: object, name: str) -> AgentOutcome:
-    """What a program returned, as an outcome: nothing, a number, a `Score`, or a mapping with `reward` and `success`.
+    """What a program returned, as an outcome: nothing, a number, a `Score`, or a mapping with
+    `reward` and `success`.
 
     Raises:
         EnvError: it is something else, or no finite number.
@@ -47,15 +49,27 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
         )
     if isinstance(result, dict):
         if unknown := [str(key) for key in result if key not in ("reward", "success", "parts")]:
-            raise EnvError(f"{name} returned {', '.join(unknown):.200}: write reward, success and parts")
-        reward, success, given = result.get("reward"), result.get("success"), result.get("parts") or {}
+            raise EnvError(
+                f"{name} returned {', '.join(unknown):.200}: write reward, success and parts"
+            )
+        reward, success, given = (
+            result.get("reward"),
+            result.get("success"),
+            result.get("parts") or {},
+        )
         if not isinstance(given, Mapping):
-            raise EnvError(f"{name} returned {_shown(given)} for its parts: write names with numbers")
+            raise EnvError(
+                f"{name} returned {_shown(given)} for its parts: write names with numbers"
+            )
         parts = {str(part): _finite(value, name) for part, value in given.items()}
         if not isinstance(success, bool | np.bool_ | None):
-            raise EnvError(f"{name} returned {_shown(success)} for its success: return true or false")
+            raise EnvError(
+                f"{name} returned {_shown(success)} for its success: return true or false"
+            )
         return AgentOutcome(
-            None if reward is None else _finite(reward, name), None if success is None else bool(success), parts
+            None if reward is None else _finite(reward, name),
+            None if success is None else bool(success),
+            parts,
         )
     return AgentOutcome(_finite(result, name))
 
@@ -67,8 +81,9 @@ def _finite(value: object, name: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise EnvError(
-            f"{name} returned {_shown(value)} for its reward: return a finite number, an agentrl.trajectory.Score, a "
-            "dict with `reward` and `success`, or None if the run has rewards of its own"
+            f"{name} returned {_shown(value)} for its reward: return a finite number, an"
+            " agentrl.trajectory.Score, a dict with `reward` and `success`, or None if the run has"
+            " rewards of its own"
         )
     return number
 

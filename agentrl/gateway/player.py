@@ -1,4 +1,6 @@
-"""A scripted player that answers a program's calls: for demonstrations, and for reading a program's texts."""
+"""A scripted player that answers a program's calls: for demonstrations, and for reading a program's
+texts.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class PlayerEngine:
-    """An `Engine` whose model is a function: `player(prompt, rng)` reads the text of a prompt and returns an answer.
+    """An `Engine` whose model is a function: `player(prompt, rng)` reads the text of a prompt and
+    returns an answer.
 
-    The answers are the tokens that a model would have sampled to write them, each with logprob 0 (certainty).
+    The answers are the tokens that a model would have sampled to write them, each with logprob 0
+    (certainty).
     """
 
     player: Callable[[str, Random], Any]
@@ -55,7 +59,9 @@ class PlayerEngine:
             raise EngineError(f"the player raised {with_frame(error)}") from error
         token_ids = self.renderer.answer_ids(text)
         self._generated += len(token_ids)
-        return Completion(token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop")
+        return Completion(
+            token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop"
+        )
 
     async def interrupt(self) -> None:
         """See `Engine.interrupt`: a player answers at once."""

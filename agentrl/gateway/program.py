@@ -10,7 +10,8 @@ from agentrl.trajectory import Task
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a program gets: its task, and where it calls the model. `api_key` is that of this episode alone.
+    """What a program gets: its task, and where it calls the model. `api_key` is that of this
+    episode alone.
 
     `url` is the gateway's address. OpenAI's clients take `base_url`, Anthropic's take `url`.
     """
@@ -35,7 +36,8 @@ class AgentProgram(Protocol):
     """A program that solves tasks by calling a model."""
 
     async def run(self, assignment: Assignment) -> AgentOutcome:
-        """Solve one task. When this returns or raises, or is cancelled, nothing of it runs any more.
+        """Solve one task. When this returns or raises, or is cancelled, nothing of it runs any
+        more.
 
         Raises:
             EnvError: the program failed.

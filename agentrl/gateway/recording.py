@@ -14,9 +14,11 @@ from agentrl.trajectory import Status, Trajectory, Turn
 def trajectory_of(
     session: AgentSession, outcome: AgentOutcome, status: Status, started: float, seconds: float
 ) -> Trajectory:
-    """The seen answers of an episode as turns, row by row; each row but the first begins with a fork.
+    """The seen answers of an episode as turns, row by row; each row but the first begins with a
+    fork.
 
-    The reward belongs to the last turn, which is the one that was asked for last. Those of calls belong to their turns.
+    The reward belongs to the last turn, which is the one that was asked for last. Those of calls
+    belong to their turns.
     """
     rows = session.tree.rows()
     turns = [
@@ -47,7 +49,12 @@ def trajectory_of(
 
 
 def _turn(
-    answer: AgentAnswer, *, begins: bool, first: bool, reward: float = 0.0, info: Mapping[str, Any] | None = None
+    answer: AgentAnswer,
+    *,
+    begins: bool,
+    first: bool,
+    reward: float = 0.0,
+    info: Mapping[str, Any] | None = None,
 ) -> Turn:
     call = answer.call
     shown = call.new_messages[-1].content if call.new_messages else ""

@@ -2,11 +2,13 @@
 
 
 class CallRefusedError(Exception):
-    """A call that is not answered. `code`: a short name for programs; the text is for people. `retry_after`: seconds
-    after which the same call may succeed.
+    """A call that is not answered. `code`: a short name for programs; the text is for people.
+    `retry_after`: seconds after which the same call may succeed.
     """
 
-    def __init__(self, status: int, code: str, detail: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, detail: str, retry_after: float | None = None
+    ) -> None:
         super().__init__(detail)
         self.status = status
         self.code = code

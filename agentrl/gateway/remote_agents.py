@@ -4,7 +4,8 @@
     POST /v1/rewards   its reward, which ends the episode (`done`)
     POST /v1/failures  the agent has failed
 
-A task is leased: an agent that makes no request for `gateway.lease_seconds` has lost it, and the episode has failed.
+A task is leased: an agent that makes no request for `gateway.lease_seconds` has lost it, and the
+episode has failed.
 """
 
 import asyncio
@@ -49,7 +50,10 @@ class RemoteAgents:
         while not session.done.is_set():
             left = lease if session.calls_at_once else session.used + lease - now()
             if left <= 0:
-                raise EnvError(f"the agent made no request for {lease:g} s, and lost its task (gateway.lease_seconds)")
+                raise EnvError(
+                    f"the agent made no request for {lease:g} s, and lost its task"
+                    " (gateway.lease_seconds)"
+                )
             try:
                 async with asyncio.timeout(left):
                     await session.done.wait()

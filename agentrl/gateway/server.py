@@ -8,8 +8,8 @@
     POST /v1/tasks              a task for an agent elsewhere
     POST /v1/failures           that an agent elsewhere has failed
 
-It runs on the event loop of the run, because that is where the policy is. Each request carries the key of its episode,
-as `Authorization: Bearer` or `x-api-key`.
+It runs on the event loop of the run, because that is where the policy is. Each request carries the
+key of its episode, as `Authorization: Bearer` or `x-api-key`.
 """
 
 import asyncio
@@ -51,7 +51,10 @@ from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import check_reach, url_of
 
 STATUSES = {
-    400: "The request is wrong, wants what is not supported, or exceeds the context or the calls of its episode",
+    400: (
+        "The request is wrong, wants what is not supported, or exceeds the context or the calls of"
+        " its episode"
+    ),
     401: "The key belongs to no open episode",
     403: "The request comes from a web page of another site",
     404: "There is no such path or call",
@@ -67,7 +70,8 @@ STATUSES = {
 
 
 class PostedReward(BaseModel):
-    """The body of `POST /v1/rewards`. With `call`, the id of an answer, it is the reward of that call's turn.
+    """The body of `POST /v1/rewards`. With `call`, the id of an answer, it is the reward of that
+    call's turn.
 
     An agent elsewhere whose run has rewards of its own may send `done` alone.
     """
@@ -78,7 +82,9 @@ class PostedReward(BaseModel):
     call: str | None = None
     success: bool | None = None
     done: bool = False
-    """Whether the episode is over. Only agents elsewhere say so; of others, the end of the program does."""
+    """Whether the episode is over. Only agents elsewhere say so; of others, the end of the program
+    does.
+    """
 
 
 class PostedFailure(BaseModel):
@@ -110,8 +116,9 @@ class ModelList(BaseModel):
 class CallEndpoint:
     """The ASGI application of a protocol's calls.
 
-    If the connection breaks before an answer is there, the call goes on without it. The answers count as delivered when
-    all but the end of the last message has been sent, and the client is still there.
+    If the connection breaks before an answer is there, the call goes on without it. The answers
+    count as delivered when all but the end of the last message has been sent, and the client is
+    still there.
     """
 
     desk: Desk
@@ -119,7 +126,9 @@ class CallEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or raise the refusal."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         session = self.desk.session(_key(headers))
         asked = (await _read(self.protocol, receive, session)).with_headers(headers)
         transport = scope.get("state", {}).get("transport")  # of `idle_timeout`
@@ -128,14 +137,25 @@ class CallEndpoint:
             await self._send(session, asked, call, send, is_there)
 
     async def _send(
-        self, session: AgentSession, asked: WireRequest, call: AgentCall, send: Send, is_there: Callable[[], bool]
+        self,
+        session: AgentSession,
+        asked: WireRequest,
+        call: AgentCall,
+        send: Send,
+        is_there: Callable[[], bool],
     ) -> None:
         if asked.streams:
             parts = [*asked.parts(session, call)]
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"),
+            ]
         else:
             parts = [asked.whole(session, call)]
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(parts[0])).encode())]
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(parts[0])).encode()),
+            ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
@@ -183,7 +203,9 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
         ConfigError: it cannot listen there, or the packages of the protocols are missing.
     """
     if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
-        raise ConfigError(f"the gateway needs the packages {' and '.join(missing)}: {install_command('gateway')}")
+        raise ConfigError(
+            f"the gateway needs the packages {' and '.join(missing)}: {install_command('gateway')}"
+        )
     config = desk.config
     app = create_app(desk, agents, _token(config, agents))
     listener = _listener(config)
@@ -222,8 +244,8 @@ def _listener(config: GatewayConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"the gateway cannot listen on {config.host}:{config.port}: {error}. Set gateway.host and gateway.port "
-            "(0: any free one)"
+            f"the gateway cannot listen on {config.host}:{config.port}: {error}. Set gateway.host"
+            " and gateway.port (0: any free one)"
         ) from error
     return listener
 
@@ -236,13 +258,16 @@ def _token(config: GatewayConfig, agents: RemoteAgents | None) -> str:
     """
     token = os.environ.get(config.token_env, "") if config.token_env else ""
     if config.token_env and not token:
-        raise ConfigError(f"gateway.token_env: the environment variable {config.token_env} is not set")
+        raise ConfigError(
+            f"gateway.token_env: the environment variable {config.token_env} is not set"
+        )
     if agents is not None:
         check_reach(
             "gateway.host",
             config.host,
             token,
-            "name an environment variable with a token in gateway.token_env, so that they cannot take tasks",
+            "name an environment variable with a token in gateway.token_env, so that they cannot"
+            " take tasks",
         )
     return token
 
@@ -298,7 +323,9 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
         max_body_bytes=limits.max_body_bytes,
         request_seconds=limits.request_seconds,
         any_host=True,
-        said=lambda path, status, detail: _refusal(path, status, _CODES.get(status, "invalid_request"), detail),
+        said=lambda path, status, detail: _refusal(
+            path, status, _CODES.get(status, "invalid_request"), detail
+        ),
     )
     return app
 
@@ -307,11 +334,16 @@ _Posted = TypeVar("_Posted", bound=BaseModel)
 
 
 async def _posted(kind: type[_Posted], request: Request) -> _Posted:
-    """The body of a request, whatever its headers say that it is: curl says something else unless it is told."""
+    """The body of a request, whatever its headers say that it is: curl says something else unless
+    it is told.
+    """
     try:
         return kind.model_validate_json(await request.body())
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in error.errors())
+        wrong = (
+            f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}"
+            for one in error.errors()
+        )
         raise invalid("; ".join(wrong)) from None
 
 
@@ -320,10 +352,15 @@ def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
-    @app.post("/v1/tasks", responses={204: {"description": "No task waits for an agent now; ask again later"}})
+    @app.post(
+        "/v1/tasks",
+        responses={204: {"description": "No task waits for an agent now; ask again later"}},
+    )
     async def tasks(request: Request) -> Response:
         if token and not hmac.compare_digest(_key(request.headers).encode(), token.encode()):
-            raise CallRefusedError(401, "invalid_token", "the token of agents is missing or wrong (gateway.token_env)")
+            raise CallRefusedError(
+                401, "invalid_token", "the token of agents is missing or wrong (gateway.token_env)"
+            )
         taken = agents.take()
         if taken is None:
             return Response(status_code=204)
@@ -346,7 +383,9 @@ def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
 
 def _add_calls(app: FastAPI, desk: Desk) -> None:
     async def answer() -> None:
-        """Described here and answered by `CallEndpoint`: what FastAPI does for other routes costs as much as a call."""
+        """Described here and answered by `CallEndpoint`: what FastAPI does for other routes costs
+        as much as a call.
+        """
 
     for protocol in (CHAT, RESPONSES, MESSAGES):
         app.add_api_route(
@@ -354,7 +393,9 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
             answer,
             methods=["POST"],
             operation_id=protocol.path.removeprefix("/v1/").replace("/", "_"),
-            responses={200: {"description": "The answer; with `stream`, its parts", "content": _ANSWERS}},
+            responses={
+                200: {"description": "The answer; with `stream`, its parts", "content": _ANSWERS}
+            },
             openapi_extra={"requestBody": _described(protocol)},
         )
         described = app.router.routes[-1]
@@ -386,14 +427,21 @@ _ANSWERS: dict[str, Any] = {
 
 
 def _described(protocol: WireProtocol) -> dict[str, Any]:
-    """A request's body for OpenAPI: which fields there are. What is in them, the vendor's own type says."""
+    """A request's body for OpenAPI: which fields there are. What is in them, the vendor's own type
+    says.
+    """
     fields = protocol.fields
     schema = {
         "type": "object",
         "required": list(protocol.required),
-        "properties": {name: {} for name in fields.supported}
-        | {name: {"description": "Ignored"} for name in fields.ignored},
-        "description": f"As {protocol.type_name.replace(':', '.')}. Other fields are refused unless they are null.",
+        "properties": (
+            {name: {} for name in fields.supported}
+            | {name: {"description": "Ignored"} for name in fields.ignored}
+        ),
+        "description": (
+            f"As {protocol.type_name.replace(':', '.')}. Other fields are refused unless they are"
+            " null."
+        ),
     }
     return {"content": {"application/json": {"schema": schema}}, "required": True}
 
@@ -410,7 +458,11 @@ def _add_refusals(app: FastAPI) -> None:
     """Answer all errors in the form of the protocol that was spoken."""
 
     def say(
-        request: Request, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
+        request: Request,
+        status: int,
+        code: str,
+        detail: str,
+        headers: Mapping[str, str] | None = None,
     ) -> Response:
         spoken = _GOOGLES_PATH if _GOOGLES_KEY in request.headers else request.url.path
         return JSONResponse(_refusal(spoken, status, code, detail), status, headers)
@@ -443,7 +495,13 @@ def _add_refusals(app: FastAPI) -> None:
 def _refusal(path: str, status: int, code: str, detail: str) -> Mapping[str, Any]:
     """The body of a refusal, in the form of the protocol that is spoken at a path."""
     if _GEMINI.match(path):
-        return {"error": {"code": status, "message": detail, "status": _GOOGLES.get(status, "INVALID_ARGUMENT")}}
+        return {
+            "error": {
+                "code": status,
+                "message": detail,
+                "status": _GOOGLES.get(status, "INVALID_ARGUMENT"),
+            }
+        }
     kind = _TYPES.get(status, "invalid_request_error")
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": kind, "message": detail}}

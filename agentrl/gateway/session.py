@@ -1,7 +1,8 @@
 """One episode of a program: answers its calls with the policy, and keeps what was sampled.
 
-A call belongs to its episode and not to the connection that it came over: if the connection breaks, the call goes on,
-and the program gets the same answer when it asks again. So nothing is sampled twice because a program was impatient.
+A call belongs to its episode and not to the connection that it came over: if the connection breaks,
+the call goes on, and the program gets the same answer when it asks again. So nothing is sampled
+twice because a program was impatient.
 """
 
 import asyncio
@@ -37,13 +38,19 @@ from agentrl.trajectory import Message, ToolCall
 logger = logging.getLogger(__name__)
 _WORDS = ("", "chatcmpl-", "resp_", "msg_")
 """What the protocols put before the ids of answers."""
-_SPENT = {"turns": "turn_limit_exceeded", "tokens": "token_limit_exceeded", "seconds": "time_limit_exceeded"}
+_SPENT = {
+    "turns": "turn_limit_exceeded",
+    "tokens": "token_limit_exceeded",
+    "seconds": "time_limit_exceeded",
+}
 """What programs read when a limit of `rollout.budget` is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits of one episode besides its budget: the answers of a call, and the calls at the same time."""
+    """Limits of one episode besides its budget: the answers of a call, and the calls at the same
+    time.
+    """
 
     answers: int = 16
     at_once: int = 64
@@ -51,11 +58,11 @@ class CallLimits:
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A call with what it was asked by, which is kept as long as the episode: not the messages, of which it is the
-    digest.
+    """A call with what it was asked by, which is kept as long as the episode: not the messages, of
+    which it is the digest.
 
-    `under_way`: set when it has all of its answers, or has failed, and None from then on. `listeners`: those who wait
-    for it; each says whether it is still there.
+    `under_way`: set when it has all of its answers, or has failed, and None from then on.
+    `listeners`: those who wait for it; each says whether it is still there.
     """
 
     call: AgentCall
@@ -72,7 +79,9 @@ class _Pending:
 
     @property
     def lost(self) -> bool:
-        """Whether its answer was lost on the way: a program may also ask the same again to get another answer."""
+        """Whether its answer was lost on the way: a program may also ask the same again to get
+        another answer.
+        """
         return not (self.call.delivered or any(is_there() for is_there in self.listeners))
 
 
@@ -132,13 +141,15 @@ class AgentSession:
     async def asking(
         self, request: ChatRequest, is_there: Callable[[], bool] = lambda: True
     ) -> AsyncIterator[AgentCall]:
-        """The call of a request, with all of its answers: a new one, or an earlier one that is asked for once more.
+        """The call of a request, with all of its answers: a new one, or an earlier one that is
+        asked for once more.
 
-        The block hands the answers over, and sets `AgentCall.delivered`. `is_there`: whether the program still waits
-        for them.
+        The block hands the answers over, and sets `AgentCall.delivered`. `is_there`: whether the
+        program still waits for them.
 
         Raises:
-            CallRefusedError: it exceeds a limit, the episode is over, or the engine does not answer.
+            CallRefusedError: it exceeds a limit, the episode is over, or the engine does not
+            answer.
         """
         if self.closed:
             raise CallRefusedError(401, "episode_over", "the episode of this key is over")
@@ -191,7 +202,9 @@ class AgentSession:
         """
         answer = self.answer(answer_id)
         if not isfinite(answer.reward + reward):
-            raise CallRefusedError(400, "invalid_reward", "the rewards of this answer add up to no finite number")
+            raise CallRefusedError(
+                400, "invalid_reward", "the rewards of this answer add up to no finite number"
+            )
         answer.reward += reward
         answer.rewarded = True
         self.rewarded.set()
@@ -201,11 +214,19 @@ class AgentSession:
         return self._renderer.decode(token_ids)
 
     def dropped(self) -> Mapping[str, tuple[int, int]]:
-        """What is in no row: for each reason, how many answers, and how many tokens the engine returned for them."""
+        """What is in no row: for each reason, how many answers, and how many tokens the engine
+        returned for them.
+        """
         answers = {"unseen": self.tree.unseen(), "other_model": self.tree.of_another_model()}
         found = {
-            **{why: (len(own), sum(len(one.completion.token_ids) for one in own)) for why, own in answers.items()},
-            "unfinished": (sum(isinstance(call.error, CallEndedError) for call in self.tree.calls), 0),
+            **{
+                why: (len(own), sum(len(one.completion.token_ids) for one in own))
+                for why, own in answers.items()
+            },
+            "unfinished": (
+                sum(isinstance(call.error, CallEndedError) for call in self.tree.calls),
+                0,
+            ),
         }
         return {why: counts for why, counts in found.items() if counts[0]}
 
@@ -214,7 +235,9 @@ class AgentSession:
         pending = self._by_request.get(request.request_id) if request.request_id else None
         if pending is not None and pending.digest != place.digest:
             raise CallRefusedError(
-                409, "idempotency_mismatch", f"the request id {request.request_id!r:.80} came with other content before"
+                409,
+                "idempotency_mismatch",
+                f"the request id {request.request_id!r:.80} came with other content before",
             )
         if pending is None:
             pending = self._asked_before(request, place)
@@ -225,9 +248,11 @@ class AgentSession:
         return pending
 
     def _asked_before(self, request: ChatRequest, place: CallPlace) -> _Pending | None:
-        """The call that a request asks for once more: the newest one, if the program says so, else one that was lost.
+        """The call that a request asks for once more: the newest one, if the program says so, else
+        one that was lost.
 
-        It says so about what it has asked last: an earlier call with the same content has had its own answer.
+        It says so about what it has asked last: an earlier call with the same content has had its
+        own answer.
         """
         asked = [self._pending[call] for call in self.tree.asked(place.digest)]
         by_name = self._is_by_name(request)
@@ -241,7 +266,9 @@ class AgentSession:
         return next((one for one in same if one.lost and not one.failed), None)
 
     def _is_by_name(self, request: ChatRequest) -> bool:
-        """Whether a request names the policy, or no model at all. Some libraries put a provider before the name."""
+        """Whether a request names the policy, or no model at all. Some libraries put a provider
+        before the name.
+        """
         return not request.model or request.model.rpartition("/")[2] == self.model
 
     def _begin(self, request: ChatRequest, place: CallPlace) -> _Pending:
@@ -250,7 +277,15 @@ class AgentSession:
         self._check_limits(request, self.tree.by_name[by_name] if matters else 0, matters=matters)
         new_ids = self._rendered(request, place)
         call = AgentCall(
-            number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening, self.name, by_name
+            number,
+            place.kind,
+            place.parent,
+            place.new,
+            new_ids,
+            elapsed(),
+            place.opening,
+            self.name,
+            by_name,
         )
         length = call.prompt_length
         if length >= self.max_context:
@@ -280,7 +315,9 @@ class AgentSession:
         pending.under_way = None
 
     def _check_limits(self, request: ChatRequest, turns: int, *, matters: bool) -> None:
-        """`turns`: how many calls there were that count as such. `matters`: its answer is trained on."""
+        """`turns`: how many calls there were that count as such. `matters`: its answer is trained
+        on.
+        """
         limits = self._limits
         progress = self.episode.progress
         seconds = now() - self.began if self.tree.calls else 0.0
@@ -292,24 +329,32 @@ class AgentSession:
         if request.wishes.format is not None:
             self._check_format(request)
         if request.count > limits.answers:
-            raise CallRefusedError(400, "too_many_answers", f"n is {request.count}, and {limits.answers} is the most")
+            raise CallRefusedError(
+                400, "too_many_answers", f"n is {request.count}, and {limits.answers} is the most"
+            )
         if self.calls_at_once >= limits.at_once:
-            raise CallRefusedError(429, "too_many_calls", f"{limits.at_once} calls of this episode are under way", 1.0)
+            raise CallRefusedError(
+                429, "too_many_calls", f"{limits.at_once} calls of this episode are under way", 1.0
+            )
 
     def _check_format(self, request: ChatRequest) -> None:
         if self._policy.trained:
             raise unsupported(
                 "a format of answers (response_format)",
-                "its tokens would not be sampled from the policy that is trained; describe the format in the prompt",
+                "its tokens would not be sampled from the policy that is trained; describe the"
+                " format in the prompt",
             )
         if not self._policy.formats:
             raise unsupported(
                 "a format of answers (response_format)",
-                "the engine does not constrain answers: describe the format in the prompt, or run with engine=vllm "
-                "engine.structured_outputs=true",
+                "the engine does not constrain answers: describe the format in the prompt, or run"
+                " with engine=vllm engine.structured_outputs=true",
             )
         if request.tools and request.wishes.may_call:
-            raise unsupported("a format of answers beside tools", 'write tool_choice "none", or leave one of them out')
+            raise unsupported(
+                "a format of answers beside tools",
+                'write tool_choice "none", or leave one of them out',
+            )
 
     def _rendered(self, request: ChatRequest, place: CallPlace) -> IntArray:
         """The tokens after the parent's, or the whole prompt."""
@@ -318,7 +363,10 @@ class AgentSession:
             if answer is None:
                 return self._renderer.whole(request.messages, request.tools)
             return self._renderer.added(
-                answer.call.new_ids, answer.completion.token_ids, _linked(place.new, answer.message), request.tools
+                answer.call.new_ids,
+                answer.completion.token_ids,
+                _linked(place.new, answer.message),
+                request.tools,
             )
         except ConfigError as error:
             raise CallRefusedError(
@@ -326,14 +374,18 @@ class AgentSession:
             ) from error
 
     def _thread(self, call: AgentCall) -> str:
-        """The engine's session of a call: that of the answer before, if nothing else goes on after it."""
+        """The engine's session of a call: that of the answer before, if nothing else goes on after
+        it.
+        """
         parent = call.parent
         if parent is not None and not parent.extended and parent.call.by_name == call.by_name:
             return parent.thread
         return f"{self.episode.id}/{call.number}" if call.number else self.episode.id
 
     async def _answer(self, pending: _Pending, request: ChatRequest, thread: str) -> None:
-        """Sample the answers of a call. A failure of the engine is the call's, and the episode goes on."""
+        """Sample the answers of a call. A failure of the engine is the call's, and the episode goes
+        on.
+        """
         call = pending.call
         sampled = await self._all_sampled(call, request, thread)
         for answer in sampled:
@@ -369,7 +421,9 @@ class AgentSession:
         except RolloutError as error:
             return error
 
-    async def _sample(self, call: AgentCall, request: ChatRequest, thread: str, place: int) -> AgentAnswer:
+    async def _sample(
+        self, call: AgentCall, request: ChatRequest, thread: str, place: int
+    ) -> AgentAnswer:
         wishes, parent = request.wishes, call.parent
         goes_on = not place and parent is not None and parent.thread == thread
         own = f"{thread}/{call.number}.{place}" if place else thread
@@ -377,10 +431,16 @@ class AgentSession:
         ids = call.prompt_ids
         prompt = Prompt(ids, call.new_ids if goes_on else ids, forked=not goes_on)
         sampling = wishes.applied(self._policy.sampling, trained=self._policy.trained)
-        policy = self._policy if sampling is self._policy.sampling else replace(self._policy, sampling=sampling)
+        policy = (
+            self._policy
+            if sampling is self._policy.sampling
+            else replace(self._policy, sampling=sampling)
+        )
         completion = await policy.sample(episode, call.number, prompt, wishes.format)
         tools = request.tools if wishes.may_call else ()
-        message = _with_calls(self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools)
+        message = _with_calls(
+            self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools
+        )
         stopped_at = _first_in(message, wishes.stop)
         if stopped_at:
             message = replace(message, content=message.content[: message.content.index(stopped_at)])
@@ -393,7 +453,9 @@ class AgentSession:
         return derive_seed(seed, "answer", place) if place else seed
 
     def _as_sampled(self, request: ChatRequest) -> ChatRequest:
-        """A request whose calls of tools have the ids that the model knows, instead of those that programs get."""
+        """A request whose calls of tools have the ids that the model knows, instead of those that
+        programs get.
+        """
         if not self._calls_of_tools:
             return request
         return replace(request, messages=tuple(map(self._with_own_ids, request.messages)))
@@ -401,8 +463,13 @@ class AgentSession:
     def _with_own_ids(self, message: Message) -> Message:
         if message.role == "tool":
             call = self._calls_of_tools.get(message.tool_call_id)
-            return message if call is None else replace(message, tool_call_id=call.id, name=call.name)
-        calls = [replace(call, id=self._calls_of_tools.get(call.id, call).id) for call in message.tool_calls]
+            return (
+                message if call is None else replace(message, tool_call_id=call.id, name=call.name)
+            )
+        calls = [
+            replace(call, id=self._calls_of_tools.get(call.id, call).id)
+            for call in message.tool_calls
+        ]
         return replace(message, tool_calls=tuple(calls)) if calls else message
 
 
@@ -411,20 +478,29 @@ class CallEndedError(EngineError):
 
 
 def _linked(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
-    """Messages whose results of tools name the call that they answer: by default the first of the answer before."""
+    """Messages whose results of tools name the call that they answer: by default the first of the
+    answer before.
+    """
     if not answer.tool_calls:
         return messages
     first = answer.tool_calls[0]
     return [
-        replace(message, tool_call_id=message.tool_call_id or first.id, name=message.name or first.name)
-        if message.role == "tool"
-        else message
+        (
+            replace(
+                message,
+                tool_call_id=message.tool_call_id or first.id,
+                name=message.name or first.name,
+            )
+            if message.role == "tool"
+            else message
+        )
         for message in messages
     ]
 
 
 def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """An answer whose calls are values, if its model writes them in the canonical form, which renderers leave as text.
+    """An answer whose calls are values, if its model writes them in the canonical form, which
+    renderers leave as text.
 
     What cannot be read, or is JSON that names no tool of the program's, stays text.
     """
@@ -433,7 +509,11 @@ def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
     found = parse_tool_calls(answer.content)
     names = {tool["function"]["name"] for tool in tools}
     tagged = "<tool_call>" in answer.content
-    if found.errors or not found.calls or not (tagged or all(call.name in names for call in found.calls)):
+    if (
+        found.errors
+        or not found.calls
+        or not (tagged or all(call.name in names for call in found.calls))
+    ):
         return answer
     calls = tuple(replace(call, id=f"call{number:05d}") for number, call in enumerate(found.calls))
     content = "\n".join(filter(None, (found.text, *(call.render() for call in calls))))
@@ -441,7 +521,9 @@ def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
 
 
 def _first_in(answer: Message, stops: Sequence[str]) -> str:
-    """The text at which a program wanted an answer to stop, and which it does not get; empty if there is none."""
+    """The text at which a program wanted an answer to stop, and which it does not get; empty if
+    there is none.
+    """
     found = [] if answer.tool_calls else [stop for stop in stops if stop in answer.content]
     return min(found, key=answer.content.index, default="")
 

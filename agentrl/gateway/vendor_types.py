@@ -1,8 +1,9 @@
 """Checks JSON by a type of a vendor's package.
 
-Those types describe what Python programs may pass, and pydantic checks them as such. What comes over HTTP is JSON, so
-the same is found out in a tenth of the time: sequences are lists, objects of the vendor's classes cannot come, and
-where a field says which of several types an object has, only that one is tried.
+Those types describe what Python programs may pass, and pydantic checks them as such. What comes
+over HTTP is JSON, so the same is found out in a tenth of the time: sequences are lists, objects of
+the vendor's classes cannot come, and where a field says which of several types an object has, only
+that one is tried.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +19,16 @@ Schema = dict[str, Any]
 
 @cache
 def checker(type_name: str, streams: bool) -> SchemaValidator:
-    """Checks requests of the type `package.module:Name`. This imports the package, which takes seconds.
+    """Checks requests of the type `package.module:Name`. This imports the package, which takes
+    seconds.
 
     If it is a union of requests with `stream` and without, `streams` says which.
     """
     kind = resolve_name(type_name)
     variants = get_args(kind) or (kind,)
-    variant = next((one for one in variants if ("stream" in one.__required_keys__) is streams), kind)
+    variant = next(
+        (one for one in variants if ("stream" in one.__required_keys__) is streams), kind
+    )
     schema: Any = TypeAdapter(variant).core_schema
     defined = {one["ref"]: one for one in schema.get("definitions", ())}
     return SchemaValidator(_for_json(schema, defined))
@@ -44,7 +48,9 @@ def _for_json(schema: Any, defined: Mapping[str, Schema]) -> Any:
 
 
 def _told_apart(union: Schema, defined: Mapping[str, Schema]) -> Schema:
-    """The union as a choice by a field, if all of its types require one whose values tell them apart."""
+    """The union as a choice by a field, if all of its types require one whose values tell them
+    apart.
+    """
     choices = [one[0] if isinstance(one, tuple) else one for one in union["choices"]]
     choices = [one for one in choices if not _is_object(one)] or choices
     objects = [defined.get(one.get("schema_ref"), one) for one in choices]
@@ -52,7 +58,9 @@ def _told_apart(union: Schema, defined: Mapping[str, Schema]) -> Schema:
         values = [_values(one, name) for one in objects]
         said = [value for of_one in values for value in of_one]
         if all(values) and len(set(said)) == len(said):
-            by_value = {value: one for of_one, one in zip(values, choices, strict=True) for value in of_one}
+            by_value = {
+                value: one for of_one, one in zip(values, choices, strict=True) for value in of_one
+            }
             return {"type": "tagged-union", "discriminator": name, "choices": by_value}
     return union
 

@@ -1,7 +1,9 @@
-"""What the three protocols have in common: reading requests strictly, writing answers, and server-sent events.
+"""What the three protocols have in common: reading requests strictly, writing answers, and
+server-sent events.
 
-A field of a request is supported, ignored (it cannot change an answer that is recorded, or the run decides it), or
-refused by its name. `docs/gateway.md` lists them. The types are those of the vendors' packages.
+A field of a request is supported, ignored (it cannot change an answer that is recorded, or the run
+decides it), or refused by its name. `docs/gateway.md` lists them. The types are those of the
+vendors' packages.
 """
 
 import json
@@ -25,7 +27,8 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of a protocol's requests. `refused` says what to do instead of the more common ones.
+    """The fields of a protocol's requests. `refused` says what to do instead of the more common
+    ones.
 
     `neutral`: values of refused fields that ask for nothing.
     """
@@ -42,14 +45,20 @@ class Fields:
             CallRefusedError: names the first such field.
         """
         for name, value in body.items():
-            if name in self.supported or name in self.ignored or value in self.neutral.get(name, ()):
+            if (
+                name in self.supported
+                or name in self.ignored
+                or value in self.neutral.get(name, ())
+            ):
                 continue
             raise unsupported(name, self.refused.get(name, "leave it out"))
 
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
-    """A request that has been read, and how its answers are written: whole, or as the parts of a stream."""
+    """A request that has been read, and how its answers are written: whole, or as the parts of a
+    stream.
+    """
 
     request: ChatRequest
     streams: bool
@@ -57,26 +66,33 @@ class WireRequest:
     parts: Callable[[AgentSession, AgentCall], Iterable[bytes]]
 
     def with_headers(self, headers: Mapping[str, str]) -> "WireRequest":
-        """The same with what the headers say: an idempotency key, and that a client's library sends it once more."""
+        """The same with what the headers say: an idempotency key, and that a client's library sends
+        it once more.
+        """
         repeated = headers.get("x-stainless-retry-count", "0") != "0"
         request_id = headers.get("idempotency-key", "")
         if not (request_id or repeated):
             return self
-        return replace(self, request=replace(self.request, request_id=request_id, repeated=repeated))
+        return replace(
+            self, request=replace(self.request, request_id=request_id, repeated=repeated)
+        )
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class WireProtocol:
     """One protocol: where its requests come in, the vendor's own type of them, and how one is read.
 
-    `reader` gets the request as that type has it, and the whole body. `typed`: the body as the type has it, which is
-    narrower than the vendor's server; it may refer to what the session has said. Null is the same as nothing: many
-    programs write it for what they do not want, also in messages, which they send back as a library's object has them.
+    `reader` gets the request as that type has it, and the whole body. `typed`: the body as the type
+    has it, which is narrower than the vendor's server; it may refer to what the session has said.
+    Null is the same as nothing: many programs write it for what they do not want, also in messages,
+    which they send back as a library's object has them.
     """
 
     path: str
     type_name: str
-    """`package.module:name` of the type, which is imported when a first request comes, because that takes seconds."""
+    """`package.module:name` of the type, which is imported when a first request comes, because that
+    takes seconds.
+    """
     required: Sequence[str]
     fields: Fields
     reader: Callable[[Json, Json], WireRequest]
@@ -113,7 +129,11 @@ def _without_nulls(value: Any) -> Any:
         return value
     if None in value.values():
         value = {key: one for key, one in value.items() if one is not None}
-    said = {key: [*map(_without_nulls, value[key])] for key in _SPOKEN if isinstance(value.get(key), list)}
+    said = {
+        key: [*map(_without_nulls, value[key])]
+        for key in _SPOKEN
+        if isinstance(value.get(key), list)
+    }
     return value | said if said else value
 
 
@@ -125,17 +145,31 @@ def _what_is_wrong(error: ValidationError, body: Json) -> str:
     """Up to three findings. Of a message, only what is wrong for its own role."""
     found = error.errors(include_url=False, include_context=False)
     others = {one["loc"][:-1] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
-    own = [one for one in found if not any(one["loc"][:depth] in others for depth in range(len(one["loc"]) + 1))]
-    own = [one for one in own if one["type"] != "string_type" or not isinstance(one["input"], list)] or own or found
+    own = [
+        one
+        for one in found
+        if not any(one["loc"][:depth] in others for depth in range(len(one["loc"]) + 1))
+    ]
+    own = (
+        [one for one in own if one["type"] != "string_type" or not isinstance(one["input"], list)]
+        or own
+        or found
+    )
     said = (f"{_place(one, body) or 'the body'}: {one['msg']}" for one in own)
     return "; ".join(islice(dict.fromkeys(said), 3))
 
 
 def _place(error: ErrorDetails, body: Any) -> str:
-    """Where in a body it is: without the names of types, which stand between the fields where several types fit."""
+    """Where in a body it is: without the names of types, which stand between the fields where
+    several types fit.
+    """
     place: list[int | str] = []
     for part in error["loc"]:
-        if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
+        if (
+            part in body
+            if isinstance(body, dict)
+            else isinstance(body, list) and isinstance(part, int)
+        ):
             body = body[part]
             place.append(part)
     if error["type"] == "missing":
@@ -159,7 +193,9 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     texts = []
     for part in content:
         if part.get("type") not in kinds:
-            raise unsupported(f"{where}: content of type {part.get('type')!r}", "the model reads text")
+            raise unsupported(
+                f"{where}: content of type {part.get('type')!r}", "the model reads text"
+            )
         texts.append(str(part.get("text") or part.get("refusal") or ""))
     return "".join(texts)
 
@@ -169,7 +205,9 @@ def assistant(text: str, calls: Sequence[ToolCall]) -> Message:
     if not calls:
         return Message("assistant", text)
     return Message(
-        "assistant", "\n".join(filter(None, (text, *(call.render() for call in calls)))), tool_calls=tuple(calls)
+        "assistant",
+        "\n".join(filter(None, (text, *(call.render() for call in calls)))),
+        tool_calls=tuple(calls),
     )
 
 
@@ -187,13 +225,20 @@ def call_of(call_id: str, name: str, arguments: Any) -> ToolCall:
         raise invalid(f"the arguments of the call {call_id!r:.80} are no JSON object")
     call = ToolCall(name, given, call_id)
     if not call.is_plain:
-        raise invalid(f"the call {call_id!r:.80} has an infinite number, half of a surrogate pair, or too deep nesting")
+        raise invalid(
+            f"the call {call_id!r:.80} has an infinite number, half of a surrogate pair, or too"
+            " deep nesting"
+        )
     return call
 
 
 def function(name: str, description: str | None, parameters: Any) -> Json:
     """A tool as chat templates expect it."""
-    described = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    described = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object"},
+    }
     return {"type": "function", "function": described}
 
 
@@ -207,7 +252,8 @@ def chat_request(
     """A request that the model can answer.
 
     Raises:
-        CallRefusedError: there is no message, the last one is an answer, or a number makes no sense.
+        CallRefusedError: there is no message, the last one is an answer, or a number makes no
+        sense.
     """
     if not messages:
         raise invalid("there is no message to answer")

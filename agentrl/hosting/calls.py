@@ -1,8 +1,9 @@
 """The calls that an environment has made, which go the way of its infos, as its pictures do.
 
-Only the environment knows what it takes for a call: JSON, words, or whatever its library reads. One that has tools
-keeps those of its last step in `calls_made`. `KeepsCalls` adds them to the info where the environment runs, so that
-they cross every transport. Where an episode is played, `calls_taken` takes them out again, into the turn.
+Only the environment knows what it takes for a call: JSON, words, or whatever its library reads. One
+that has tools keeps those of its last step in `calls_made`. `KeepsCalls` adds them to the info
+where the environment runs, so that they cross every transport. Where an episode is played,
+`calls_taken` takes them out again, into the turn.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,9 @@ class KeepsCalls(Wrapper):
         made: Any = getattr(self.env, CALLS, None)
         if made is None or len(result) != 5 or not isinstance(result[-1], Mapping):
             return result
-        new = made if made is not self._last else ()  # a wrapper may answer without a step of the environment
+        new = (
+            made if made is not self._last else ()
+        )  # a wrapper may answer without a step of the environment
         self._last = made
         return (*result[:-1], {**result[-1], CALLS: [_as_json(call) for call in new]})
 
@@ -52,7 +55,11 @@ def calls_taken(info: dict[str, Any]) -> tuple[list[MadeCall] | None, dict[str, 
 def _as_json(made: MadeCall) -> dict[str, Any]:
     if made.call is None:
         return {"name": None, "refused": made.refused}
-    written = {"name": made.call.name, "arguments": dict(made.call.arguments), "refused": made.refused}
+    written = {
+        "name": made.call.name,
+        "arguments": dict(made.call.arguments),
+        "refused": made.refused,
+    }
     return written if made.seconds is None else {**written, "seconds": made.seconds}
 
 

@@ -1,7 +1,8 @@
 """`ClientOptions`: which options of `reset` the clients of a served environment may choose.
 
-Some options decide what code runs: a module that is imported, a program's limits, arguments of another library's
-constructor. An environment marks them in its nested class `Options`, and only the server's owner sets them:
+Some options decide what code runs: a module that is imported, a program's limits, arguments of
+another library's constructor. An environment marks them in its nested class `Options`, and only the
+server's owner sets them:
 
     class Options(Settings):
         level: int = 1
@@ -30,7 +31,9 @@ _CODE = re.compile(r"file:.+|[^\W\d][\w.-]*:[^\W\d][\w.:-]*", re.DOTALL)
 
 
 class ClientOptions(Wrapper):
-    """Refuses the options that only the server's owner may choose, and adds those that the owner has chosen."""
+    """Refuses the options that only the server's owner may choose, and adds those that the owner
+    has chosen.
+    """
 
     class Config(Settings):
         """What the server's owner has decided."""
@@ -45,7 +48,9 @@ class ClientOptions(Wrapper):
         self._config = config
         self._owner_only = owner_only(self.unwrapped) - set(config.allowed)
 
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any]
+    ) -> ResetResult | Awaitable[ResetResult]:
         """Reset the inner environment.
 
         Raises:
@@ -55,13 +60,20 @@ class ClientOptions(Wrapper):
         for name, value in options.items():
             if name in fixed:
                 if value != fixed[name]:
-                    raise ConfigError(f"the server's owner has fixed the option {name!r}: leave it out")
-            elif name in self._owner_only or (name not in self._config.allowed and names_code(value)):
+                    raise ConfigError(
+                        f"the server's owner has fixed the option {name!r}: leave it out"
+                    )
+            elif name in self._owner_only or (
+                name not in self._config.allowed and names_code(value)
+            ):
                 raise ConfigError(
-                    f"the option {name!r} can decide what code runs, so only the server's owner may set it: "
-                    f"agentrl serve ENV --options '{{{name}: VALUE}}', or --allow-options {name} to let clients choose"
+                    f"the option {name!r} can decide what code runs, so only the server's owner may"
+                    f" set it: agentrl serve ENV --options '{{{name}: VALUE}}', or --allow-options"
+                    f" {name} to let clients choose"
                 )
-        return super().reset(seed=seed, options={**options, **unshared(fixed, "the options of the server's owner")})
+        return super().reset(
+            seed=seed, options={**options, **unshared(fixed, "the options of the server's owner")}
+        )
 
 
 SAFE_OPTIONS = ClientOptions.Config()
@@ -71,7 +83,9 @@ SAFE_OPTIONS = ClientOptions.Config()
 def owner_only(env: Env) -> set[str]:
     """The options that the environment's class `Options` marks as `OwnerOnly`."""
     shape = getattr(env, "Options", None)
-    return marked_options(shape) if isinstance(shape, type) and issubclass(shape, Settings) else set()
+    return (
+        marked_options(shape) if isinstance(shape, type) and issubclass(shape, Settings) else set()
+    )
 
 
 def marked_options(shape: type[Settings]) -> set[str]:
@@ -98,10 +112,14 @@ def names_code(value: Any) -> bool:
 
 
 def for_clients(factory: Callable[[], Env], config: ClientOptions.Config) -> Callable[[], Env]:
-    """A factory of the same environments, for clients. In a worker process, the options are checked there."""
+    """A factory of the same environments, for clients. In a worker process, the options are checked
+    there.
+    """
     if isinstance(factory, partial) and factory.func is ProcessEnv:
         name, *rest = factory.args
-        return partial(ProcessEnv, address(name, [Component(_ADDRESS, ClientOptions, config)]), *rest)
+        return partial(
+            ProcessEnv, address(name, [Component(_ADDRESS, ClientOptions, config)]), *rest
+        )
     return partial(_made_for_clients, factory, config)
 
 

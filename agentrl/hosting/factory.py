@@ -10,10 +10,13 @@ from agentrl.protocols import Env, Isolation
 
 
 def env_factory(
-    name: str, isolation: Isolation | None = None, python: str | None = None, requires: Sequence[str] = ()
+    name: str,
+    isolation: Isolation | None = None,
+    python: str | None = None,
+    requires: Sequence[str] = (),
 ) -> Callable[[], Env]:
-    """A factory of the environment `name`. It runs in its own process if `isolation` or the environment asks for that,
-    or if it has its own interpreter (`python`, `requires`).
+    """A factory of the environment `name`. It runs in its own process if `isolation` or the
+    environment asks for that, or if it has its own interpreter (`python`, `requires`).
 
     Raises:
         ConfigError: there is no such environment or interpreter.

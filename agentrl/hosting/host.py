@@ -1,8 +1,10 @@
-"""Hosts environments: makes them, calls them under deadlines, reuses them, and abandons them when they hang.
+"""Hosts environments: makes them, calls them under deadlines, reuses them, and abandons them when
+they hang.
 
-A sync environment runs in its own thread unless it sets `isolation = "inline"`; an async one runs on the event loop. A
-hung environment is abandoned with its thread (a daemon): its episode loses one deadline, and nothing else is blocked.
-An environment with `isolation = "process"` is a `ProcessEnv` here, and is killed at its deadline.
+A sync environment runs in its own thread unless it sets `isolation = "inline"`; an async one runs
+on the event loop. A hung environment is abandoned with its thread (a daemon): its episode loses one
+deadline, and nothing else is blocked. An environment with `isolation = "process"` is a `ProcessEnv`
+here, and is killed at its deadline.
 """
 
 import asyncio
@@ -19,7 +21,14 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from agentrl.blame import RAISED_BY_CODE, as_exception, is_cancellation, with_frame
-from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError, RolloutError
+from agentrl.errors import (
+    ConfigError,
+    DeadlineError,
+    EnvError,
+    LethalTaskError,
+    OutageError,
+    RolloutError,
+)
 from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.lethal_requests import Requests
@@ -51,9 +60,9 @@ class _Thread:
     """Runs one call at a time on its own daemon thread, which starts with the first call."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[
+            tuple[Callable[[], Any], asyncio.Future[Any] | None] | None
+        ] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def _serve(self) -> None:
@@ -78,10 +87,14 @@ class _Thread:
         result, error = await future
         if error is None:
             return result
-        raise error if isinstance(error, SystemExit | asyncio.CancelledError) else as_exception(error)
+        raise (
+            error if isinstance(error, SystemExit | asyncio.CancelledError) else as_exception(error)
+        )
 
     def stop_after(self, last: Callable[[], Any]) -> None:
-        """Run `last` in the background as soon as the current call returns (if ever), then end the thread."""
+        """Run `last` in the background as soon as the current call returns (if ever), then end the
+        thread.
+        """
         self._put(last, None)
         self._calls.put(None)
 
@@ -99,10 +112,12 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @dataclass(eq=False)
 class LiveEnv:
-    """One environment instance and the thread it may need. `isolation`, where given, overrides the environment's own.
+    """One environment instance and the thread it may need. `isolation`, where given, overrides the
+    environment's own.
 
-    Raises `EnvError` for whatever the environment raises, with the innermost frame in its text, and `DeadlineError`
-    when the environment does not answer; after either, the instance is `broken` and never used again.
+    Raises `EnvError` for whatever the environment raises, with the innermost frame in its text, and
+    `DeadlineError` when the environment does not answer; after either, the instance is `broken` and
+    never used again.
     """
 
     env: Env
@@ -115,15 +130,18 @@ class LiveEnv:
         isolation = chosen or getattr(self.env, "isolation", "thread")
         if isolation == "process":
             raise ConfigError(
-                f"{self._name} needs its own process, but was made in this one, as its factory does not declare that: "
-                "write env.isolation=process in the config (or env.isolation=thread, if it may run here)"
+                f"{self._name} needs its own process, but was made in this one, as its factory does"
+                " not declare that: write env.isolation=process in the config (or"
+                " env.isolation=thread, if it may run here)"
             )
         inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{self._name}")
         inner = self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
         calls = (self.env.reset, self.env.step, inner.reset, inner.step)
         self._requests = Requests(self.env.address) if isinstance(self.env, ProcessEnv) else None
-        self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
+        self.answers_at_once = inline and not any(
+            inspect.iscoroutinefunction(call) for call in calls
+        )
         """Whether its calls return without awaiting: it is sync, and runs on the event loop."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         """The environment's tools in this episode; known after `reset`."""
@@ -131,7 +149,8 @@ class LiveEnv:
         """The environment's system prompt in this episode; known after `reset`."""
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        """Begin an episode. Its options are a copy, so an environment that changes them changes no other episode.
+        """Begin an episode. Its options are a copy, so an environment that changes them changes no
+        other episode.
 
         Raises:
             ConfigError: the options are wrong.
@@ -142,16 +161,22 @@ class LiveEnv:
         own = unshared(options, f"the options of {self._name}", keep_handles=True)
         call = partial(self.env.reset, seed=seed, options=own)
         answer = partial(self._call, "reset", self.deadlines.reset, call)
-        reply = await (answer() if self._requests is None else self._requests.reset(seed, options, answer))
+        reply = await (
+            answer() if self._requests is None else self._requests.reset(seed, options, answer)
+        )
         result = self._checked(checked_reset, reply)
-        self.tools = self._checked(lambda name, env: checked_tools(name, getattr(env, "tools", ())), self.env)
+        self.tools = self._checked(
+            lambda name, env: checked_tools(name, getattr(env, "tools", ())), self.env
+        )
         self.system_prompt = self._checked(
             lambda name, env: checked_prompt(name, getattr(env, "system_prompt", "")), self.env
         )
         return result
 
     async def step(self, action: str) -> StepResult:
-        phase, seconds = ("tool", self.deadlines.tool) if self.tools else ("step", self.deadlines.step)
+        phase, seconds = (
+            ("tool", self.deadlines.tool) if self.tools else ("step", self.deadlines.step)
+        )
         answer = partial(self._call, phase, seconds, partial(self.env.step, action))
         reply = await (answer() if self._requests is None else self._requests.step(action, answer))
         return self._checked(checked_step, reply)
@@ -163,12 +188,20 @@ class LiveEnv:
             self.broken = True
             if isinstance(error, EnvError):
                 raise
-            raise EnvError(f"{self._name} replied with what cannot be read: {with_frame(error)}") from error
+            raise EnvError(
+                f"{self._name} replied with what cannot be read: {with_frame(error)}"
+            ) from error
 
     async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
-        """A scripted player's action; the player is called in the process where the environment runs."""
+        """A scripted player's action; the player is called in the process where the environment
+        runs.
+        """
         if isinstance(self.env, ProcessEnv):
-            return str(await self._call("step", self.deadlines.step, partial(self.env.consult, player, rng)))
+            return str(
+                await self._call(
+                    "step", self.deadlines.step, partial(self.env.consult, player, rng)
+                )
+            )
         try:
             action = player(getattr(self.env, "unwrapped", self.env), rng)
             return await action if inspect.isawaitable(action) else action
@@ -187,7 +220,9 @@ class LiveEnv:
             return
         thread, self._thread = self._thread, None
         try:
-            await self._call("close", self.deadlines.close, self.env.close)  # an async one runs on the event loop
+            await self._call(
+                "close", self.deadlines.close, self.env.close
+            )  # an async one runs on the event loop
         except RolloutError as error:
             logger.warning("%s", error)
         finally:
@@ -201,7 +236,9 @@ class LiveEnv:
         except RolloutError as error:
             logger.warning("%s", error)
         finally:
-            env.kill()  # a thread that waits for an answer then reads the end of the stream, and makes its last call
+            # a thread that waits for an answer then reads the end of the stream, and makes its last
+            # call
+            env.kill()
             thread.stop_after(env.reap)
 
     @property
@@ -217,14 +254,17 @@ class LiveEnv:
     async def _answer(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
         try:
             result = None if self._thread else work()
-            if type(result) is tuple:  # an inline environment has answered already, and could not be interrupted
+            if (
+                type(result) is tuple
+            ):  # an inline environment has answered already, and could not be interrupted
                 return result
             with deadline("environment", phase, seconds):
                 if self._thread:
                     result = await self._thread.run(work)
                 return await result if inspect.isawaitable(result) else result
         except (DeadlineError, LethalTaskError, ConfigError):
-            # The environment may still be inside the call. Wrong options end the run, not only the episode.
+            # The environment may still be inside the call. Wrong options end the run, not only the
+            # episode.
             self.broken = True
             raise
         except RAISED_BY_CODE as error:
@@ -241,8 +281,9 @@ class LiveEnv:
 class EnvHost:
     """Makes environments by name and keeps the idle ones for the next episode.
 
-    `isolation`, where given (for all, or by name), overrides the environments' own; for "process" the factories make
-    `ProcessEnv`s. `pictures`: whether environments that can draw their states (`render_html`) do.
+    `isolation`, where given (for all, or by name), overrides the environments' own; for "process"
+    the factories make `ProcessEnv`s. `pictures`: whether environments that can draw their states
+    (`render_html`) do.
     """
 
     def __init__(
@@ -256,7 +297,9 @@ class EnvHost:
         self._factories = factories
         self._deadlines = deadlines
         self._pictures = pictures
-        self._isolation = isolation if isinstance(isolation, Mapping) else dict.fromkeys(factories, isolation)
+        self._isolation = (
+            isolation if isinstance(isolation, Mapping) else dict.fromkeys(factories, isolation)
+        )
         self._idle: dict[str, list[LiveEnv]] = {name: [] for name in factories}
 
     def acquire(self, name: str) -> LiveEnv:
@@ -264,12 +307,14 @@ class EnvHost:
 
         Raises:
             EnvError: its constructor raised.
-            ConfigError: it needs its own process and is not a `ProcessEnv`, or this run has no such environment.
+            ConfigError: it needs its own process and is not a `ProcessEnv`, or this run has no such
+            environment.
         """
         if name not in self._factories:
             raise ConfigError(
-                f"a task is of the environment {name!r}, and this run has {', '.join(self._factories)}: a task source "
-                "gives tasks of the environment that it was made for"
+                f"a task is of the environment {name!r}, and this run has"
+                f" {', '.join(self._factories)}: a task source gives tasks of the environment that"
+                " it was made for"
             )
         if self._idle[name]:
             return self._idle[name].pop()
@@ -292,7 +337,9 @@ class EnvHost:
             self._idle[name].append(env)
 
     async def close(self) -> None:
-        """Close every idle instance, all at once: one that hangs costs its deadline and not its neighbours'."""
+        """Close every idle instance, all at once: one that hangs costs its deadline and not its
+        neighbours'.
+        """
         idle = [env for envs in self._idle.values() for env in envs]
         self._idle = {name: [] for name in self._idle}
         async with Flow("environments.close") as flow:

@@ -1,9 +1,10 @@
 """Interpreters for environments whose packages cannot be installed beside agentrl's.
 
-A worker process (`agentrl/hosting/process.py`) runs under any Python from 3.11 on that has pydantic and NumPy. It
-imports this installation of agentrl, from a folder that holds only a link to it and its entry points. The packages that
-an environment `requires` are installed once into a virtual environment in the cache folder (`$XDG_CACHE_HOME/agentrl`,
-or `~/.cache/agentrl`), named by the hash of the requirements and the Python's version. It can be deleted at any time.
+A worker process (`agentrl/hosting/process.py`) runs under any Python from 3.11 on that has pydantic
+and NumPy. It imports this installation of agentrl, from a folder that holds only a link to it and
+its entry points. The packages that an environment `requires` are installed once into a virtual
+environment in the cache folder (`$XDG_CACHE_HOME/agentrl`, or `~/.cache/agentrl`), named by the
+hash of the requirements and the Python's version. It can be deleted at any time.
 """
 
 import functools
@@ -41,12 +42,13 @@ _ABLE = "import sys; sys.path[:0] = [{path!r}]; import agentrl.hosting.process"
 def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:
     """The path of a Python that can host a worker.
 
-    `python` is its path or name; by default this Python. With `requires` (in pip's syntax; a folder is installed as
-    editable) the result is that of a virtual environment based on it, which takes minutes the first time and
-    milliseconds later.
+    `python` is its path or name; by default this Python. With `requires` (in pip's syntax; a folder
+    is installed as editable) the result is that of a virtual environment based on it, which takes
+    minutes the first time and milliseconds later.
 
     Raises:
-        ConfigError: there is no such Python, it is too old, lacks a package, or the installation fails.
+        ConfigError: there is no such Python, it is too old, lacks a package, or the installation
+        fails.
     """
     base = _executable(python)
     try:
@@ -54,8 +56,8 @@ def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:
         _check_able(found)
     except OSError as error:
         raise ConfigError(
-            f"env: nothing can be written into the cache folder {cache_folder()}: {error}. XDG_CACHE_HOME names "
-            "another one"
+            f"env: nothing can be written into the cache folder {cache_folder()}: {error}."
+            " XDG_CACHE_HOME names another one"
         ) from error
     return found
 
@@ -65,14 +67,16 @@ def _check_able(python: str) -> None:
     able = _run([python, "-P", "-c", _ABLE.format(path=str(agentrl_alone()))], "starting it")
     if able.returncode:
         raise ConfigError(
-            f"{python} cannot host an environment: {_last_lines(able.stderr, 3)}\nInstall what a worker needs: "
-            f"{python} -m pip install {' '.join(map(repr, WORKER_NEEDS))}"
+            f"{python} cannot host an environment: {_last_lines(able.stderr, 3)}\nInstall what a"
+            f" worker needs: {python} -m pip install {' '.join(map(repr, WORKER_NEEDS))}"
         )
 
 
 @functools.cache
 def agentrl_alone() -> Path:
-    """A folder with only agentrl and its entry points, to put first on the path of another interpreter."""
+    """A folder with only agentrl and its entry points, to put first on the path of another
+    interpreter.
+    """
     this = distribution(DISTRIBUTION)
     files = {name: this.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
     package = Path(agentrl.__file__).parent
@@ -92,10 +96,14 @@ def agentrl_alone() -> Path:
 
 
 def _executable(python: str | None) -> str:
-    """An interpreter's absolute path, with links unresolved: a virtual environment's Python is known by its link."""
+    """An interpreter's absolute path, with links unresolved: a virtual environment's Python is
+    known by its link.
+    """
     found = shutil.which(Path(python or sys.executable).expanduser())
     if found is None:
-        raise ConfigError(f"env.python: there is no executable {python!r}: give a path, or a name on the PATH")
+        raise ConfigError(
+            f"env.python: there is no executable {python!r}: give a path, or a name on the PATH"
+        )
     _version(found)
     return os.path.abspath(found)
 
@@ -104,14 +112,21 @@ def _version(python: str) -> str:
     asked = _run([python, "-c", _VERSION], "asking its version")
     words = asked.stdout.split()
     if asked.returncode or len(words) != 4:
-        raise ConfigError(f"env.python: {python} is not a Python: {_last_lines(asked.stderr or asked.stdout, 3)}")
+        raise ConfigError(
+            f"env.python: {python} is not a Python: {_last_lines(asked.stderr or asked.stdout, 3)}"
+        )
     if (int(words[1]), int(words[2])) < (3, 11):
-        raise ConfigError(f"env.python: {python} is Python {'.'.join(words[1:])}; agentrl's worker needs 3.11 or later")
+        raise ConfigError(
+            f"env.python: {python} is Python {'.'.join(words[1:])}; agentrl's worker needs 3.11 or"
+            " later"
+        )
     return asked.stdout.strip()
 
 
 def _venv(base: str, requires: Sequence[str]) -> str:
-    """The Python of the virtual environment with these requirements, which is made if it does not exist."""
+    """The Python of the virtual environment with these requirements, which is made if it does not
+    exist.
+    """
     wanted = sorted({*map(_absolute, requires), *WORKER_NEEDS})
     folder = cache_folder() / "venvs" / _hash([_version(base), wanted])
     python = folder / "bin" / "python"
@@ -150,8 +165,8 @@ def _install(base: str, folder: Path, wanted: Sequence[str]) -> None:
         done = _run(command, "installing", cwd=folder.parent)
         if done.returncode:
             raise ConfigError(
-                f"env.requires: {' '.join(wanted)} cannot be installed; `{' '.join(command)}` printed:\n"
-                f"{_last_lines(done.stderr or done.stdout, 12)}"
+                f"env.requires: {' '.join(wanted)} cannot be installed; `{' '.join(command)}`"
+                f" printed:\n{_last_lines(done.stderr or done.stdout, 12)}"
             )
 
 
@@ -159,18 +174,32 @@ def _uv() -> str | None:
     return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
-def _run(command: Sequence[str], doing: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def _run(
+    command: Sequence[str], doing: str, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False, env=environment()
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_SECONDS,
+            check=False,
+            env=environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{command[0]}: {doing} failed: {error}") from error
 
 
 def environment(python: str | None = None) -> dict[str, str]:
-    """This process's environment variables for another interpreter, whose programs come first on the PATH."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    """This process's environment variables for another interpreter, whose programs come first on
+    the PATH.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONHOME", "VIRTUAL_ENV")
+    }
     if python:
         kept["PATH"] = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
     return kept

@@ -26,8 +26,9 @@ def _suspicion() -> Suspicion:
 class Requests:
     """The requests of an episode: its reset, and each step with all before it.
 
-    One that two processes have died of is set aside: it fails at once. The same step after others is another request,
-    since what an action does depends on them, and a model that is asked again may write another one.
+    One that two processes have died of is set aside: it fails at once. The same step after others
+    is another request, since what an action does depends on them, and a model that is asked again
+    may write another one.
     """
 
     def __init__(self, env: str) -> None:
@@ -36,14 +37,19 @@ class Requests:
         self._steps = 0
         self._said = b""
 
-    async def reset(self, seed: int, options: Mapping[str, Any], answer: Callable[[], Awaitable[T]]) -> T:
+    async def reset(
+        self, seed: int, options: Mapping[str, Any], answer: Callable[[], Awaitable[T]]
+    ) -> T:
         """Begin an episode.
 
         Raises:
             LethalTaskError: processes have died of this task.
             EnvError: the environment failed.
         """
-        self._task, self._steps = f"the task of seed {seed} with the options {dict(options)!r:.200}", 0
+        self._task, self._steps = (
+            f"the task of seed {seed} with the options {dict(options)!r:.200}",
+            0,
+        )
         self._said = to_json([self._env, seed, options], fallback=repr)
         return await self._ask(self._task, answer)
 
@@ -65,7 +71,9 @@ class Requests:
         try:
             result = await answer()
         except EnvProcessDiedError as error:
-            suspicion.died([suspicion.suspect(name, lambda: said)], error)  # another may have died of it meanwhile
+            suspicion.died(
+                [suspicion.suspect(name, lambda: said)], error
+            )  # another may have died of it meanwhile
             suspicion.check(suspect)
             raise
         suspicion.ended(suspicion.suspect(name, lambda: said))

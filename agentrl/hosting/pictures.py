@@ -1,7 +1,8 @@
 """An environment's own pictures of its states, which go the way of its infos.
 
-An environment may have a method `render_html`. `Pictured` calls it after each reset and step, where the environment
-runs, so that its pictures cross every transport. Where an episode is played, `taken` takes them out of the infos again.
+An environment may have a method `render_html`. `Pictured` calls it after each reset and step, where
+the environment runs, so that its pictures cross every transport. Where an episode is played,
+`taken` takes them out of the infos again.
 """
 
 from collections.abc import Mapping
@@ -13,20 +14,26 @@ from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, ResetResult, StepResult
 
 PICTURE = "render_html"
-"""The key of an info with the picture of the state, as HTML. An environment may also fill it in itself."""
+"""The key of an info with the picture of the state, as HTML. An environment may also fill it in
+itself.
+"""
 
 
 class Pictured(Wrapper):
-    """An environment whose infos have its pictures. A picture that cannot be drawn is a text that says why: it fails no
-    episode.
+    """An environment whose infos have its pictures. A picture that cannot be drawn is a text that
+    says why: it fails no episode.
     """
 
     def began(self, result: ResetResult) -> ResetResult:
-        """The result with the picture of the first state. A malformed one is left for the host to refuse."""
+        """The result with the picture of the first state. A malformed one is left for the host to
+        refuse.
+        """
         return cast(ResetResult, self._with_picture(result, 2))
 
     def stepped(self, result: StepResult) -> StepResult:
-        """The result with the picture of the new state. A malformed one is left for the host to refuse."""
+        """The result with the picture of the new state. A malformed one is left for the host to
+        refuse.
+        """
         return cast(StepResult, self._with_picture(result, 5))
 
     def _with_picture(self, result: tuple[Any, ...], length: int) -> tuple[Any, ...]:
@@ -52,7 +59,8 @@ def pictured(env: Env) -> Env:
 def taken(info: dict[str, Any], most_bytes: int) -> tuple[str, dict[str, Any]]:
     """The picture of an info, "" for none, and the info without it.
 
-    Of a picture longer than `most_bytes` there remains a text that says so; if that is 0, there are no pictures.
+    Of a picture longer than `most_bytes` there remains a text that says so; if that is 0, there are
+    no pictures.
     """
     if PICTURE not in info:
         return "", info
@@ -62,5 +70,11 @@ def taken(info: dict[str, Any], most_bytes: int) -> tuple[str, dict[str, Any]]:
         return "", rest
     size = len(picture.encode())
     if size > most_bytes:
-        return f"<p>a picture of {size:,} bytes was not kept: observe.picture_kib allows {most_bytes:,}</p>", rest
+        return (
+            (
+                f"<p>a picture of {size:,} bytes was not kept: observe.picture_kib allows"
+                f" {most_bytes:,}</p>"
+            ),
+            rest,
+        )
     return picture, rest

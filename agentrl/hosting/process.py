@@ -1,17 +1,19 @@
 """Environments in their own processes: `isolation = "process"`.
 
-`ProcessEnv` is the driver's end, a plain sync `Env`; `serve` is the worker's. A process holds one instance and plays
-one episode at a time. A hang, a crash, a `sys.exit` or the out-of-memory killer therefore costs only the current
-episode. The worker gets the environment's address and imports it. It answers in JSON, never pickle, so that an
-untrusted environment cannot make the driver run code.
+`ProcessEnv` is the driver's end, a plain sync `Env`; `serve` is the worker's. A process holds one
+instance and plays one episode at a time. A hang, a crash, a `sys.exit` or the out-of-memory killer
+therefore costs only the current episode. The worker gets the environment's address and imports it.
+It answers in JSON, never pickle, so that an untrusted environment cannot make the driver run code.
 
-The worker starts in its own empty folder, which is removed when it ends. Its stdout and stderr are captured, and error
-messages quote the last lines. It leads its own process group, which is killed when the driver dies.
+The worker starts in its own empty folder, which is removed when it ends. Its stdout and stderr are
+captured, and error messages quote the last lines. It leads its own process group, which is killed
+when the driver dies.
 
-Workers are forked from one process, the fork server, which has imported agentrl and no environment: a start takes
-milliseconds, and a worker needs only the memory that its environment adds. Each interpreter
-(`agentrl/hosting/interpreter.py`) has its own fork server. The fork server imports the modules that the environment's
-factory lists in `preload`: those that take seconds to import and survive a fork.
+Workers are forked from one process, the fork server, which has imported agentrl and no environment:
+a start takes milliseconds, and a worker needs only the memory that its environment adds. Each
+interpreter (`agentrl/hosting/interpreter.py`) has its own fork server. The fork server imports the
+modules that the environment's factory lists in `preload`: those that take seconds to import and
+survive a fork.
 """
 
 import asyncio
@@ -66,29 +68,37 @@ run_fork_server(*{arguments!r}, rest)
 
 
 class ProcessEnv:
-    """An environment in a worker process, given by its address (a registered name or `package.module:Name`).
+    """An environment in a worker process, given by its address (a registered name or
+    `package.module:Name`).
 
-    `python` is the interpreter of the worker, by default this one; its fork server has imported `preload`. The process
-    starts with the first `reset` and serves until `close` or `kill`; after a crash or `close`, the next
-    `reset` starts another. Calls block, so a `LiveEnv` makes them in a thread. `system_prompt` and `tools` are known
-    after `reset`.
+    `python` is the interpreter of the worker, by default this one; its fork server has imported
+    `preload`. The process starts with the first `reset` and serves until `close` or `kill`; after a
+    crash or `close`, the next `reset` starts another. Calls block, so a `LiveEnv` makes them in a
+    thread. `system_prompt` and `tools` are known after `reset`.
 
-    Raises `EnvError` if the environment raises or the process dies; its text has the signal or exit status and the last
-    lines of output. Raises `ConfigError` for an unknown address or wrong options.
+    Raises `EnvError` if the environment raises or the process dies; its text has the signal or exit
+    status and the last lines of output. Raises `ConfigError` for an unknown address or wrong
+    options.
     """
 
     isolation = "thread"
 
-    def __init__(self, address: str, python: str | None = None, preload: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, address: str, python: str | None = None, preload: tuple[str, ...] = ()
+    ) -> None:
         self.address = address
         self.name = inner_name(address)
         """The environment's name, without its wrappers: for messages."""
         self.python = python
         self.preload = preload
         self.pictures = False
-        """Whether the environment draws its states, if it can (`render_html`); known to a worker when it starts."""
+        """Whether the environment draws its states, if it can (`render_html`); known to a worker
+        when it starts.
+        """
         self.records_calls = False
-        """Whether the infos have the calls that the environment made, if it keeps them; known when a worker starts."""
+        """Whether the infos have the calls that the environment made, if it keeps them; known when
+        a worker starts.
+        """
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._worker: _Worker | None = None
@@ -104,7 +114,8 @@ class ProcessEnv:
         return result
 
     def check(self) -> tuple[str, ...]:
-        """Check in a worker that the environment can be found, without making it; return the modules to `preload`.
+        """Check in a worker that the environment can be found, without making it; return the
+        modules to `preload`.
 
         Raises:
             ConfigError: there is no such environment.
@@ -121,11 +132,14 @@ class ProcessEnv:
         return result
 
     def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
-        """The action of `player`, a function of a module. It runs in the worker, with a copy of `rng`."""
+        """The action of `player`, a function of a module. It runs in the worker, with a copy of
+        `rng`.
+        """
         address = f"{player.__module__}:{getattr(player, '__qualname__', '?')}"
         if "<" in address or "?" in address:
             raise ConfigError(
-                f"a worker process cannot import {player!r}: a player must be a function at the top level of a module"
+                f"a worker process cannot import {player!r}: a player must be a function at the top"
+                " level of a module"
             )
         return str(_result(self._ask("consult", player=address, state=rng.getstate())))
 
@@ -138,14 +152,18 @@ class ProcessEnv:
             self.reap()
 
     def kill(self) -> None:
-        """Kill the process from any thread, and never start another; a call in progress raises `EnvError`."""
+        """Kill the process from any thread, and never start another; a call in progress raises
+        `EnvError`.
+        """
         self._killed = True
         worker = self._worker
         if worker is not None:
             worker.signal_group()
 
     def reap(self) -> None:
-        """Kill the process, wait for its end, and remove its folder. Only for the thread that makes the calls."""
+        """Kill the process, wait for its end, and remove its folder. Only for the thread that makes
+        the calls.
+        """
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
@@ -170,7 +188,9 @@ class ProcessEnv:
         try:
             message = json.dumps({"call": call, **arguments}).encode()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.name}.{call}: the options of a process must be plain JSON: {error}") from error
+            raise ConfigError(
+                f"{self.name}.{call}: the options of a process must be plain JSON: {error}"
+            ) from error
         try:
             worker.connection.send_bytes(message)
             answer: dict[str, Any] = json.loads(worker.connection.recv_bytes(LARGEST_ANSWER))
@@ -194,8 +214,9 @@ def _result(answer: Mapping[str, Any]) -> Any:
 
 
 class _ForkServer:
-    """The process that the workers are forked from. It imports no environment, since not every package survives a fork.
-    It reaps a worker only on request: until then no other process can get the worker's process id.
+    """The process that the workers are forked from. It imports no environment, since not every
+    package survives a fork. It reaps a worker only on request: until then no other process can get
+    the worker's process id.
     """
 
     def __init__(self, python: str | None, preload: tuple[str, ...]) -> None:
@@ -203,7 +224,9 @@ class _ForkServer:
         lifeline, self._lifeline = os.pipe()
         arguments = (theirs.fileno(), lifeline)
         self._python = python
-        code = _START.format(path=_path(python), foreign=python is not None, preload=preload, arguments=arguments)
+        code = _START.format(
+            path=_path(python), foreign=python is not None, preload=preload, arguments=arguments
+        )
         with theirs:
             self._process = subprocess.Popen(
                 [python or sys.executable, "-P", "-c", code],
@@ -216,7 +239,9 @@ class _ForkServer:
         self._socket = mine
         self._calls = Connection(os.dup(mine.fileno()))
         self._lock = threading.Lock()
-        weakref.finalize(self, _end_fork_server, self._process, self._calls, self._socket, self._lifeline)
+        weakref.finalize(
+            self, _end_fork_server, self._process, self._calls, self._socket, self._lifeline
+        )
 
     def start(self, address: str, folder: Path, socket_fd: int, lifeline: int, output: int) -> int:
         """Fork a worker, and return its process id."""
@@ -265,7 +290,9 @@ _fork_servers_lock = threading.Lock()
 
 
 def _fork_server(python: str | None, preload: tuple[str, ...]) -> _ForkServer:
-    """This process's fork server (by process id, as this process may itself be a fork), or a new one if it has died."""
+    """This process's fork server (by process id, as this process may itself be a fork), or a new
+    one if it has died.
+    """
     with _fork_servers_lock:
         key = (os.getpid(), python, preload)
         found = _fork_servers.get(key)
@@ -287,17 +314,22 @@ class _Worker:
         fork_server = _fork_server(python, preload)
         try:
             with theirs, (self._folder / "output").open("ab") as output:
-                self.pid = fork_server.start(address, scratch, theirs.fileno(), reads, output.fileno())
+                self.pid = fork_server.start(
+                    address, scratch, theirs.fileno(), reads, output.fileno()
+                )
         except BaseException:
             _clean_up(self.connection, lifeline, self._folder)
             raise
         finally:
             os.close(reads)
         # Also runs at the driver's exit, and when a broken environment is garbage-collected.
-        self._end = weakref.finalize(self, _end, fork_server, self.pid, self.connection, lifeline, self._folder)
+        self._end = weakref.finalize(
+            self, _end, fork_server, self.pid, self.connection, lifeline, self._folder
+        )
 
     def signal_group(self) -> None:
-        # The fork server reaps the process only on request; until then no other process can get its id.
+        # The fork server reaps the process only on request; until then no other process can get its
+        # id.
         if self._end.alive:
             _kill_group(self.pid)
 
@@ -321,7 +353,9 @@ class _Worker:
         return "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
 
 
-def _end(fork_server: _ForkServer, pid: int, connection: Connection, lifeline: int, folder: Path) -> int | None:
+def _end(
+    fork_server: _ForkServer, pid: int, connection: Connection, lifeline: int, folder: Path
+) -> int | None:
     _kill_group(pid)
     try:
         return fork_server.end(pid)
@@ -349,8 +383,8 @@ def _how_it_ended(status: int) -> str:
 
 
 def _path(python: str | None) -> list[str]:
-    """The first entries of a worker's `sys.path`: those of this process, as absolute paths. For another interpreter,
-    only agentrl, and the current folder if it is on the path here.
+    """The first entries of a worker's `sys.path`: those of this process, as absolute paths. For
+    another interpreter, only agentrl, and the current folder if it is on the path here.
     """
     here = [str(Path(entry).absolute()) for entry in sys.path]
     return [str(agentrl_alone()), *({str(Path.cwd())} & set(here))] if python else here
@@ -360,7 +394,9 @@ def _path(python: str | None) -> list[str]:
 
 
 def preload(*modules: str) -> None:
-    """Import modules for all workers. Failures are ignored here; a worker that needs the module reports them."""
+    """Import modules for all workers. Failures are ignored here; a worker that needs the module
+    reports them.
+    """
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
@@ -369,7 +405,9 @@ def preload(*modules: str) -> None:
 
 
 def run_fork_server(control: int, lifeline: int, rest_of_path: Sequence[str]) -> None:
-    """Fork and reap workers at the driver's request, until the driver is gone. In a worker: serve its environment."""
+    """Fork and reap workers at the driver's request, until the driver is gone. In a worker: serve
+    its environment.
+    """
     os.set_inheritable(control, False)
     _die_with_the_driver(lifeline)
     with socket.socket(fileno=control) as channel:
@@ -387,7 +425,8 @@ def run_fork_server(control: int, lifeline: int, rest_of_path: Sequence[str]) ->
                 answer = os.fork()
                 if answer == 0:
                     break
-                # In the parent too, so that the driver can kill the group as soon as it has the process id.
+                # In the parent too, so that the driver can kill the group as soon as it has the
+                # process id.
                 os.setpgid(answer, answer)
                 for fd in fds:
                     os.close(fd)
@@ -406,8 +445,11 @@ def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output:
         os.dup2(output, standard)
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
-        # Unbuffered, so that a crash loses nothing; with `backslashreplace`, so that print accepts any text of a model.
-        cast(TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+        # Unbuffered, so that a crash loses nothing; with `backslashreplace`, so that print accepts
+        # any text of a model.
+        cast(TextIOWrapper, stream).reconfigure(
+            encoding="utf-8", errors="backslashreplace", write_through=True
+        )
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[:] = request["path"]
@@ -422,8 +464,8 @@ def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output:
 def serve(fd: int, address: str, scratch: str) -> None:
     """Answer the driver's calls until it disconnects."""
     faulthandler.enable()
-    # `fd` itself stays open until the process ends. So when the driver reads the end of the stream, the exit status is
-    # fixed, and killing the rest of the group cannot change it.
+    # `fd` itself stays open until the process ends. So when the driver reads the end of the stream,
+    # the exit status is fixed, and killing the rest of the group cannot change it.
     connection = Connection(os.dup(fd))
     host = _Hosted(address, scratch)
     with asyncio.Runner() as runner:
@@ -451,7 +493,9 @@ class _Hosted:
             result = self._call(call, request)
             if inspect.isawaitable(result):
                 result = runner.run(_awaited(result))
-            answer: dict[str, Any] = {"tuple": result} if isinstance(result, tuple) else {"text": _text(result)}
+            answer: dict[str, Any] = (
+                {"tuple": result} if isinstance(result, tuple) else {"text": _text(result)}
+            )
             if call == "check":
                 answer["preload"] = self._preload
             if call == "reset":
@@ -463,7 +507,9 @@ class _Hosted:
             text = str(error) if config else with_frame(error)
             return json.dumps({"error": text, "config": config}).encode()
         except SystemExit as leaving:
-            print(with_frame(leaving), file=sys.stderr)  # the driver quotes it beside the exit status
+            print(
+                with_frame(leaving), file=sys.stderr
+            )  # the driver quotes it beside the exit status
             raise
 
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:
@@ -471,7 +517,8 @@ class _Hosted:
         if self._env is None:
             if call == "close":  # there is none to close
                 return None
-            # The address may be a path from the driver's current folder; the instance runs in the scratch folder.
+            # The address may be a path from the driver's current folder; the instance runs in the
+            # scratch folder.
             make = plugins.load("envs", self._address)
             if call == "check":
                 self._preload = list(getattr(make, "preload", ()))
@@ -480,7 +527,9 @@ class _Hosted:
             env = pictured(make()) if draws else make()
             self._env = recorded(env) if records else env
         env = self._env
-        if call == "step":  # by position, as everywhere: an environment may call its parameter what it likes
+        if (
+            call == "step"
+        ):  # by position, as everywhere: an environment may call its parameter what it likes
             return env.step(arguments["action"])
         if call != "consult":
             return getattr(env, call)(**arguments)
@@ -507,14 +556,18 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
-        f"{value!r:.80} ({type(value).__name__}) cannot leave its process: answer with text, numbers, lists and dicts"
+        f"{value!r:.80} ({type(value).__name__}) cannot leave its process: answer with text,"
+        " numbers, lists and dicts"
     )
 
 
 def _die_with_the_driver(lifeline: int) -> None:
-    """Kill this process and those it starts when the driver is gone, which alone holds the pipe's other end."""
+    """Kill this process and those it starts when the driver is gone, which alone holds the pipe's
+    other end.
+    """
     if hasattr(fcntl, "F_SETSIG"):
-        # Linux: the kernel does it, even if this process is busy (a regular expression may hold the GIL).
+        # Linux: the kernel does it, even if this process is busy (a regular expression may hold the
+        # GIL).
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

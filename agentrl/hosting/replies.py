@@ -1,7 +1,8 @@
 """What an environment may reply: checked and converted in one place, whatever carries the reply.
 
-An environment runs on the event loop, in a thread, in a process or behind HTTP. Each reply comes through here, so the
-same reply is taken, or refused, over every transport. A refused one fails its episode, and never the run.
+An environment runs on the event loop, in a thread, in a process or behind HTTP. Each reply comes
+through here, so the same reply is taken, or refused, over every transport. A refused one fails its
+episode, and never the run.
 """
 
 import json
@@ -20,10 +21,13 @@ def checked_reset(name: str, reply: Any) -> ResetResult:
     """The reply of `reset`, with the info in types that JSON has; `name` is the environment's.
 
     Raises:
-        EnvError: it is no (observation: str, info: mapping), or one of these cannot be sent or stored.
+        EnvError: it is no (observation: str, info: mapping), or one of these cannot be sent or
+        stored.
     """
     if not (isinstance(reply, tuple) and len(reply) == 2):
-        raise EnvError(f"{name}.reset must return (observation: str, info: dict), got {reply!r:.200}")
+        raise EnvError(
+            f"{name}.reset must return (observation: str, info: dict), got {reply!r:.200}"
+        )
     observation, info = reply
     return _text(f"{name}.reset", observation), _info(f"{name}.reset", info)
 
@@ -32,22 +36,34 @@ def checked_step(name: str, reply: Any) -> StepResult:
     """The reply of `step`, with a float, two bools, and the info in types that JSON has.
 
     Raises:
-        EnvError: it is no (observation: str, reward: float, terminated: bool, truncated: bool, info: mapping), the
-            reward is not finite, or a text or the info cannot be sent or stored.
+        EnvError: it is no (observation: str, reward: float, terminated: bool, truncated: bool,
+            info: mapping), the reward is not finite, or a text or the info cannot be sent or
+            stored.
     """
     if not (isinstance(reply, tuple) and len(reply) == 5):
         raise EnvError(
-            f"{name}.step must return (observation: str, reward: float, terminated: bool, truncated: bool, "
-            f"info: dict), got {reply!r:.200}"
+            f"{name}.step must return (observation: str, reward: float, terminated: bool,"
+            f" truncated: bool, info: dict), got {reply!r:.200}"
         )
     observation, reward, terminated, truncated, info = reply
     step = f"{name}.step"
     if not (isinstance(reward, Real) and math.isfinite(reward)):
-        raise EnvError(f"{step} returned the reward {reward!r:.80}; return a finite number: `float(...)`")
+        raise EnvError(
+            f"{step} returned the reward {reward!r:.80}; return a finite number: `float(...)`"
+        )
     for flag, value in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(value, bool | np.bool_):
-            raise EnvError(f"{step} returned {flag}={value!r:.80} ({type(value).__name__}); return a bool: `bool(...)`")
-    return _text(step, observation), float(reward), bool(terminated), bool(truncated), _info(step, info)
+            raise EnvError(
+                f"{step} returned {flag}={value!r:.80} ({type(value).__name__}); return a bool:"
+                " `bool(...)`"
+            )
+    return (
+        _text(step, observation),
+        float(reward),
+        bool(terminated),
+        bool(truncated),
+        _info(step, info),
+    )
 
 
 def checked_tools(name: str, tools: Any) -> tuple[dict[str, Any], ...]:
@@ -74,8 +90,8 @@ def _text(where: str, observation: Any) -> str:
     if not isinstance(observation, str):
         if _holds_image(observation):
             raise EnvError(
-                f"{where} gave an image ({type(observation).__name__}) for a text; models that are trained here read "
-                "text alone: say in words or numbers what it shows"
+                f"{where} gave an image ({type(observation).__name__}) for a text; models that are"
+                " trained here read text alone: say in words or numbers what it shows"
             )
         raise EnvError(f"{where} gave {observation!r:.80} for a text; write a str")
     _check_encodes(f"{where} gave a text", observation)
@@ -83,12 +99,18 @@ def _text(where: str, observation: Any) -> str:
 
 
 def _holds_image(observation: Any) -> bool:
-    """Whether this is an array of pixels, a picture of Pillow, or a message's content that has an image among it."""
+    """Whether this is an array of pixels, a picture of Pillow, or a message's content that has an
+    image among it.
+    """
     if isinstance(observation, Mapping):
-        return "image" in str(observation.get("type")) or any(map(_holds_image, observation.values()))
+        return "image" in str(observation.get("type")) or any(
+            map(_holds_image, observation.values())
+        )
     if isinstance(observation, list | tuple):
         return any(map(_holds_image, observation))
-    pixels = getattr(observation, "dtype", None) == np.uint8 and getattr(observation, "ndim", 0) in (2, 3)
+    pixels = getattr(observation, "dtype", None) == np.uint8 and getattr(
+        observation, "ndim", 0
+    ) in (2, 3)
     return pixels or type(observation).__module__.startswith("PIL.")
 
 
@@ -98,32 +120,44 @@ def _check_encodes(what: str, text: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise EnvError(
-            f"{what} with {half!r}, half of a surrogate pair, which is no character: decode with errors='replace'"
+            f"{what} with {half!r}, half of a surrogate pair, which is no character: decode with"
+            " errors='replace'"
         ) from error
 
 
 def _info(where: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, Mapping):
-        raise EnvError(f"{where} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for nothing")
-    return {_key(where, key, "info"): _plain(where, value, f"info[{key!r}]") for key, value in info.items()}
+        raise EnvError(
+            f"{where} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for"
+            " nothing"
+        )
+    return {
+        _key(where, key, "info"): _plain(where, value, f"info[{key!r}]")
+        for key, value in info.items()
+    }
 
 
 def _plain(where: str, value: Any, path: str) -> Any:
-    """A value of the info in types that JSON has; scalars and arrays of NumPy and torch become numbers and lists."""
+    """A value of the info in types that JSON has; scalars and arrays of NumPy and torch become
+    numbers and lists.
+    """
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         _check_encodes(f"{where} returned {path}", value)
         return value
     if isinstance(value, Mapping):
-        return {_key(where, key, path): _plain(where, one, f"{path}[{key!r}]") for key, one in value.items()}
+        return {
+            _key(where, key, path): _plain(where, one, f"{path}[{key!r}]")
+            for key, one in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(where, one, f"{path}[{number}]") for number, one in enumerate(value)]
     if hasattr(value, "tolist"):
         return _plain(where, value.tolist(), path)
     raise EnvError(
-        f"{where} returned {path} = {value!r:.80} ({type(value).__name__}), which JSON does not have; write text, "
-        "numbers, lists and dicts"
+        f"{where} returned {path} = {value!r:.80} ({type(value).__name__}), which JSON does not"
+        " have; write text, numbers, lists and dicts"
     )
 
 
@@ -132,6 +166,9 @@ def _key(where: str, key: Any, path: str) -> str:
     if key is None or isinstance(key, bool | int | float):
         return json.dumps(key)
     if not isinstance(key, str):
-        raise EnvError(f"{where} returned {path} with the key {key!r:.80} ({type(key).__name__}); keys are texts")
+        raise EnvError(
+            f"{where} returned {path} with the key {key!r:.80} ({type(key).__name__}); keys are"
+            " texts"
+        )
     _check_encodes(f"{where} returned {path} with a key", key)
     return key

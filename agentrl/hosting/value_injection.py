@@ -1,12 +1,13 @@
-"""RL3's value injection (arXiv:2306.15909): in a trial of several episodes of one task, show what was estimated so far.
+"""RL3's value injection (arXiv:2306.15909): in a trial of several episodes of one task, show what
+was estimated so far.
 
     env:
       name: frozen_lake
       wrappers: [{name: value_injection, episodes: 3}]
 
-A meta-learner sees many tasks, and a few episodes of each. What it has seen of the present one says more than it can
-easily read out of a long conversation: value iteration over the counts does that for it. The values and the counts of
-the present state follow each observation.
+A meta-learner sees many tasks, and a few episodes of each. What it has seen of the present one says
+more than it can easily read out of a long conversation: value iteration over the counts does that
+for it. The values and the counts of the present state follow each observation.
 """
 
 from collections import defaultdict
@@ -31,10 +32,14 @@ class TabularModel:
 
     def __init__(self) -> None:
         self._rewards: dict[tuple[str, str], float] = defaultdict(float)  # the sums of them
-        self._results: dict[tuple[str, str], dict[str | None, int]] = defaultdict(lambda: defaultdict(int))
+        self._results: dict[tuple[str, str], dict[str | None, int]] = defaultdict(
+            lambda: defaultdict(int)
+        )
 
     def see(self, state: str, action: str, reward: float, then: str | None) -> None:
-        """Count what an action has led to: a reward and the next state, or `None` at the end of the episode."""
+        """Count what an action has led to: a reward and the next state, or `None` at the end of the
+        episode.
+        """
         self._rewards[state, action] += reward
         self._results[state, action][then] += 1
 
@@ -42,18 +47,23 @@ class TabularModel:
         """How often an action was tried in a state."""
         return sum(self._results[state, action].values()) if (state, action) in self._results else 0
 
-    def q_values(self, gamma: float, iterations: int, tolerance: float) -> Mapping[str, Mapping[str, float]]:
+    def q_values(
+        self, gamma: float, iterations: int, tolerance: float
+    ) -> Mapping[str, Mapping[str, float]]:
         """The value of each tried action, by state, under the best policy among the tried actions.
 
-        Value iteration: Q(s, a) = r(s, a) + gamma * sum over s' of p(s' | s, a) * max over a' of Q(s', a'), until no
-        value changes by more than `tolerance`, at most so many times. A state in which nothing was tried is worth 0.
+        Value iteration: Q(s, a) = r(s, a) + gamma * sum over s' of p(s' | s, a) * max over a' of
+        Q(s', a'), until no value changes by more than `tolerance`, at most so many times. A state
+        in which nothing was tried is worth 0.
         """
         pairs = sorted(self._results)
         if not pairs:
             return {}
         states = list(dict.fromkeys(state for state, _ in pairs))  # in the order of the pairs
         number = {state: i for i, state in enumerate(states)}
-        firsts = np.flatnonzero([i == 0 or pairs[i - 1][0] != pair[0] for i, pair in enumerate(pairs)])
+        firsts = np.flatnonzero(
+            [i == 0 or pairs[i - 1][0] != pair[0] for i, pair in enumerate(pairs)]
+        )
         means, chances = np.zeros(len(pairs)), np.zeros((len(pairs), len(states)))
         for i, pair in enumerate(pairs):
             count = self.count(*pair)
@@ -75,11 +85,13 @@ class TabularModel:
 
 
 class ValueInjection(Wrapper):
-    """Plays several episodes of the same task as one, and adds the values of the present state to each observation.
+    """Plays several episodes of the same task as one, and adds the values of the present state to
+    each observation.
 
-    The inner environment is reset with the same seed and options for each episode. The trial ends with the last one. A
-    state is what `info["state_key"]` says, or else the observation; an action is the whole message, so put a wrapper
-    that takes the action out of a longer message around this one. An episode that a limit cut goes on in the estimate.
+    The inner environment is reset with the same seed and options for each episode. The trial ends
+    with the last one. A state is what `info["state_key"]` says, or else the observation; an action
+    is the whole message, so put a wrapper that takes the action out of a longer message around this
+    one. An episode that a limit cut goes on in the estimate.
     """
 
     class Config(Settings):
@@ -106,12 +118,14 @@ class ValueInjection(Wrapper):
         """The inner environment's, with an explanation of what is added."""
         inner = str(getattr(self.env, "system_prompt", "") or "")
         added = (
-            f"You play {self._config.episodes} episodes of the same game. After an observation you see the value of "
-            "each message that you have tried there, and how often you have."
+            f"You play {self._config.episodes} episodes of the same game. After an observation you"
+            " see the value of each message that you have tried there, and how often you have."
         )
         return f"{inner}\n\n{added}" if inner else added
 
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any]
+    ) -> ResetResult | Awaitable[ResetResult]:
         """Begin a trial: forget the last one, and begin the first episode."""
         self._model = TabularModel()
         self._episode = 1
@@ -122,9 +136,15 @@ class ValueInjection(Wrapper):
         """The first observation of an episode."""
         observation, info = result
         if "agents" in info:
-            raise EnvError("the wrapper value_injection estimates the task of one agent, and this game has several")
+            raise EnvError(
+                "the wrapper value_injection estimates the task of one agent, and this game has"
+                " several"
+            )
         self._state = _state(observation, info)
-        return f"Episode {self._episode} of {self._config.episodes}.\n{observation}{self._values()}", info
+        return (
+            f"Episode {self._episode} of {self._config.episodes}.\n{observation}{self._values()}",
+            info,
+        )
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Step, learn from it, and begin the next episode if this one is over."""
@@ -155,9 +175,12 @@ class ValueInjection(Wrapper):
     def _values(self) -> str:
         """The line of the present state's values; empty if nothing was tried there."""
         config = self._config
-        of_actions = self._model.q_values(config.gamma, config.iterations, config.tolerance).get(self._state, {})
+        of_actions = self._model.q_values(config.gamma, config.iterations, config.tolerance).get(
+            self._state, {}
+        )
         tried = [
-            f"{action} {value:.2f} ({self._model.count(self._state, action)})" for action, value in of_actions.items()
+            f"{action} {value:.2f} ({self._model.count(self._state, action)})"
+            for action, value in of_actions.items()
         ]
         return f"\nTried: {', '.join(tried)}." if tried else ""
 

@@ -1,4 +1,5 @@
-"""Wrappers: environments around other environments. `env.wrappers` lists them, each around those before it.
+"""Wrappers: environments around other environments. `env.wrappers` lists them, each around those
+before it.
 
     env:
       name: my_game
@@ -6,9 +7,9 @@
         - {name: action_format, pattern: "<action>(.*?)</action>"}
         - {name: time_limit, turns: 20}
 
-A wrapped environment has its own address, so it works over every transport (`scheme`, below). A package
-registers a wrapper in the entry-point group `agentrl.env_wrappers`: a class with a nested `Config`, called with its
-settings and the environment.
+A wrapped environment has its own address, so it works over every transport (`scheme`, below). A
+package registers a wrapper in the entry-point group `agentrl.env_wrappers`: a class with a nested
+`Config`, called with its settings and the environment.
 """
 
 import inspect
@@ -30,8 +31,8 @@ _Result = TypeVar("_Result", ResetResult, StepResult)
 
 
 class Wrapper:
-    """An `Env` around another one: override what you change. All else is delegated to the inner environment, which may
-    be sync or async. `began` and `stepped` get its results.
+    """An `Env` around another one: override what you change. All else is delegated to the inner
+    environment, which may be sync or async. `began` and `stepped` get its results.
     """
 
     def __init__(self, env: Env) -> None:
@@ -44,7 +45,9 @@ class Wrapper:
 
     @property
     def isolation(self) -> str:
-        """The inner environment's; "inline" if its `step` is a coroutine function, which this `step` is not."""
+        """The inner environment's; "inline" if its `step` is a coroutine function, which this
+        `step` is not.
+        """
         declared: str = getattr(self.env, "isolation", "thread")
         return "inline" if inspect.iscoroutinefunction(self.env.step) else declared
 
@@ -54,7 +57,9 @@ class Wrapper:
         inner: Env = getattr(self.env, "unwrapped", self.env)
         return inner
 
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any]
+    ) -> ResetResult | Awaitable[ResetResult]:
         """Reset the inner environment."""
         return _then(self.env.reset(seed=seed, options=options), self.began)
 
@@ -98,19 +103,31 @@ class TimeLimit(Wrapper):
         """Truncate after the last step allowed, unless the episode has ended by itself."""
         observation, reward, terminated, truncated, info = result
         self._left -= 1
-        return observation, reward, terminated, truncated or (self._left <= 0 and not terminated), info
+        return (
+            observation,
+            reward,
+            terminated,
+            truncated or (self._left <= 0 and not terminated),
+            info,
+        )
 
 
 class ActionFormat(Wrapper):
-    """Extracts the action from a longer message. A message without one is answered by a hint and costs a turn."""
+    """Extracts the action from a longer message. A message without one is answered by a hint and
+    costs a turn.
+    """
 
     class Config(Settings):
         """Settings of `action_format`."""
 
         pattern: str
-        """A regular expression. Its last match in the message is the action, or that match's first group, if any."""
+        """A regular expression. Its last match in the message is the action, or that match's first
+        group, if any.
+        """
         hint: str = ""
-        """Part of the system prompt, and the answer to a message without a match; by default it shows the pattern."""
+        """Part of the system prompt, and the answer to a message without a match; by default it
+        shows the pattern.
+        """
         penalty: float = Field(0.0, ge=0)
         """How much reward a message without a match costs."""
 
@@ -142,7 +159,10 @@ class ActionFormat(Wrapper):
         prompts = info.get("system_prompts")
         if not prompts:
             return result
-        return observation, {**info, "system_prompts": {agent: self._with_hint(prompts[agent]) for agent in prompts}}
+        return observation, {
+            **info,
+            "system_prompts": {agent: self._with_hint(prompts[agent]) for agent in prompts},
+        }
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Step with the extracted action, or answer with the hint."""
@@ -192,7 +212,10 @@ class Instructions(Wrapper):
         prompts = info.get("system_prompts")
         if not prompts:
             return result
-        return observation, {**info, "system_prompts": {agent: self._said(prompts[agent]) for agent in prompts}}
+        return observation, {
+            **info,
+            "system_prompts": {agent: self._said(prompts[agent]) for agent in prompts},
+        }
 
     def _said(self, inner: str) -> str:
         prompt = inner if self._config.system_prompt is None else self._config.system_prompt
@@ -201,7 +224,9 @@ class Instructions(Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A factory of the environment `name` in its wrappers, which are JSON text: it pickles as two strings."""
+    """A factory of the environment `name` in its wrappers, which are JSON text: it pickles as two
+    strings.
+    """
 
     name: str
     wrappers: str
@@ -234,7 +259,9 @@ def wrapper(raw: Any) -> Component:
     """
     if isinstance(raw, Component):
         return raw
-    settings = {"name": raw} if isinstance(raw, str) else dict(raw) if isinstance(raw, Mapping) else {}
+    settings = (
+        {"name": raw} if isinstance(raw, str) else dict(raw) if isinstance(raw, Mapping) else {}
+    )
     name = settings.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f"write a wrapper as {{name: time_limit, turns: 20}}, got {raw!r:.80}")
@@ -248,7 +275,9 @@ def wrapper(raw: Any) -> Component:
     except ValidationError as error:
         wrong = "; ".join(map(str, faults(error, settings)))
         known = ", ".join(shape.model_fields) or "none"
-        raise ConfigError(f"the wrapper {name!r} has wrong settings: {wrong}. Its settings are: {known}") from error
+        raise ConfigError(
+            f"the wrapper {name!r} has wrong settings: {wrong}. Its settings are: {known}"
+        ) from error
 
 
 def address(name: str, wrappers: Sequence[Component]) -> str:
@@ -270,7 +299,8 @@ def inner_name(address: str) -> str:
 
 
 def scheme(rest: str) -> Callable[[], Env]:
-    """wrapped:{"env": "guess_number", "wrappers": [{"name": "time_limit", "turns": 3}]}: an environment in wrappers.
+    """wrapped:{"env": "guess_number", "wrappers": [{"name": "time_limit", "turns": 3}]}: an
+    environment in wrappers.
 
     Raises:
         ConfigError: `rest` is not the JSON of an environment and its wrappers.
@@ -295,7 +325,9 @@ def scheme(rest: str) -> Callable[[], Env]:
     return Wrapped(name, json.dumps(wrappers))
 
 
-def _then(result: _Result | Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
+def _then(
+    result: _Result | Awaitable[_Result], change: Callable[[_Result], _Result]
+) -> _Result | Awaitable[_Result]:
     """Apply `change` to the result of a method, which is awaited first if it is an awaitable."""
     if isinstance(result, tuple):
         return change(result)

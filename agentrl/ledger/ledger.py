@@ -1,28 +1,33 @@
 """The ledger: records exactly one fate of every task and every episode, in SQLite.
 
-The event loop only appends operations to a queue. The ledger's thread applies them strictly in order, in transactions
-of a few hundred, within a fraction of a second; `flush` waits until the queue is empty.
+The event loop only appends operations to a queue. The ledger's thread applies them strictly in
+order, in transactions of a few hundred, within a fraction of a second; `flush` waits until the
+queue is empty.
 
-A run that is killed at any moment and resumed trains on the same multiset of tasks as an uninterrupted run. Because
-operations are applied in order, a killed process loses only a *suffix* of them: the file is in the state of some
-earlier moment. If one of these operations is lost:
+A run that is killed at any moment and resumed trains on the same multiset of tasks as an
+uninterrupted run. Because operations are applied in order, a killed process loses only a *suffix*
+of them: the file is in the state of some earlier moment. If one of these operations is lost:
 
-- `admit`: `next_number` has not passed the task's number, so the resumed run admits the same task under it again;
-- `begin` or `end`: the episode was in flight, and its task is open in the file or missing from it; either way the
-  episode is played again;
+- `admit`: `next_number` has not passed the task's number, so the resumed run admits the same task
+  under it again;
+- `begin` or `end`: the episode was in flight, and its task is open in the file or missing from it;
+  either way the episode is played again;
 - `end_task`: the task stays open, is played again and gets its fate then;
-- `trained`: the weights of that step are lost too, because a checkpoint is written only after `sync`. So the file holds
-  every step of the newest checkpoint in full. `rewind` reopens the tasks that later steps trained on.
+- `trained`: the weights of that step are lost too, because a checkpoint is written only after
+  `sync`. So the file holds every step of the newest checkpoint in full. `rewind` reopens the tasks
+  that later steps trained on.
 - `masked`, `segment` and `reused`: the same.
 
-What is in the batch of a step is "trained" as soon as the batch is taken, and "masked" once it is known that none of
-its tokens carries a loss there.
+What is in the batch of a step is "trained" as soon as the batch is taken, and "masked" once it is
+known that none of its tokens carries a loss there.
 
-A task has one fate, however often it is used: a trained task keeps the step that trained on it first, and counts later
-uses (replay, further epochs). An episode that was trained on in parts has a record of each part, its segments.
+A task has one fate, however often it is used: a trained task keeps the step that trained on it
+first, and counts later uses (replay, further epochs). An episode that was trained on in parts has a
+record of each part, its segments.
 
-An operation is "in the file" once the operating system has it: it survives a crash of the process, but not of the
-machine. A machine crash also loses only a suffix, and `sync` ensures that this begins after the newest checkpoint.
+An operation is "in the file" once the operating system has it: it survives a crash of the process,
+but not of the machine. A machine crash also loses only a suffix, and `sync` ensures that this
+begins after the newest checkpoint.
 """
 
 import json
@@ -48,14 +53,19 @@ Fate = Literal["trained", "masked", "filtered", "stale", "cancelled", "failed"]
 """`masked`: it was in the batch of a step, and none of its tokens carried a loss."""
 
 _IN_A_BATCH = "fate = 'trained' OR fate = 'masked'"
-# Not `fate IN (...)`: SQLite would rebuild that list for each row, which costs as much as everything else together.
+# Not `fate IN (...)`: SQLite would rebuild that list for each row, which costs as much as
+# everything else together.
 _IS_A_FATE = " OR ".join(f"fate = '{fate}'" for fate in get_args(Fate))
 _LOG_HEADER = 32
-"""Bytes. They have two numbers that change when SQLite begins its log anew (https://sqlite.org/walformat.html)."""
+"""Bytes. They have two numbers that change when SQLite begins its log anew
+(https://sqlite.org/walformat.html).
+"""
 _FORMAT = 4
 """The `PRAGMA user_version` of a ledger. Raise it when the schema changes."""
 _UNMASKED = 3
-"""The format before there was the fate `masked`: it is read as it is, and rewritten before more is written to it."""
+"""The format before there was the fate `masked`: it is read as it is, and rewritten before more is
+written to it.
+"""
 _TABLES = f"""
 CREATE TABLE tasks (
     number INTEGER PRIMARY KEY,          -- index in the task source
@@ -128,7 +138,9 @@ DROP TABLE unmasked_episodes;
 PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
-"""Rewrites the tables of a ledger without the fate `masked`: SQLite cannot change what a column may hold."""
+"""Rewrites the tables of a ledger without the fate `masked`: SQLite cannot change what a column may
+hold.
+"""
 
 _PATIENCE = "PRAGMA busy_timeout=5000"
 """Milliseconds to wait for another connection that writes."""
@@ -145,12 +157,14 @@ CREATE TABLE IF NOT EXISTS unused (    -- answers of trained episodes that are i
     PRIMARY KEY (task, member, attempt, launch, why)
 ) WITHOUT ROWID;
 """
-"""A table that ledgers of this format get when they are opened to write, since older ones lack it."""
+"""A table that ledgers of this format get when they are opened to write, since older ones lack it.
+"""
 
 # The operations. Each row applied must change exactly one row of its table.
 _ADMIT = (
-    "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT (number) DO UPDATE SET admitted_version = excluded.admitted_version WHERE fate IS NULL"
+    "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (number) DO UPDATE SET admitted_version = excluded.admitted_version WHERE fate IS"
+    " NULL"
 )
 _BEGIN = "INSERT INTO episodes (task, member, attempt, launch) VALUES (?, ?, ?, ?)"
 _END = (
@@ -158,41 +172,51 @@ _END = (
     "WHERE task = ? AND member = ? AND attempt = ? AND launch = ? AND fate IS NULL"
 )
 _END_TASK = "UPDATE tasks SET fate = ?, why = ? WHERE number = ? AND fate IS NULL"
-_TRAINED = "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ? AND fate IS NULL"
-_FILTERED = "UPDATE tasks SET fate = 'filtered', step = ?, why = ?, rewards = ? WHERE number = ? AND fate IS NULL"
+_TRAINED = (
+    "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ? AND fate IS NULL"
+)
+_FILTERED = (
+    "UPDATE tasks SET fate = 'filtered', step = ?, why = ?, rewards = ? WHERE number = ? AND fate"
+    " IS NULL"
+)
 _HAS_SEGMENTS = (
-    "EXISTS (SELECT 1 FROM segments AS s WHERE s.task = episodes.task AND s.member = episodes.member "
-    "AND s.attempt = episodes.attempt AND s.launch = episodes.launch)"
+    "EXISTS (SELECT 1 FROM segments AS s WHERE s.task = episodes.task AND s.member ="
+    " episodes.member AND s.attempt = episodes.attempt AND s.launch = episodes.launch)"
 )
 _MASKED = (
-    f"UPDATE episodes SET fate = CASE WHEN {_HAS_SEGMENTS} THEN 'trained' ELSE 'masked' END, why = ? "
-    "WHERE task = (SELECT number FROM tasks WHERE id = ?) AND member = ? AND attempt = ? AND launch = ? "
-    "AND fate = 'trained' AND step = ?"
+    f"UPDATE episodes SET fate = CASE WHEN {_HAS_SEGMENTS} THEN 'trained' ELSE 'masked' END, why ="
+    " ? WHERE task = (SELECT number FROM tasks WHERE id = ?) AND member = ? AND attempt = ? AND"
+    " launch = ? AND fate = 'trained' AND step = ?"
 )
 _HAS_TRAINED = "EXISTS (SELECT 1 FROM episodes WHERE task = tasks.number AND fate = 'trained')"
 _MASKED_TASK = (
-    f"UPDATE tasks SET fate = CASE WHEN {_HAS_TRAINED} THEN 'trained' ELSE 'masked' END, "
-    f"why = CASE WHEN {_HAS_TRAINED} THEN NULL ELSE ? END WHERE id = ? AND fate = 'trained' AND step = ?"
+    f"UPDATE tasks SET fate = CASE WHEN {_HAS_TRAINED} THEN 'trained' ELSE 'masked' END, why = CASE"
+    f" WHEN {_HAS_TRAINED} THEN NULL ELSE ? END WHERE id = ? AND fate = 'trained' AND step = ?"
 )
 _MASKED_SEGMENT = (
-    "DELETE FROM segments WHERE task = (SELECT number FROM tasks WHERE id = ?) AND member = ? AND attempt = ? "
-    "AND launch = ? AND agent = ? AND step = ?"
+    "DELETE FROM segments WHERE task = (SELECT number FROM tasks WHERE id = ?) AND member = ? AND"
+    " attempt = ? AND launch = ? AND agent = ? AND step = ?"
 )
 _SEGMENT = (
-    "INSERT INTO segments (task, member, attempt, launch, agent, first, turns, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO segments (task, member, attempt, launch, agent, first, turns, step) VALUES (?, ?,"
+    " ?, ?, ?, ?, ?, ?)"
 )
-_UNUSED = "INSERT INTO unused (task, member, attempt, launch, why, answers, tokens) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_UNUSED = (
+    "INSERT INTO unused (task, member, attempt, launch, why, answers, tokens) VALUES (?, ?, ?, ?,"
+    " ?, ?, ?)"
+)
 _REUSED = (
-    "INSERT INTO reuses (task, step, count) SELECT number, ?, 1 FROM tasks WHERE id = ? AND fate = 'trained' "
-    "ON CONFLICT (task, step) DO UPDATE SET count = count + 1"
+    "INSERT INTO reuses (task, step, count) SELECT number, ?, 1 FROM tasks WHERE id = ? AND fate ="
+    " 'trained' ON CONFLICT (task, step) DO UPDATE SET count = count + 1"
 )
 _TASK_COLUMNS = (
-    "number, id, env, seed, options, admitted_version, fate, step, why, rewards, "
-    "COALESCE(fate = 'trained', 0) + (SELECT COALESCE(SUM(count), 0) FROM reuses WHERE task = number)"
+    "number, id, env, seed, options, admitted_version, fate, step, why, rewards, COALESCE(fate ="
+    " 'trained', 0) + (SELECT COALESCE(SUM(count), 0) FROM reuses WHERE task = number)"
 )
 _TALLY = {
     "tasks": (
-        "SELECT COALESCE(fate, 'open'), COALESCE({why}, ''), COUNT(*), MIN(id) FROM tasks GROUP BY 1, 2 ORDER BY 3 DESC"
+        "SELECT COALESCE(fate, 'open'), COALESCE({why}, ''), COUNT(*), MIN(id) FROM tasks GROUP BY"
+        " 1, 2 ORDER BY 3 DESC"
     ),
     "episodes": (
         "SELECT e.fate, e.why, e.count, id || '/' || member || '/' || attempt FROM ("
@@ -205,7 +229,9 @@ _TALLY = {
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """How many tasks or episodes have each fate; `open` ones have none yet. The counts sum to `total`."""
+    """How many tasks or episodes have each fate; `open` ones have none yet. The counts sum to
+    `total`.
+    """
 
     total: int
     open: int
@@ -224,9 +250,11 @@ class Fates:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The ledger's record of a task. `fate` is None while it is open; being in a batch and filtering set `rewards`.
+    """The ledger's record of a task. `fate` is None while it is open; being in a batch and
+    filtering set `rewards`.
 
-    `step` is that of the batch, the first if there were several, and `uses` how often it was trained on altogether.
+    `step` is that of the batch, the first if there were several, and `uses` how often it was
+    trained on altogether.
     """
 
     number: int
@@ -241,7 +269,9 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """The ledger's record of an episode in one launch of the run; each launch may have played it once."""
+    """The ledger's record of an episode in one launch of the run; each launch may have played it
+    once.
+    """
 
     member: int
     attempt: int
@@ -253,7 +283,9 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """Consecutive turns of an episode, from the turn `first` on, that were trained on at `step`, before it ended."""
+    """Consecutive turns of an episode, from the turn `first` on, that were trained on at `step`,
+    before it ended.
+    """
 
     member: int
     attempt: int
@@ -266,7 +298,9 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """`count` tasks or episodes with this `fate` (and the reason `why`, if counted by reason), and the id of one."""
+    """`count` tasks or episodes with this `fate` (and the reason `why`, if counted by reason), and
+    the id of one.
+    """
 
     fate: Fate | Literal["open"]
     why: str
@@ -275,7 +309,9 @@ class Tally:
 
 
 class LedgerReader:
-    """Reads a ledger, also while a run writes it. A context manager. `on_close` is called when it is closed."""
+    """Reads a ledger, also while a run writes it. A context manager. `on_close` is called when it
+    is closed.
+    """
 
     def __init__(self, db: sqlite3.Connection, on_close: Callable[[], None] = lambda: None) -> None:
         self._db, self._on_close = db, on_close
@@ -296,12 +332,12 @@ class LedgerReader:
         return int(self._rows("SELECT COALESCE(MAX(number), -1) + 1 FROM tasks").fetchone()[0])
 
     def outcomes(self) -> Iterator[tuple[int, Task, tuple[float, ...]]]:
-        """Number, task and rewards of tasks that were in a batch or filtered: by step, then filtered ones first, then
-        by number.
+        """Number, task and rewards of tasks that were in a batch or filtered: by step, then
+        filtered ones first, then by number.
         """
         query = (
-            f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {_IN_A_BATCH} OR (fate = 'filtered' AND step IS NOT NULL) "
-            "ORDER BY step, fate <> 'filtered', number"
+            f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {_IN_A_BATCH} OR (fate = 'filtered' AND step"
+            " IS NOT NULL) ORDER BY step, fate <> 'filtered', number"
         )
         for record in map(_task_record, self._rows(query)):
             yield record.number, record.task, record.rewards
@@ -324,7 +360,9 @@ class LedgerReader:
         return self._fates("episodes")
 
     def unused_answers(self) -> Mapping[str, tuple[int, int]]:
-        """What was sampled in episodes that ended, and is in none of their turns: by reason, answers and tokens."""
+        """What was sampled in episodes that ended, and is in none of their turns: by reason,
+        answers and tokens.
+        """
         if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'unused'").fetchone():
             return {}  # it was written before there was such a table
         rows = self._rows("SELECT why, SUM(answers), SUM(tokens) FROM unused GROUP BY 1 ORDER BY 1")
@@ -346,7 +384,10 @@ class LedgerReader:
 
     def episodes(self, number: int) -> list[EpisodeRecord]:
         """The episodes of the task with this index, by member, attempt and launch."""
-        query = "SELECT member, attempt, launch, fate, step, why FROM episodes WHERE task = ? ORDER BY 1, 2, 3"
+        query = (
+            "SELECT member, attempt, launch, fate, step, why FROM episodes WHERE task = ? ORDER BY"
+            " 1, 2, 3"
+        )
         return [EpisodeRecord(*row) for row in self._rows(query, number)]
 
     def segments(self, number: int) -> list[SegmentRecord]:
@@ -362,19 +403,27 @@ class LedgerReader:
     def reasons(self, kind: Literal["tasks", "episodes"], limit: int) -> list[Tally]:
         """The most common reasons for fates other than training."""
         rows = self._rows(_TALLY[kind].format(why="why"))
-        return list(islice((Tally(*row) for row in rows if row[0] not in ("open", "trained")), limit))
+        return list(
+            islice((Tally(*row) for row in rows if row[0] not in ("open", "trained")), limit)
+        )
 
     def all_episodes(self) -> Iterator[tuple[str, str, str, str, int | None, str | None]]:
-        """Every episode in its latest launch: its id, its task's id, environment, fate ("open" if none), step, why."""
+        """Every episode in its latest launch: its id, its task's id, environment, fate ("open" if
+        none), step, why.
+        """
         query = (
-            "SELECT id || '/' || member || '/' || attempt, id, env, COALESCE(e.fate, 'open'), e.step, e.why "
-            "FROM (SELECT *, MAX(launch) FROM episodes GROUP BY task, member, attempt) AS e JOIN tasks ON number = task"
+            "SELECT id || '/' || member || '/' || attempt, id, env, COALESCE(e.fate, 'open'),"
+            " e.step, e.why FROM (SELECT *, MAX(launch) FROM episodes GROUP BY task, member,"
+            " attempt) AS e JOIN tasks ON number = task"
         )
         return iter(self._rows(query))
 
     def open_episodes(self, limit: int) -> list[str]:
         """The ids of episodes without a fate, by task."""
-        query = "SELECT id || '/' || member || '/' || attempt FROM (SELECT * FROM episodes WHERE fate IS NULL LIMIT ?) "
+        query = (
+            "SELECT id || '/' || member || '/' || attempt FROM (SELECT * FROM episodes WHERE fate"
+            " IS NULL LIMIT ?) "
+        )
         return [name for (name,) in self._rows(query + "AS e JOIN tasks ON number = e.task", limit)]
 
     def damage(self) -> str | None:
@@ -390,7 +439,9 @@ class LedgerReader:
         return _task_record(row) if row is not None else None
 
     def _fates(self, table: Literal["tasks", "episodes"]) -> Fates:
-        counts = dict(self._rows(f"SELECT COALESCE(fate, 'open'), COUNT(*) FROM {table} GROUP BY 1"))
+        counts = dict(
+            self._rows(f"SELECT COALESCE(fate, 'open'), COUNT(*) FROM {table} GROUP BY 1")
+        )
         names = ("open", *get_args(Fate))
         return Fates(sum(counts.values()), *(counts.get(name, 0) for name in names))
 
@@ -399,10 +450,12 @@ class LedgerReader:
 
 
 class Ledger(LedgerReader):
-    """The fates of one run, in one file (or in ":memory:", without a thread). Writing methods only queue and return.
+    """The fates of one run, in one file (or in ":memory:", without a thread). Writing methods only
+    queue and return.
 
-    Reading flushes first. An operation fails if its task or episode has a fate already or does not exist. Then neither
-    its batch nor anything after it is written, and the next call raises a RuntimeError.
+    Reading flushes first. An operation fails if its task or episode has a fate already or does not
+    exist. Then neither its batch nor anything after it is written, and the next call raises a
+    RuntimeError.
 
     Raises:
         ConfigError: the file is not a ledger of this version.
@@ -412,11 +465,14 @@ class Ledger(LedgerReader):
         in_memory = str(path) == ":memory:"
         db = _connect(path, "rwc")
         self._writer = WriteBehind(db, threaded=not in_memory)
-        # A second connection would not see what the first has written, in memory and on file systems without locks.
+        # A second connection would not see what the first has written, in memory and on file
+        # systems without locks.
         self._one_connection = in_memory or _is_exclusive(db)
         super().__init__(db if self._one_connection else _connect(path, "ro"))
         self._append = self._writer.append
-        self._launch: int = self._db.execute("SELECT COALESCE(MAX(launch), -1) + 1 FROM episodes").fetchone()[0]
+        self._launch: int = self._db.execute(
+            "SELECT COALESCE(MAX(launch), -1) + 1 FROM episodes"
+        ).fetchone()[0]
 
     def close(self) -> None:
         """Write what is queued and close the file.
@@ -425,11 +481,13 @@ class Ledger(LedgerReader):
             RuntimeError: an operation could not be applied, and no call has raised this yet.
         """
         if not self._one_connection:
-            super().close()  # first: the last connection to close merges the log into the file; a reader's cannot
+            # first: the last connection to close merges the log into the file; a reader's cannot
+            super().close()
         self._writer.close()
 
     def flush(self) -> None:
-        """Return when all earlier operations are in the file. It blocks, so a real event loop calls it in a thread.
+        """Return when all earlier operations are in the file. It blocks, so a real event loop calls
+        it in a thread.
 
         Raises:
             RuntimeError: an operation could not be applied.
@@ -437,7 +495,8 @@ class Ledger(LedgerReader):
         self._writer.flush()
 
     def sync(self) -> None:
-        """`flush`, and wait until the data is on disk, so that it survives a crash of the machine too.
+        """`flush`, and wait until the data is on disk, so that it survives a crash of the machine
+        too.
 
         Raises:
             RuntimeError: an operation could not be applied.
@@ -473,22 +532,33 @@ class Ledger(LedgerReader):
         self._append(_END_TASK, (fate, _storable(why), number))
 
     def filtered(self, step: int, number: int, why: str, rewards: Sequence[float]) -> None:
-        """Record that a group played for the batch of `step` taught nothing. Its open episodes share the fate."""
-        self._append(_FILTERED, (step, _storable(why), json.dumps([float(reward) for reward in rewards]), number))
+        """Record that a group played for the batch of `step` taught nothing. Its open episodes
+        share the fate.
+        """
+        self._append(
+            _FILTERED,
+            (step, _storable(why), json.dumps([float(reward) for reward in rewards]), number),
+        )
 
     def trained(self, step: int, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Record that these tasks' groups, with their open episodes, go to the trainer as the batch of `step`.
+        """Record that these tasks' groups, with their open episodes, go to the trainer as the batch
+        of `step`.
 
         `outcomes` has the members' rewards by the task's number.
         """
         for number, rewards in outcomes.items():
-            self._append(_TRAINED, (step, json.dumps([float(reward) for reward in rewards]), number))
+            self._append(
+                _TRAINED, (step, json.dumps([float(reward) for reward in rewards]), number)
+            )
 
-    def masked(self, step: int, episodes: Mapping[str, str], segments: Iterable[tuple[str, str]] = ()) -> None:
+    def masked(
+        self, step: int, episodes: Mapping[str, str], segments: Iterable[tuple[str, str]] = ()
+    ) -> None:
         """Record what is in the batch of `step` and carries no loss there.
 
-        `episodes`: why, by id. One of which a segment was trained on before stays trained; a task is masked with the
-        last of its episodes. `segments`: id and agent of those of episodes that go on.
+        `episodes`: why, by id. One of which a segment was trained on before stays trained; a task
+        is masked with the last of its episodes. `segments`: id and agent of those of episodes that
+        go on.
         """
         for name, agent in segments:
             task, member, attempt = _place(name)
@@ -501,37 +571,56 @@ class Ledger(LedgerReader):
         for task, whys in reasons.items():
             self._append(_MASKED_TASK, (_storable("; ".join(whys)), task, step))
 
-    def segment(self, step: int, number: int, member: int, attempt: int, *, agent: str, first: int, turns: int) -> None:
-        """Record that turns of an episode that goes on, from the turn `first` on, are in the batch of `step`."""
+    def segment(
+        self,
+        step: int,
+        number: int,
+        member: int,
+        attempt: int,
+        *,
+        agent: str,
+        first: int,
+        turns: int,
+    ) -> None:
+        """Record that turns of an episode that goes on, from the turn `first` on, are in the batch
+        of `step`.
+        """
         self._append(_SEGMENT, (number, member, attempt, self._launch, agent, first, turns, step))
 
-    def unused(self, number: int, member: int, attempt: int, dropped: Mapping[str, tuple[int, int]]) -> None:
-        """Record what was sampled in an episode and is in none of its turns: by reason, answers and tokens."""
+    def unused(
+        self, number: int, member: int, attempt: int, dropped: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Record what was sampled in an episode and is in none of its turns: by reason, answers and
+        tokens.
+        """
         for why, (answers, tokens) in dropped.items():
             self._append(_UNUSED, (number, member, attempt, self._launch, why, answers, tokens))
 
     def reused(self, step: int, task_ids: Sequence[str]) -> None:
-        """Record that these tasks, which have been trained on already, are used once more at `step`."""
+        """Record that these tasks, which have been trained on already, are used once more at
+        `step`.
+        """
         for task_id in task_ids:
             self._append(_REUSED, (step, task_id))
 
     def rewind(self, step: int) -> list[tuple[int, Task]]:
-        """Resume a run with the weights from before `step`: returns the open tasks as they were admitted, by number.
+        """Resume a run with the weights from before `step`: returns the open tasks as they were
+        admitted, by number.
 
-        Tasks in the batches of `step` or later are reopened, because their weights are lost. Episodes in flight, and
-        those of reopened tasks, are cancelled; their tasks must be played again. Segments and uses of lost steps are
-        forgotten.
+        Tasks in the batches of `step` or later are reopened, because their weights are lost.
+        Episodes in flight, and those of reopened tasks, are cancelled; their tasks must be played
+        again. Segments and uses of lost steps are forgotten.
         """
         self.flush()
         with self._writer.transaction() as db:
             db.execute(
-                f"UPDATE tasks SET fate = NULL, step = NULL, why = NULL, rewards = NULL "
+                "UPDATE tasks SET fate = NULL, step = NULL, why = NULL, rewards = NULL "
                 f"WHERE ({_IN_A_BATCH}) AND step >= ?",
                 (step,),
             )
             db.execute(
-                "UPDATE episodes SET fate = 'cancelled', step = NULL, why = 'the run was stopped before a checkpoint' "
-                f"WHERE fate IS NULL OR (({_IN_A_BATCH}) AND step >= ?)",
+                "UPDATE episodes SET fate = 'cancelled', step = NULL, why = 'the run was stopped"
+                f" before a checkpoint' WHERE fate IS NULL OR (({_IN_A_BATCH}) AND step >= ?)",
                 (step,),
             )
             db.execute("DELETE FROM segments WHERE step >= ?", (step,))
@@ -547,9 +636,9 @@ class Ledger(LedgerReader):
 def read_ledger(path: Path) -> LedgerReader:
     """Open a ledger for reading only. Nothing is written into its folder, which may be read-only.
 
-    SQLite reads a write-ahead log only together with an index beside it, which the run that goes on keeps. Of a run
-    that was killed, and where it cannot be known that the run goes on (it is on another machine), a copy is read, which
-    shows what was written when it was opened.
+    SQLite reads a write-ahead log only together with an index beside it, which the run that goes on
+    keeps. Of a run that was killed, and where it cannot be known that the run goes on (it is on
+    another machine), a copy is read, which shows what was written when it was opened.
 
     Raises:
         ConfigError: the file does not exist, or is not a ledger of this version.
@@ -572,8 +661,9 @@ def read_ledger(path: Path) -> LedgerReader:
 def _copied(path: Path, into: Path) -> Path:
     """Copy a ledger that may be written meanwhile, with its log.
 
-    Pages go from the log into the file, which therefore is copied first: what has changed in it meanwhile is in the log
-    that is copied then, unless the log was begun anew, which changes its header.
+    Pages go from the log into the file, which therefore is copied first: what has changed in it
+    meanwhile is in the log that is copied then, unless the log was begun anew, which changes its
+    header.
     """
     copy = into / path.name
     while True:
@@ -589,7 +679,9 @@ def _copied(path: Path, into: Path) -> Path:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a process of this machine has a ledger open, as far as is known. SQLite locks its file then."""
+    """Whether a process of this machine has a ledger open, as far as is known. SQLite locks its
+    file then.
+    """
     try:
         locks = Path("/proc/locks").read_text()
     except OSError:  # not Linux
@@ -613,24 +705,31 @@ def check_ledger(path: Path, steps: int) -> None:
         ConfigError: the file is missing or damaged, is not a ledger, or lacks some of these steps.
     """
     way_out = (
-        "Without it the run would train tasks twice: restore it from a copy, or start a new run with run_dir=ANOTHER"
+        "Without it the run would train tasks twice: restore it from a copy, or start a new run"
+        " with run_dir=ANOTHER"
     )
     if not path.exists() or path.stat().st_size == 0:
-        raise ConfigError(f"{path} is missing or empty, and the run has a checkpoint after {steps} steps. {way_out}")
+        raise ConfigError(
+            f"{path} is missing or empty, and the run has a checkpoint after {steps} steps."
+            f" {way_out}"
+        )
     with read_ledger(path) as ledger:
         if (damage := ledger.damage()) is not None:
             raise ConfigError(f"{path} is damaged ({damage}). {way_out}")
         recorded = ledger.trained_steps(steps)
     if recorded != steps:
         raise ConfigError(
-            f"{path} has the tasks of {recorded} steps, and the run has a checkpoint after {steps} steps. {way_out}"
+            f"{path} has the tasks of {recorded} steps, and the run has a checkpoint after {steps}"
+            f" steps. {way_out}"
         )
 
 
 def _connect(
     path: Path | str, mode: Literal["ro", "immutable", "rwc"], named: Path | None = None
 ) -> sqlite3.Connection:
-    """`immutable`: nobody writes the file, which is read without locks. `named`: what errors call it."""
+    """`immutable`: nobody writes the file, which is read without locks. `named`: what errors call
+    it.
+    """
     how = "mode=ro&immutable=1" if mode == "immutable" else f"mode={mode}"
     name = ":memory:" if str(path) == ":memory:" else f"{Path(path).absolute().as_uri()}?{how}"
     db = sqlite3.connect(name, timeout=0, uri=True, isolation_level=None, check_same_thread=False)
@@ -639,15 +738,19 @@ def _connect(
             written_as = db.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.OperationalError:
             if not has_record_locks(Path(path).parent):
-                # The run's own lock keeps other writers out. Without shared memory, the log is one connection's alone.
+                # The run's own lock keeps other writers out. Without shared memory, the log is one
+                # connection's alone.
                 db.close()
-                db = sqlite3.connect(f"{name}&vfs=unix-none", uri=True, isolation_level=None, check_same_thread=False)
+                db = sqlite3.connect(
+                    f"{name}&vfs=unix-none", uri=True, isolation_level=None, check_same_thread=False
+                )
                 db.execute("PRAGMA locking_mode=EXCLUSIVE")
             db.execute(_PATIENCE)
             written_as = db.execute("PRAGMA user_version").fetchone()[0]
         db.execute(_PATIENCE)
         if mode == "rwc" and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            # With a write-ahead log, readers never wait, and a commit survives the process without a disk flush.
+            # With a write-ahead log, readers never wait, and a commit survives the process without
+            # a disk flush.
             db.execute("PRAGMA journal_mode=WAL")
             db.executescript(_SCHEMA)
         elif written_as == _UNMASKED and mode == "rwc":
@@ -672,7 +775,9 @@ def _is_exclusive(db: sqlite3.Connection) -> bool:
 def _task_record(row: tuple[Any, ...]) -> TaskRecord:
     number, task_id, env, seed, options, version, fate, step, why, rewards, uses = row
     task = Task(env, int(seed), json.loads(options), task_id)
-    return TaskRecord(number, task, version, fate, step, why, tuple(json.loads(rewards or "[]")), uses)
+    return TaskRecord(
+        number, task, version, fate, step, why, tuple(json.loads(rewards or "[]")), uses
+    )
 
 
 def _place(episode: str) -> tuple[str, int, int]:
@@ -682,5 +787,7 @@ def _place(episode: str) -> tuple[str, int, int]:
 
 
 def _storable(why: str) -> str:
-    """Make a reason storable: it may quote environments and models, so hold half characters or megabytes."""
+    """Make a reason storable: it may quote environments and models, so hold half characters or
+    megabytes.
+    """
     return why[:2000].encode("utf-8", "replace").decode()

@@ -1,4 +1,6 @@
-"""Reports on a ledger, in words and tables: the fates in a run, and why a task or episode was or was not trained."""
+"""Reports on a ledger, in words and tables: the fates in a run, and why a task or episode was or
+was not trained.
+"""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import ConfigError
-from agentrl.ledger.ledger import EpisodeRecord, Fate, LedgerReader, SegmentRecord, Tally, TaskRecord
+from agentrl.ledger.ledger import (
+    EpisodeRecord,
+    Fate,
+    LedgerReader,
+    SegmentRecord,
+    Tally,
+    TaskRecord,
+)
 from agentrl.plugins import nearest
 
 _SAID = {
@@ -27,8 +36,8 @@ _SAID = {
 class Explanation:
     """Everything the ledger knows of one task or episode.
 
-    `sentence` says why it was or was not trained. `episodes` are those of the task, or all plays of the one episode;
-    `segments` are the parts of them that were trained on before they ended.
+    `sentence` says why it was or was not trained. `episodes` are those of the task, or all plays of
+    the one episode; `segments` are the parts of them that were trained on before they ended.
     """
 
     id: str
@@ -39,7 +48,8 @@ class Explanation:
 
 
 def explain(ledger: LedgerReader, name: str) -> Explanation:
-    """Explain why a task ("train-000012", or "12") or an episode ("train-000012/3/0") was or was not trained.
+    """Explain why a task ("train-000012", or "12") or an episode ("train-000012/3/0") was or was
+    not trained.
 
     Raises:
         ConfigError: there is no such task or episode.
@@ -47,7 +57,9 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
     task = _find_task(ledger, name)
     if task is not None:
         segments = tuple(ledger.segments(task.number))
-        return Explanation(task.task.id, _about_task(task), task, tuple(ledger.episodes(task.number)), segments)
+        return Explanation(
+            task.task.id, _about_task(task), task, tuple(ledger.episodes(task.number)), segments
+        )
     task_name, *place = name.rsplit("/", 2)
     task = _find_task(ledger, task_name)
     if task is None:
@@ -56,9 +68,15 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
     plays = [e for e in episodes if [str(e.member), str(e.attempt)] == place]
     if not plays:
         known = dict.fromkeys(f"{task.task.id}/{e.member}/{e.attempt}" for e in episodes)
-        raise ConfigError(f"{task.task.id} has no episode {name!r}. It has: {', '.join(known) or 'none yet'}")
-    segments = tuple(s for s in ledger.segments(task.number) if [str(s.member), str(s.attempt)] == place)
-    return Explanation(name, _about_episode(name, task, plays[-1], episodes), task, tuple(plays), segments)
+        raise ConfigError(
+            f"{task.task.id} has no episode {name!r}. It has: {', '.join(known) or 'none yet'}"
+        )
+    segments = tuple(
+        s for s in ledger.segments(task.number) if [str(s.member), str(s.attempt)] == place
+    )
+    return Explanation(
+        name, _about_episode(name, task, plays[-1], episodes), task, tuple(plays), segments
+    )
 
 
 def fates_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
@@ -73,10 +91,18 @@ def fates_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
     for kind, tallies in (("tasks", tasks), ("episodes", episodes)):
         shares = tenths_of_percent([tally.count for tally in tallies])
         for tally, share in zip(tallies, shares, strict=True):
-            cells[tally.fate, kind] = (f"{tally.count:,}", f"{share / 10:.1f}", escape(tally.example))
+            cells[tally.fate, kind] = (
+                f"{tally.count:,}",
+                f"{share / 10:.1f}",
+                escape(tally.example),
+            )
     for fate in (*get_args(Fate), "open"):
         if (fate, "tasks") in cells or (fate, "episodes") in cells:
-            row = [cell for kind in ("tasks", "episodes") for cell in cells.get((fate, kind), ("0", "0.0", ""))]
+            row = [
+                cell
+                for kind in ("tasks", "episodes")
+                for cell in cells.get((fate, kind), ("0", "0.0", ""))
+            ]
             table.add_row(fate, *row)
     return table
 
@@ -90,7 +116,12 @@ def reasons_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
     table.add_column("such as", overflow="fold")
     for kind, reasons in (("tasks", tasks), ("episodes", episodes)):
         for reason in reasons:
-            table.add_row(f"{kind} {reason.fate}", f"{reason.count:,}", escape(reason.why), escape(reason.example))
+            table.add_row(
+                f"{kind} {reason.fate}",
+                f"{reason.count:,}",
+                escape(reason.why),
+                escape(reason.example),
+            )
     return table
 
 
@@ -99,8 +130,14 @@ def details_table(explanation: Explanation) -> Table:
     record = explanation.task
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     rows = {
-        "task": f"{record.task.id}, number {record.number}, admitted under version {record.admitted_version}",
-        "environment": f"{record.task.env}, seed {record.task.seed}, options {json.dumps(dict(record.task.options))}",
+        "task": (
+            f"{record.task.id}, number {record.number}, admitted under version"
+            f" {record.admitted_version}"
+        ),
+        "environment": (
+            f"{record.task.env}, seed {record.task.seed}, options"
+            f" {json.dumps(dict(record.task.options))}"
+        ),
         "rewards": "  ".join(f"{reward:g}" for reward in record.rewards),
     }
     for name, value in rows.items():
@@ -123,13 +160,19 @@ def segments_table(explanation: Explanation) -> Table:
     """A table of the parts of the explained episodes that were trained on before they ended."""
     table = Table("segment", "launch", "turns", "trained at step", box=None, padding=(0, 2, 0, 0))
     for s in explanation.segments:
-        name = f"{explanation.task.task.id}/{s.member}/{s.attempt}" + (f" {s.agent}" if s.agent else "")
-        table.add_row(escape(name), str(s.launch), f"{s.first} to {s.first + s.turns - 1}", str(s.step))
+        name = f"{explanation.task.task.id}/{s.member}/{s.attempt}" + (
+            f" {s.agent}" if s.agent else ""
+        )
+        table.add_row(
+            escape(name), str(s.launch), f"{s.first} to {s.first + s.turns - 1}", str(s.step)
+        )
     return table
 
 
 def tenths_of_percent(counts: Sequence[int]) -> list[int]:
-    """The shares of `counts` in tenths of a percent, rounded so that they sum to 1000 (by largest remainders)."""
+    """The shares of `counts` in tenths of a percent, rounded so that they sum to 1000 (by largest
+    remainders).
+    """
     total = sum(counts)
     shares = [count * 1000 // total for count in counts]
     by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] * 1000 % total, reverse=True)
@@ -140,7 +183,9 @@ def tenths_of_percent(counts: Sequence[int]) -> list[int]:
 
 def _find_task(ledger: LedgerReader, name: str) -> TaskRecord | None:
     named = ledger.task_named(name)
-    if named is None and name.isdecimal() and len(name) < 19:  # a longer number may not fit into SQLite's integers
+    if (
+        named is None and name.isdecimal() and len(name) < 19
+    ):  # a longer number may not fit into SQLite's integers
         return ledger.task(int(name))
     return named
 
@@ -154,8 +199,9 @@ def _no_such_task(ledger: LedgerReader, name: str) -> str:
     if not near:
         return f"no task {name!r}: nothing has been admitted yet"
     return (
-        f"no task {name!r}.{nearest(name, near)} Near it: {', '.join(dict.fromkeys(near))}. "
-        f"Ask for a task by its id or its number, for an episode by TASK/member/attempt, such as {near[0]}/0/0"
+        f"no task {name!r}.{nearest(name, near)} Near it: {', '.join(dict.fromkeys(near))}. Ask for"
+        " a task by its id or its number, for an episode by TASK/member/attempt, such as"
+        f" {near[0]}/0/0"
     )
 
 
@@ -168,15 +214,21 @@ def _about_task(task: TaskRecord) -> str:
     return f"{task.task.id} was not trained{' yet' if task.fate is None else ''}: it {fate}"
 
 
-def _about_episode(name: str, task: TaskRecord, episode: EpisodeRecord, episodes: Sequence[EpisodeRecord]) -> str:
+def _about_episode(
+    name: str, task: TaskRecord, episode: EpisodeRecord, episodes: Sequence[EpisodeRecord]
+) -> str:
     if episode.fate == "trained":
         return f"{name} {_fate_of(episode)}"
-    sentence = f"{name} was not trained{' yet' if episode.fate is None else ''}: it {_fate_of(episode)}"
+    sentence = (
+        f"{name} was not trained{' yet' if episode.fate is None else ''}: it {_fate_of(episode)}"
+    )
     played = (episode.launch, episode.attempt)
     later = [e for e in episodes if e.member == episode.member and (e.launch, e.attempt) > played]
     if later:
         last = max(later, key=lambda e: (e.launch, e.attempt))
-        successor = f"attempt {last.attempt}" + (f" of launch {last.launch}" if last.launch != episode.launch else "")
+        successor = f"attempt {last.attempt}" + (
+            f" of launch {last.launch}" if last.launch != episode.launch else ""
+        )
         return f"{sentence}; {successor} took its place and {_fate_of(last)}"
     if task.fate is not None and episode.why not in (task.why, f"its task: {task.why}"):
         return f"{sentence}; its task {_fate_of(task)}"

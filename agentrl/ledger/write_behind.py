@@ -1,6 +1,7 @@
 """`WriteBehind`: the event loop queues statements, and a thread applies them to SQLite.
 
-Statements are applied in order and transactions are atomic, so a process that dies loses only a suffix of the queue.
+Statements are applied in order and transactions are atomic, so a process that dies loses only a
+suffix of the queue.
 """
 
 import sqlite3
@@ -23,11 +24,12 @@ PERIOD = 0.2
 
 
 class WriteBehind:
-    """Executes statements with their rows in order; each row must change exactly one row of its table.
+    """Executes statements with their rows in order; each row must change exactly one row of its
+    table.
 
-    This object alone uses `db`, and closes it; `db` must be open for use by several threads. Without a thread of its
-    own (`threaded=False`) it writes in its callers' threads. After a failure nothing more is written, and every call
-    raises.
+    This object alone uses `db`, and closes it; `db` must be open for use by several threads.
+    Without a thread of its own (`threaded=False`) it writes in its callers' threads. After a
+    failure nothing more is written, and every call raises.
     """
 
     def __init__(self, db: sqlite3.Connection, *, threaded: bool = True) -> None:
@@ -39,12 +41,17 @@ class WriteBehind:
         self._closing = False
         self._failure: Exception | None = None
         self._failure_was_raised = False
-        self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True) if threaded else None
+        self._thread = (
+            threading.Thread(target=self._run, name="write-behind", daemon=True)
+            if threaded
+            else None
+        )
         if self._thread is not None:
             self._thread.start()
 
     def append(self, statement: str, row: tuple[object, ...]) -> None:
-        """Queue one row for `statement`. Takes well under a microsecond, unless more than `BACKLOG` wait.
+        """Queue one row for `statement`. Takes well under a microsecond, unless more than `BACKLOG`
+        wait.
 
         Raises:
             RuntimeError: an earlier row could not be written, or this is closed.
@@ -73,7 +80,9 @@ class WriteBehind:
         """
         self.flush()
         with self._writing:
-            self._db.execute("PRAGMA wal_checkpoint")  # begins by forcing the log to the disk, even while others read
+            self._db.execute(
+                "PRAGMA wal_checkpoint"
+            )  # begins by forcing the log to the disk, even while others read
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -108,7 +117,8 @@ class WriteBehind:
         if not self._wake.is_set():
             self._wake.set()
         while len(self._queue) >= BACKLOG:
-            # Writing here would not be faster: the lock is not fair, and the thread could keep it for the whole queue.
+            # Writing here would not be faster: the lock is not fair, and the thread could keep it
+            # for the whole queue.
             self._written.clear()
             self._written.wait(PERIOD)
 
@@ -119,8 +129,8 @@ class WriteBehind:
             self._write_queued()
 
     def _write_queued(self) -> None:
-        # Every writer takes the oldest rows first, so after this many batches all rows queued now are committed. The
-        # extra batch waits for one that another thread has already taken.
+        # Every writer takes the oldest rows first, so after this many batches all rows queued now
+        # are committed. The extra batch waits for one that another thread has already taken.
         for _ in range(len(self._queue) // BATCH + 1):
             self._write_batch()
 
@@ -141,10 +151,15 @@ class WriteBehind:
                 rows = [row for _, row in run]
                 changed = self._db.executemany(statement, rows).rowcount
                 if changed != len(rows):
-                    raise ValueError(f"{len(rows) - changed} of {rows!r:.200} have a fate already, or do not exist")
+                    raise ValueError(
+                        f"{len(rows) - changed} of {rows!r:.200} have a fate already, or do not"
+                        " exist"
+                    )
 
     def _fail(self, error: Exception) -> NoReturn:
         self._failure_was_raised = True
         if "UNIQUE constraint failed: tasks.id" in str(error):
-            raise ConfigError("two tasks have the same id: a task source gives each an id of its own") from error
+            raise ConfigError(
+                "two tasks have the same id: a task source gives each an id of its own"
+            ) from error
         raise RuntimeError(f"the ledger cannot be written: {error}") from error

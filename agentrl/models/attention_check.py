@@ -1,9 +1,10 @@
 """Whether a transformers model computes the same with another attention than its own.
 
-`engine=local` and the trainers compute many sequences at once, through transformers' attention interface. Not all
-models use it for all that mixes tokens: biases by distance, recurrent layers, windows that only a mask has.
-Such a model would run, and its logprobs would be wrong. So some are refused by their configs and classes, and each that
-is loaded is compared with itself: short sequences computed together, and each alone with transformers' own attention.
+`engine=local` and the trainers compute many sequences at once, through transformers' attention
+interface. Not all models use it for all that mixes tokens: biases by distance, recurrent layers,
+windows that only a mask has. Such a model would run, and its logprobs would be wrong. So some are
+refused by their configs and classes, and each that is loaded is compared with itself: short
+sequences computed together, and each alone with transformers' own attention.
 
 Dimension suffixes: T tokens of a sequence, H hidden size.
 """
@@ -30,29 +31,36 @@ States = Callable[[Sequence["torch.Tensor"], Windows], Sequence["torch.Tensor"]]
 
 
 def check_kind(config: Any, folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Refuse a model that is known not to be computable with another attention, by its config and its class.
+    """Refuse a model that is known not to be computable with another attention, by its config and
+    its class.
 
     Raises:
-        ConfigError: it is not a decoder alone, has layers of other kinds, or does not use the attention interface.
+        ConfigError: it is not a decoder alone, has layers of other kinds, or does not use the
+        attention interface.
     """
     text, model_class = config.get_text_config(), _class_of(config, folder, trust_remote_code)
     name = model_class.__name__
     if getattr(text, "is_encoder_decoder", False):
-        raise ConfigError(f"{name} is one half of an encoder and a decoder, which are not trained here: take a decoder")
+        raise ConfigError(
+            f"{name} is one half of an encoder and a decoder, which are not trained here: take a"
+            " decoder"
+        )
     if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
         raise ConfigError(
-            f"{name} has layers of the kinds {', '.join(sorted(others))}, which would mix sequences that are computed "
-            f"together; {' and '.join(sorted(KINDS))} are supported: evaluate it with engine=vllm, {_REST}"
+            f"{name} has layers of the kinds {', '.join(sorted(others))}, which would mix sequences"
+            f" that are computed together; {' and '.join(sorted(KINDS))} are supported: evaluate it"
+            f" with engine=vllm, {_REST}"
         )
     if model_class._is_stateful:
         raise ConfigError(
-            f"{name} has recurrent layers, which would mix sequences that are computed together: evaluate it with "
-            f"engine=vllm, {_REST}"
+            f"{name} has recurrent layers, which would mix sequences that are computed together:"
+            f" evaluate it with engine=vllm, {_REST}"
         )
     if not model_class._can_set_attn_implementation():
         raise ConfigError(
-            f"{name} computes attention by itself, and not through transformers' attention interface, so sequences "
-            f"that are computed together would mix: evaluate it with engine=vllm, {_REST}"
+            f"{name} computes attention by itself, and not through transformers' attention"
+            " interface, so sequences that are computed together would mix: evaluate it with"
+            f" engine=vllm, {_REST}"
         )
 
 
@@ -65,7 +73,9 @@ def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
         try:
             return get_class_from_dynamic_module(written, folder, local_files_only=True)
         except (OSError, ImportError, AttributeError) as error:
-            raise ConfigError(f"{folder}: the model's own code ({written}) cannot be loaded: {error}") from error
+            raise ConfigError(
+                f"{folder}: the model's own code ({written}) cannot be loaded: {error}"
+            ) from error
     known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return known[0] if isinstance(known, tuple) else known
 
@@ -77,15 +87,19 @@ def rotations(config: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def context_limit(config: Any) -> int | None:
-    """The tokens from which on transformers changes the rotation of all positions of a call, where it does that at all.
+    """The tokens from which on transformers changes the rotation of all positions of a call, where
+    it does that at all.
 
-    With `longrope` (Phi-3.5, Phi-4-mini) and `dynamic`, one long sequence would change the results of the shorter ones
-    that are computed with it, and of its own tokens so far. vLLM changes the rotation by its limit of tokens instead.
+    With `longrope` (Phi-3.5, Phi-4-mini) and `dynamic`, one long sequence would change the results
+    of the shorter ones that are computed with it, and of its own tokens so far. vLLM changes the
+    rotation by its limit of tokens instead.
     """
     text, limits = config.get_text_config(), []
     for rope in rotations(config):
         if rope.get("rope_type") == "longrope":
-            limits.append(int(rope.get("original_max_position_embeddings") or text.max_position_embeddings))
+            limits.append(
+                int(rope.get("original_max_position_embeddings") or text.max_position_embeddings)
+            )
         elif rope.get("rope_type") == "dynamic":
             limits.append(int(text.max_position_embeddings))
     return min(limits, default=None)
@@ -100,42 +114,52 @@ def check_context(config: Any, tokens: int, setting: str) -> None:
     limit = context_limit(config)
     if limit is not None and tokens > limit:
         raise ConfigError(
-            f"{setting}: the model rotates positions in another way if a sequence has more than {limit} tokens "
-            f"(rope_parameters in its config.json), and also those of shorter sequences that are computed with it; "
-            f"only {limit} tokens are exact: write engine.max_context={limit}"
+            f"{setting}: the model rotates positions in another way if a sequence has more than"
+            f" {limit} tokens (rope_parameters in its config.json), and also those of shorter"
+            f" sequences that are computed with it; only {limit} tokens are exact: write"
+            f" engine.max_context={limit}"
         )
 
 
 def not_handed_on(attention: Any) -> ConfigError:
     """For a model whose layers call attention without the arguments that the model was called with."""
     return ConfigError(
-        f"{type(attention).__name__} of transformers does not hand on the arguments of the model's call to attention, "
-        f"which would know no borders between sequences: evaluate the model with engine=vllm, {_REST}"
+        f"{type(attention).__name__} of transformers does not hand on the arguments of the model's"
+        " call to attention, which would know no borders between sequences: evaluate the model"
+        f" with engine=vllm, {_REST}"
     )
 
 
 def check_attention(model: Any, together: States) -> None:
-    """Compare the last hidden states of sequences that are computed `together` with those of each alone.
+    """Compare the last hidden states of sequences that are computed `together` with those of each
+    alone.
 
     Raises:
-        ConfigError: they differ, or the model does not ask for the sliding windows that its config has.
+        ConfigError: they differ, or the model does not ask for the sliding windows that its config
+        has.
     """
     import torch
 
     name, vocab = type(model).__name__, model.config.get_text_config().vocab_size
-    rows_T = [(torch.arange(length, device=model.device) * 3 + length) % vocab for length in LENGTHS]
+    rows_T = [
+        (torch.arange(length, device=model.device) * 3 + length) % vocab for length in LENGTHS
+    ]
     windows: Windows = []
     with torch.no_grad():
         found = together(rows_T, windows)
         with _own_attention(model.config):
-            alone = [model.base_model(input_ids=row_T[None], use_cache=False).last_hidden_state[0] for row_T in rows_T]
+            alone = [
+                model.base_model(input_ids=row_T[None], use_cache=False).last_hidden_state[0]
+                for row_T in rows_T
+            ]
     for found_TH, alone_TH in zip(found, alone, strict=True):
         difference = float((found_TH.float() - alone_TH.float()).norm() / alone_TH.float().norm())
         if not difference < (1e-3 if alone_TH.dtype == torch.float32 else 0.2):
             raise ConfigError(
-                f"{name} computes other hidden states for sequences that are computed together than for each alone "
-                f"(they differ by {difference:.2g} of their size), so its logprobs would be wrong: its positions, "
-                f"biases or layers know no borders between sequences. Evaluate it with engine=vllm, {_REST}"
+                f"{name} computes other hidden states for sequences that are computed together than"
+                f" for each alone (they differ by {difference:.2g} of their size), so its logprobs"
+                " would be wrong: its positions, biases or layers know no borders between"
+                f" sequences. Evaluate it with engine=vllm, {_REST}"
             )
     _check_windows(model.config.get_text_config(), windows, name)
 
@@ -148,8 +172,9 @@ def _check_windows(config: Any, windows: Windows, name: str) -> None:
     expected = sum(kind == "sliding_attention" for kind in kinds) if kinds else len(windows)
     if sum(one is not None for one in windows) < expected:
         raise ConfigError(
-            f"{name} has a sliding window of {window} tokens (sliding_window in its config.json), of which only its "
-            "mask knows, so its logprobs would be wrong for longer sequences. For shorter ones, write null there"
+            f"{name} has a sliding window of {window} tokens (sliding_window in its config.json),"
+            " of which only its mask knows, so its logprobs would be wrong for longer sequences."
+            " For shorter ones, write null there"
         )
 
 

@@ -1,7 +1,9 @@
-"""The shape of a model, from its config: parameters, what a token meets of them, and what it leaves in memory.
+"""The shape of a model, from its config: parameters, what a token meets of them, and what it leaves
+in memory.
 
-The model is made on torch's meta device, where tensors have shapes and no memory. Parameters are therefore counted, not
-estimated, and the same walk over its modules counts the numbers that training keeps.
+The model is made on torch's meta device, where tensors have shapes and no memory. Parameters are
+therefore counted, not estimated, and the same walk over its modules counts the numbers that
+training keeps.
 """
 
 from dataclasses import dataclass
@@ -12,13 +14,17 @@ from agentrl.errors import ConfigError
 from agentrl.models.layer_facts import Heads, Kept, Layer
 
 PUBLISHED = Path(__file__).parent / "published"
-"""The configs of some published models, by their names on the Hugging Face hub: they are enough for a plan."""
+"""The configs of some published models, by their names on the Hugging Face hub: they are enough for
+a plan.
+"""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The KV cache of a model. `sliding`: how many of the `layers` see only the last `window` tokens."""
+    """The KV cache of a model. `sliding`: how many of the `layers` see only the last `window`
+    tokens.
+    """
 
     layers: int
     heads: Heads
@@ -28,7 +34,8 @@ class KvShape:
     def numbers(self, context: int, devices: int, *, compact: bool) -> int:
         """Numbers that a context has on each of so many devices, at least one head of keys on each.
 
-        `compact`: the engine keeps the latent, which each device has whole, and of sliding layers only the window.
+        `compact`: the engine keeps the latent, which each device has whole, and of sliding layers
+        only the window.
         """
         heads = self.heads
         token = -(-heads.keys // devices) * (heads.key_size + heads.value_size)
@@ -45,14 +52,16 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The shape of a decoder. `parameters` counts a tied weight once; `embedding` is one row of `hidden` for each of
-    `vocab` tokens; `blocks` counts the parameters of all layers, `block` those of the largest layer.
+    """The shape of a decoder. `parameters` counts a tied weight once; `embedding` is one row of
+    `hidden` for each of `vocab` tokens; `blocks` counts the parameters of all layers, `block` those
+    of the largest layer.
 
-    `active`: the parameters of the layers that a token goes through; fewer than `blocks` in a mixture of experts, where
-    `experts` of a layer are there and `chosen` of them are used for a token. `attention`: FLOP that a token takes for
-    each token before it. `inner`: the most numbers of a token inside of an MLP. `linear_ends`: inputs and outputs of
-    all linear layers. `kept` is of all layers, and `largest` of the one that keeps most. `pieced_heads`: the heads of a
-    layer whose attention has sinks or a soft cap, which fused kernels do not compute.
+    `active`: the parameters of the layers that a token goes through; fewer than `blocks` in a
+    mixture of experts, where `experts` of a layer are there and `chosen` of them are used for a
+    token. `attention`: FLOP that a token takes for each token before it. `inner`: the most numbers
+    of a token inside of an MLP. `linear_ends`: inputs and outputs of all linear layers. `kept` is
+    of all layers, and `largest` of the one that keeps most. `pieced_heads`: the heads of a layer
+    whose attention has sinks or a soft cap, which fused kernels do not compute.
     """
 
     name: str
@@ -81,8 +90,8 @@ class ModelFacts:
         return self.vocab * self.hidden
 
     def read(self, tokens: float) -> float:
-        """Parameters that a decoding step of so many tokens reads: of experts, those that at least one token chooses,
-        if all are as likely.
+        """Parameters that a decoding step of so many tokens reads: of experts, those that at least
+        one token chooses, if all are as likely.
         """
         if not self.experts:
             return self.parameters
@@ -92,7 +101,8 @@ class ModelFacts:
 
 
 def model_facts(folder: Path) -> ModelFacts:
-    """The shape of the model in a Hugging Face folder. Only `config.json` is read; no weights are allocated.
+    """The shape of the model in a Hugging Face folder. Only `config.json` is read; no weights are
+    allocated.
 
     Raises:
         ConfigError: there is no such model, or models of its kind cannot be counted here.
@@ -100,7 +110,9 @@ def model_facts(folder: Path) -> ModelFacts:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.name: {str(folder)!r} is no Hugging Face model folder: no config.json in it")
+        raise ConfigError(
+            f"model.name: {str(folder)!r} is no Hugging Face model folder: no config.json in it"
+        )
     return facts_of(AutoConfig.from_pretrained(folder, local_files_only=True), str(folder))
 
 
@@ -121,18 +133,24 @@ def facts_of(config: Any, name: str) -> ModelFacts:
     layers = []
     for module in model.modules():
         if type(module).__name__ in kinds:
-            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+            shapes = tuple(
+                (name, tuple(parameter.shape)) for name, parameter in module.named_parameters()
+            )
             if shapes not in made:
                 made[shapes] = Layer(module, config)
             layers.append(made[shapes])
     if not layers:
-        raise ConfigError(f"{name}: {type(model).__name__} does not say which of its modules are layers, so its memory "
-                          "cannot be planned for")  # fmt: skip
+        raise ConfigError(
+            f"{name}: {type(model).__name__} does not say which of its modules are layers, so its memory "
+            "cannot be planned for"
+        )
     experts = max(layer.experts for layer in layers)
     declared = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), 0)
     if declared and not experts:
-        raise ConfigError(f"{name}: {type(model).__name__} keeps its experts in a form that is not known here, so its "
-                          "memory cannot be planned for")  # fmt: skip
+        raise ConfigError(
+            f"{name}: {type(model).__name__} keeps its experts in a form that is not known here, so its "
+            "memory cannot be planned for"
+        )
     kept = [layer.kept for layer in layers]
     heads = Heads.of(config)
     return ModelFacts(
@@ -159,12 +177,16 @@ def facts_of(config: Any, name: str) -> ModelFacts:
 
 
 def _positions(config: Any) -> int:
-    """The longest context: YaRN's factor may extend that of the training beyond what the config states."""
+    """The longest context: YaRN's factor may extend that of the training beyond what the config
+    states.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     stated = int(config.max_position_embeddings)
     if rope.get("rope_type") != "yarn":
         return stated
-    return max(stated, int(rope["factor"] * (rope.get("original_max_position_embeddings") or stated)))
+    return max(
+        stated, int(rope["factor"] * (rope.get("original_max_position_embeddings") or stated))
+    )
 
 
 def _is_pieced(model: Any, config: Any) -> bool:

@@ -1,7 +1,7 @@
 """Reads GGUF files, the format of llama.cpp: settings, and weights that are quantised in blocks.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Only what published small models need is read:
-numbers in float32 and float16, and the block formats Q4_1 and Q8_0.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Only what published small
+models need is read: numbers in float32 and float16, and the block formats Q4_1 and Q8_0.
 """
 
 import struct
@@ -16,7 +16,19 @@ import numpy as np
 
 from agentrl.errors import ConfigError
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _BLOCK = 32
 """Numbers of a block of the quantised formats."""
@@ -26,7 +38,9 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def _q4_1(blocks_NB: Bytes) -> Floats:
-    """A block: scale d and minimum m in float16, 32 numbers q of 4 bits, the first 16 in the low ones: d q + m."""
+    """A block: scale d and minimum m in float16, 32 numbers q of 4 bits, the first 16 in the low
+    ones: d q + m.
+    """
     scales_N2 = blocks_NB[:, :4].copy().view(np.float16).astype(np.float32)
     packed_N16 = blocks_NB[:, 4:]
     numbers_NB = np.concatenate([packed_N16 & 15, packed_N16 >> 4], axis=1).astype(np.float32)
@@ -36,7 +50,9 @@ def _q4_1(blocks_NB: Bytes) -> Floats:
 
 def _q8_0(blocks_NB: Bytes) -> Floats:
     """A block: scale d in float16, 32 numbers q of 8 bits: d q."""
-    return blocks_NB[:, :2].copy().view(np.float16).astype(np.float32) * blocks_NB[:, 2:].view(np.int8)
+    return blocks_NB[:, :2].copy().view(np.float16).astype(np.float32) * blocks_NB[:, 2:].view(
+        np.int8
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +115,15 @@ class GgufFile:
         place = self._places[name]
         if place.kind not in _KINDS:
             raise ConfigError(
-                f"{self._path}: {name} is in the format {place.kind} of ggml; those read here are {sorted(_KINDS)} "
-                "(F32, F16, Q4_1, Q8_0)"
+                f"{self._path}: {name} is in the format {place.kind} of ggml; those read here are"
+                f" {sorted(_KINDS)} (F32, F16, Q4_1, Q8_0)"
             )
         kind, count = _KINDS[place.kind], prod(place.shape)
         stop = place.start + count // kind.numbers * kind.bytes
         if stop > len(self._bytes):
-            raise ConfigError(f"{self._path} is cut short: {name} ends at byte {stop} of {len(self._bytes)}")
+            raise ConfigError(
+                f"{self._path} is cut short: {name} ends at byte {stop} of {len(self._bytes)}"
+            )
         raw = np.frombuffer(self._bytes[place.start : stop], np.uint8).reshape(-1, kind.bytes)
         return kind.decode(raw).reshape(place.shape)
 
@@ -115,7 +133,9 @@ class GgufFile:
         self._at = 4
         version, tensors, settings = self._read("I"), self._read("Q"), self._read("Q")
         if version not in (2, 3):
-            raise ConfigError(f"{self._path} is GGUF of version {version}; versions 2 and 3 are read here")
+            raise ConfigError(
+                f"{self._path} is GGUF of version {version}; versions 2 and 3 are read here"
+            )
         found: dict[str, Any] = {}
         for _ in range(settings):
             name = self._text()
@@ -127,7 +147,10 @@ class GgufFile:
             listed[name] = (self._read("I"), shape, self._read("Q"))
         step = int(found.get("general.alignment", 32))
         start = -(-self._at // step) * step
-        return found, {name: _Place(kind, shape, start + offset) for name, (kind, shape, offset) in listed.items()}
+        return found, {
+            name: _Place(kind, shape, start + offset)
+            for name, (kind, shape, offset) in listed.items()
+        }
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

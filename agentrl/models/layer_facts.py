@@ -11,7 +11,9 @@ from typing import Any
 from agentrl.errors import ConfigError
 
 _LAST = ("o_", "down", "out", "dense", "fc2", "c_proj", "w2", "wo")
-"""How the matrices are named whose output is added to the residual stream, if it has the size of that stream."""
+"""How the matrices are named whose output is added to the residual stream, if it has the size of
+that stream.
+"""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 
 
@@ -19,11 +21,12 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_top
 class Kept:
     """How many numbers of a token autograd keeps for the backward pass.
 
-    `matrices`: inputs and outputs of matrices, and what activation functions add. `norms`: inputs of norms, each of
-    which also keeps what it makes of them: two numbers in float32, `low_norms` bytes in bfloat16. `casts`: further
-    copies where each matrix casts its own input (autocast). `products`: outputs of all matrices and of attention, which
-    selective recomputation keeps. `scores`: numbers of attention and of routers, which are always float32. `working`:
-    numbers that a layer's backward pass needs beside what was kept.
+    `matrices`: inputs and outputs of matrices, and what activation functions add. `norms`: inputs
+    of norms, each of which also keeps what it makes of them: two numbers in float32, `low_norms`
+    bytes in bfloat16. `casts`: further copies where each matrix casts its own input (autocast).
+    `products`: outputs of all matrices and of attention, which selective recomputation keeps.
+    `scores`: numbers of attention and of routers, which are always float32. `working`: numbers that
+    a layer's backward pass needs beside what was kept.
     """
 
     matrices: int = 0
@@ -35,15 +38,17 @@ class Kept:
     working: int = 0
 
     def __add__(self, other: "Kept") -> "Kept":
-        return Kept(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
+        return Kept(
+            *(one + another for one, another in zip(astuple(self), astuple(other), strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Attention heads: how many have queries, how many keys and values, and the sizes of these.
 
-    `latent`: the numbers of a token from which keys and values can be made again (DeepSeek-V2, arXiv:2405.04434,
-    section 2.1); 0 for plain attention.
+    `latent`: the numbers of a token from which keys and values can be made again (DeepSeek-V2,
+    arXiv:2405.04434, section 2.1); 0 for plain attention.
     """
 
     queries: int
@@ -59,7 +64,13 @@ class Heads:
         keys = int(getattr(config, "num_key_value_heads", None) or queries)
         if rank := getattr(config, "kv_lora_rank", None):
             rotated = int(config.qk_rope_head_dim)
-            return Heads(queries, keys, config.qk_nope_head_dim + rotated, config.v_head_dim, int(rank) + rotated)
+            return Heads(
+                queries,
+                keys,
+                config.qk_nope_head_dim + rotated,
+                config.v_head_dim,
+                int(rank) + rotated,
+            )
         size = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
         return Heads(queries, keys, size, size)
 
@@ -74,17 +85,33 @@ class Layer:
         self._hidden = int(config.hidden_size)
         self._heads = Heads.of(config)
         self.parameters = sum(p.numel() for p in module.parameters())
-        linears = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)]
+        linears = [
+            (name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)
+        ]
         self._linears = [(name.rpartition(".")[2], one) for name, one in linears]
         in_mlp = [one for name, one in linears if "attn" not in name and "attention" not in name]
-        self._inner = [one.in_features for one in in_mlp if one.in_features != self._hidden] or [self._hidden]
-        self._norms = [(name, one) for name, one in module.named_modules() if "norm" in type(one).__name__.lower()]
+        self._inner = [one.in_features for one in in_mlp if one.in_features != self._hidden] or [
+            self._hidden
+        ]
+        self._norms = [
+            (name, one)
+            for name, one in module.named_modules()
+            if "norm" in type(one).__name__.lower()
+        ]
         # Experts are tensors of three dimensions, of which the first counts the experts.
-        self._experts = [one for one in module.modules() if any(p.ndim == 3 for p in one.parameters(recurse=False))]
+        self._experts = [
+            one
+            for one in module.modules()
+            if any(p.ndim == 3 for p in one.parameters(recurse=False))
+        ]
         self.experts = max((len(p) for p in self._stacked()), default=0)
         self.chosen = self._chosen() if self.experts else 0
         stacked = sum(p.numel() for one in self._experts for p in one.parameters(recurse=False))
-        self.active = self.parameters - stacked + (stacked * self.chosen // self.experts if self.experts else 0)
+        self.active = (
+            self.parameters
+            - stacked
+            + (stacked * self.chosen // self.experts if self.experts else 0)
+        )
         self.linear_ends = sum(one.in_features + one.out_features for _, one in self._linears)
 
     def _stacked(self) -> Iterator[Any]:
@@ -92,11 +119,15 @@ class Layer:
 
     def _chosen(self) -> int:
         """How many experts a token uses."""
-        found = next((getattr(self._config, key) for key in _CHOSEN if getattr(self._config, key, None)), None)
+        found = next(
+            (getattr(self._config, key) for key in _CHOSEN if getattr(self._config, key, None)),
+            None,
+        )
         if found is None:
             raise ConfigError(
-                f"the config of {self._config.model_type} has {self.experts} experts and does not say how many a token "
-                f"uses ({', '.join(_CHOSEN)}), so neither memory nor time can be planned for"
+                f"the config of {self._config.model_type} has {self.experts} experts and does not"
+                f" say how many a token uses ({', '.join(_CHOSEN)}), so neither memory nor time can"
+                " be planned for"
             )
         return int(found)
 
@@ -114,8 +145,9 @@ class Layer:
 
     @cached_property
     def kept(self) -> Kept:
-        """What autograd keeps of a token: the input of each matrix, once for those that share it; the output of each
-        that is not added to the residual stream; what activation functions give; and what norms see.
+        """What autograd keeps of a token: the input of each matrix, once for those that share it;
+        the output of each that is not added to the residual stream; what activation functions give;
+        and what norms see.
         """
         heads = self._heads
         rows, row_products = self._of_experts()
@@ -127,23 +159,30 @@ class Layer:
             else:
                 shared += linear.in_features
             outputs += 0 if last else linear.out_features
-            outputs += linear.in_features if name.startswith("down") else 0  # beside the product of `gate` and `up`
+            outputs += (
+                linear.in_features if name.startswith("down") else 0
+            )  # beside the product of `gate` and `up`
         has_head_norms = any(_is_of_heads(name) for name, _ in self._norms)
         return Kept(
             matrices=inputs + outputs + rows + self._put_together(),
             norms=sum(self._norm_size(name, one) for name, one in self._norms),
-            low_norms=sum(self._norm_size(name, one) * _low_bytes(one) for name, one in self._norms),
+            low_norms=sum(
+                self._norm_size(name, one) * _low_bytes(one) for name, one in self._norms
+            ),
             casts=max(0, shared) + rows,  # the experts' products are not cast
             products=row_products
             + heads.queries * heads.value_size
             + sum(one.out_features for _, one in self._linears),
-            scores=heads.queries * (1 + 2 * has_head_norms) + 2 + 8 * self.chosen + 2 * self.experts,
+            scores=heads.queries * (1 + 2 * has_head_norms)
+            + 2
+            + 8 * self.chosen
+            + 2 * self.experts,
             working=self._working(),
         )
 
     def _put_together(self) -> int:
-        """Numbers of queries and keys that are copied, because only a part of each head is rotated, or because they
-        come out of one matrix with the values.
+        """Numbers of queries and keys that are copied, because only a part of each head is rotated,
+        or because they come out of one matrix with the values.
         """
         heads = self._heads
         if heads.latent:
@@ -156,7 +195,8 @@ class Layer:
     def _of_experts(self) -> tuple[int, int]:
         """Numbers of a token's rows in the experts: all that is kept, and those that are products.
 
-        A row keeps its input, gate and up, what the activation function gives, the input of down, and its output.
+        A row keeps its input, gate and up, what the activation function gives, the input of down,
+        and its output.
         """
         if not self.experts:
             return 0, 0
@@ -166,10 +206,14 @@ class Layer:
         return self.chosen * row, self.chosen * (max(widths) + self._hidden)
 
     def _working(self) -> int:
-        """Numbers of a token while its gradient passes through the MLP (measured; a test measures again)."""
+        """Numbers of a token while its gradient passes through the MLP (measured; a test measures
+        again).
+        """
         if not self.experts:
             return self._hidden + 2 * self.inner
-        return self._hidden + self.chosen * (self._hidden + 2 * max(self._hidden, min(self._widths())))
+        return self._hidden + self.chosen * (
+            self._hidden + 2 * max(self._hidden, min(self._widths()))
+        )
 
     def _norm_size(self, name: str, norm: Any) -> int:
         """Numbers that a norm sees: those of a head, for each head, or those of its weight."""
@@ -193,7 +237,10 @@ def _low_bytes(norm: Any) -> int:
     import torch
 
     size = _width(norm) or 1
-    rows, storages = torch.empty(64, size, dtype=torch.bfloat16, device="meta", requires_grad=True), {}
+    rows, storages = (
+        torch.empty(64, size, dtype=torch.bfloat16, device="meta", requires_grad=True),
+        {},
+    )
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storages[tensor.untyped_storage()._cdata] = tensor

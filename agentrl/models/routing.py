@@ -1,13 +1,14 @@
 """Which experts a mixture of experts has chosen for its tokens.
 
-Engine and trainer compute the same router in different batches, so where two experts are nearly as likely they may
-choose different ones, and the token's logprob then differs by more than rounding ("Rollout Routing Replay",
-arXiv:2510.11370). `Routing` records the choices of both, to be compared.
+Engine and trainer compute the same router in different batches, so where two experts are nearly as
+likely they may choose different ones, and the token's logprob then differs by more than rounding
+("Rollout Routing Replay", arXiv:2510.11370). `Routing` records the choices of both, to be compared.
 
 `Balance` is for a loss that lets the routers use all experts equally.
 
-Dimension suffixes: S tokens of a sequence, N tokens asked about, P tokens that the last layer computes
-(`agentrl/models/last_layer.py`), L layers with experts, E experts of a layer, K experts of a token.
+Dimension suffixes: S tokens of a sequence, N tokens asked about, P tokens that the last layer
+computes (`agentrl/models/last_layer.py`), L layers with experts, E experts of a layer, K experts of
+a token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,23 +26,34 @@ class Routing:
     def __init__(self, model: Any) -> None:
         """Watch a model, from now on. One without experts has `layers` 0."""
         self._chosen_SK: dict[int, Tensor] = {}
-        experts = [module for name, module in model.named_modules() if name.split(".")[-1] == "experts"]
+        experts = [
+            module for name, module in model.named_modules() if name.split(".")[-1] == "experts"
+        ]
         for layer, module in enumerate(experts):
             module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
         self.layers = len(experts)
 
-    def _record(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """transformers calls the experts of a layer with hidden states, the chosen experts, and their weights."""
+    def _record(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """transformers calls the experts of a layer with hidden states, the chosen experts, and
+        their weights.
+        """
         given = [*args, *kwargs.values()]
-        chosen = [one for one in given if isinstance(one, Tensor) and one.dim() == 2 and not one.is_floating_point()]
+        chosen = [
+            one
+            for one in given
+            if isinstance(one, Tensor) and one.dim() == 2 and not one.is_floating_point()
+        ]
         if len(chosen) == 1:
             self._chosen_SK[layer] = chosen[0]
 
     def chosen(self, at_N: Tensor, tokens: int, needed_P: Tensor | None) -> Tensor | None:
-        """The experts of the tokens `at_N` in the last pass, which had so many `tokens`; shape (N, L, K).
+        """The experts of the tokens `at_N` in the last pass, which had so many `tokens`; shape (N,
+        L, K).
 
-        `needed_P`: the tokens that the last layer computed, in order, if it left others out; `at_N` are among them.
-        None if the model does not say which it chose.
+        `needed_P`: the tokens that the last layer computed, in order, if it left others out; `at_N`
+        are among them. None if the model does not say which it chose.
         """
         found_NK: list[Tensor] = []
         for layer in range(self.layers):
@@ -58,13 +70,16 @@ class Routing:
 
 
 def differing(chosen_NLK: Tensor, other_NLK: Tensor) -> Tensor:
-    """The share of each token's chosen experts that the other did not choose; shape N. Their order does not matter."""
+    """The share of each token's chosen experts that the other did not choose; shape N. Their order
+    does not matter.
+    """
     both_NLK = (chosen_NLK[..., None] == other_NLK[..., None, :]).any(-1)
     return 1 - both_NLK.float().mean((1, 2))
 
 
 class Balance:
-    """How the routers of a transformers model divide the tokens of a forward pass among the experts.
+    """How the routers of a transformers model divide the tokens of a forward pass among the
+    experts.
 
     Raises:
         ValueError: transformers names no routers of the model.
@@ -74,7 +89,9 @@ class Balance:
         """Watch a model, from now on."""
         self._logits_SE: dict[int, Tensor] = {}
         self._recording = False
-        self._chosen = int(getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0)
+        self._chosen = int(
+            getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
+        )
         routers = list(_routers(model))
         if not routers or not self._chosen:
             raise ValueError(f"transformers names no routers of {type(model).__name__}")
@@ -82,8 +99,12 @@ class Balance:
             router.register_forward_hook(partial(self._record, layer, place))
         self.layers = len(routers)
 
-    def _record(self, layer: int, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._recording:  # a layer that is computed again in the backward pass has been recorded before
+    def _record(
+        self, layer: int, place: int, module: nn.Module, args: tuple[Any, ...], output: Any
+    ) -> None:
+        if (
+            self._recording
+        ):  # a layer that is computed again in the backward pass has been recorded before
             self._logits_SE[layer] = output[place] if isinstance(output, tuple) else output
 
     @contextmanager
@@ -96,11 +117,13 @@ class Balance:
             self._recording = False
 
     def sums(self, times_S: Tensor) -> Tensor:
-        """Of each expert, the tokens that were assigned to it, and their probabilities; shape (2, E), float32.
+        """Of each expert, the tokens that were assigned to it, and their probabilities; shape (2,
+        E), float32.
 
-        Both are summed over the layers and the tokens, of which each counts so many times. Only the second has a
-        gradient. Both are those of transformers' `load_balancing_loss_func`: the K likeliest experts by a softmax over
-        the router's logits, whatever the model itself makes of them.
+        Both are summed over the layers and the tokens, of which each counts so many times. Only the
+        second has a gradient. Both are those of transformers' `load_balancing_loss_func`: the K
+        likeliest experts by a softmax over the router's logits, whatever the model itself makes of
+        them.
         """
         found_2E: Tensor | None = None
         for layer in range(self.layers):
@@ -115,19 +138,21 @@ class Balance:
 
 
 def balance_loss(totals_2E: Tensor, probabilities_E: Tensor) -> Tensor:
-    """E sum_e (assigned_e / R) (probability_e / R), for R tokens times layers: K if all experts are used equally.
+    """E sum_e (assigned_e / R) (probability_e / R), for R tokens times layers: K if all experts are
+    used equally.
 
-    Eq. (4) of "Switch Transformers" (Fedus et al., arXiv:2101.03961), as transformers' `load_balancing_loss_func` has
-    it for K experts of a token. `totals_2E` are the sums over a whole batch (`Balance.sums`), and `probabilities_E`
-    those of a part of it: what was assigned has no gradient, so loss and gradient are sums over the parts.
+    Eq. (4) of "Switch Transformers" (Fedus et al., arXiv:2101.03961), as transformers'
+    `load_balancing_loss_func` has it for K experts of a token. `totals_2E` are the sums over a
+    whole batch (`Balance.sums`), and `probabilities_E` those of a part of it: what was assigned has
+    no gradient, so loss and gradient are sums over the parts.
     """
     assigned_E, rows = totals_2E[0].detach(), totals_2E[1].detach().sum().round()
     return len(assigned_E) * (assigned_E * probabilities_E).sum() / rows.square()
 
 
 def without_router_logits(config: Any) -> dict[str, bool]:
-    """Arguments of a model's call, so that it collects no routers' logits for a loss of its own, whatever its config
-    says: without layers there are none, and elsewhere nobody would read them.
+    """Arguments of a model's call, so that it collects no routers' logits for a loss of its own,
+    whatever its config says: without layers there are none, and elsewhere nobody would read them.
     """
     return {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
 
@@ -139,7 +164,11 @@ def _routers(model: Any) -> Iterator[tuple[Any, int]]:
     for name, module in model.base_model.named_modules():
         for one in recorders if isinstance(recorders, list | tuple) else [recorders]:
             kind, within = getattr(one, "target_class", one), getattr(one, "layer_name", None)
-            if isinstance(kind, type) and isinstance(module, kind) and (within is None or within in name):
+            if (
+                isinstance(kind, type)
+                and isinstance(module, kind)
+                and (within is None or within in name)
+            ):
                 yield module, int(getattr(one, "index", 0))
 
 

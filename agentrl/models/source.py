@@ -1,8 +1,10 @@
-"""Where a model comes from: a folder, or a snapshot of a model on the Hugging Face hub in the hub's own cache.
+"""Where a model comes from: a folder, or a snapshot of a model on the Hugging Face hub in the hub's
+own cache.
 
-An existing folder wins. Everything else that is written `owner/name` is a model on the hub. The cache is that of the
-library huggingface_hub (`HF_HOME`), and so is its offline mode (`HF_HUB_OFFLINE=1`). From then on, a model is a folder:
-engines, trainers and renderers get its path.
+An existing folder wins. Everything else that is written `owner/name` is a model on the hub. The
+cache is that of the library huggingface_hub (`HF_HOME`), and so is its offline mode
+(`HF_HUB_OFFLINE=1`). From then on, a model is a folder: engines, trainers and renderers get its
+path.
 """
 
 import json
@@ -16,7 +18,9 @@ from agentrl.models.attention_check import check_kind
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""What describes a model: config, tokenizer, template, code. A few MB, so it is fetched and checked first."""
+"""What describes a model: config, tokenizer, template, code. A few MB, so it is fetched and checked
+first.
+"""
 _WEIGHTS = "*.safetensors"
 _COPIES = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
@@ -25,8 +29,11 @@ _LFS = b"version https://git-lfs"
 _LOW_LEVEL = re.compile(r"\(Request ID[^)]*\)|\s+")
 
 
-def description_folder(name: str, revision: str | None = None, *, setting: str = "model.name") -> Path:
-    """The folder with a model's config, tokenizer and template; of a model on the hub, its weights may be missing.
+def description_folder(
+    name: str, revision: str | None = None, *, setting: str = "model.name"
+) -> Path:
+    """The folder with a model's config, tokenizer and template; of a model on the hub, its weights
+    may be missing.
 
     Raises:
         ConfigError: there is no such folder, nor such a model on the hub or in its cache.
@@ -54,13 +61,16 @@ def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> No
     listed = _listed(folder / _INDEX)
     if missing := sorted(file for file in listed if not (folder / file).is_file()):
         raise ConfigError(
-            f"{setting}: {name!r} lacks {len(missing)} of its {len(listed)} files of weights, such as {missing[0]} "
-            f"(in {folder}): copy or download them again"
+            f"{setting}: {name!r} lacks {len(missing)} of its {len(listed)} files of weights, such"
+            f" as {missing[0]} (in {folder}): copy or download them again"
         )
-    if not any(file.suffix in (".safetensors", ".bin") and file.exists() for file in folder.iterdir()):
+    if not any(
+        file.suffix in (".safetensors", ".bin") and file.exists() for file in folder.iterdir()
+    ):
         raise ConfigError(
-            f"{setting}: {name!r} has the config of a model and no weights (no {_WEIGHTS} in {folder}): it is enough "
-            "for `agentrl plan`; to train, give the folder of the model itself"
+            f"{setting}: {name!r} has the config of a model and no weights (no {_WEIGHTS} in"
+            f" {folder}): it is enough for `agentrl plan`; to train, give the folder of the model"
+            " itself"
         )
     for file in weight_files(folder):
         _check_header(file, name, setting)
@@ -84,9 +94,11 @@ def _check_header(file: Path, name: str, setting: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder's model: those that its index names, or the one of transformers' name, or all.
+    """The safetensors files of a folder's model: those that its index names, or the one of
+    transformers' name, or all.
 
-    Beside these, some models have their weights once more, in files and under names of another program.
+    Beside these, some models have their weights once more, in files and under names of another
+    program.
     """
     if listed := _listed(folder / _INDEX):
         return [folder / file for file in listed]
@@ -94,8 +106,11 @@ def weight_files(folder: Path) -> list[Path]:
     return [whole] if whole.exists() else sorted(folder.glob(_WEIGHTS))
 
 
-def check_architecture(folder: Path, *, trust_remote_code: bool = False, setting: str = "model.name") -> None:
-    """Check that transformers knows the model's architecture, and that it writes text from left to right.
+def check_architecture(
+    folder: Path, *, trust_remote_code: bool = False, setting: str = "model.name"
+) -> None:
+    """Check that transformers knows the model's architecture, and that it writes text from left to
+    right.
 
     Raises:
         ConfigError: it does not, or the model comes with code that may not be run.
@@ -103,21 +118,26 @@ def check_architecture(folder: Path, *, trust_remote_code: bool = False, setting
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{setting}: transformers cannot read {folder / 'config.json'}: {_why(error)}") from error
+        raise ConfigError(
+            f"{setting}: transformers cannot read {folder / 'config.json'}: {_why(error)}"
+        ) from error
     if quantised := getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"{setting}: the weights in {folder} are quantised ({quantised.get('quant_method', 'unknown')}), and only "
-            "plain ones can be trained: take the model's bfloat16 version, or load it with transformers, dequantised, "
-            "and save it again by save_pretrained"
+            f"{setting}: the weights in {folder} are quantised"
+            f" ({quantised.get('quant_method', 'unknown')}), and only plain ones can be trained:"
+            " take the model's bfloat16 version, or load it with transformers, dequantised, and"
+            " save it again by save_pretrained"
         )
     has_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
         raise ConfigError(
-            f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])}, which is no causal "
-            "language model that transformers knows: take one whose class ends with ForCausalLM, or a newer "
-            "transformers"
+            f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])},"
+            " which is no causal language model that transformers knows: take one whose class ends"
+            " with ForCausalLM, or a newer transformers"
         )
     check_kind(config, folder, trust_remote_code=trust_remote_code)
 
@@ -125,15 +145,19 @@ def check_architecture(folder: Path, *, trust_remote_code: bool = False, setting
 def _why(error: Exception) -> str:
     text = _LOW_LEVEL.sub(" ", str(error)).strip()
     if "trust_remote_code" in text:
-        return "the model comes with code of its own. If you trust it, write model.trust_remote_code=true"
+        return (
+            "the model comes with code of its own. If you trust it, write"
+            " model.trust_remote_code=true"
+        )
     return text[:300]
 
 
 def here(folder: Path) -> Path:
-    """The folder of a model on this machine: a snapshot of the hub that only another machine has is downloaded here.
+    """The folder of a model on this machine: a snapshot of the hub that only another machine has is
+    downloaded here.
 
-    All machines need the same `HF_HOME`, so that the snapshot has one path. A folder that the user has named must be
-    on a disk that all machines share.
+    All machines need the same `HF_HOME`, so that the snapshot has one path. A folder that the user
+    has named must be on a disk that all machines share.
 
     Raises:
         ConfigError: it cannot be had here.
@@ -144,14 +168,15 @@ def here(folder: Path) -> Path:
     found = model_folder(name, match["revision"])
     if found.absolute() != folder.absolute():
         raise ConfigError(
-            f"this machine keeps the model {name} in {found}, and the one that started the run in {folder}: set "
-            "HF_HOME to the same path on all machines"
+            f"this machine keeps the model {name} in {found}, and the one that started the run in"
+            f" {folder}: set HF_HOME to the same path on all machines"
         )
     return found
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """How many rows the model's embeddings have, by its config.json: ids of tokens are below it; None if it is silent.
+    """How many rows the model's embeddings have, by its config.json: ids of tokens are below it;
+    None if it is silent.
 
     Padding counts: a model may sample a row that its tokenizer has no token for.
     """
@@ -180,22 +205,22 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: s
     folder = Path(name).expanduser()
     if folder.is_file():
         raise ConfigError(
-            f"{setting}: {name!r} is a file, and a model is a folder with config.json, tokenizer and *.safetensors: "
-            "name the folder"
+            f"{setting}: {name!r} is a file, and a model is a folder with config.json, tokenizer"
+            " and *.safetensors: name the folder"
         )
     if folder.is_dir():
         return _named_folder(folder, revision, setting)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
-            f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder "
-            f"{folder.absolute()}) nor a model on the hub, which is written owner/name"
+            f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder"
+            f" {folder.absolute()}) nor a model on the hub, which is written owner/name"
         )
     found = _snapshot(name, revision, patterns, setting)
     if not (found / "config.json").is_file():
         raise ConfigError(
-            f"{setting}: {name!r} on the hub has no config.json, so it is not a model for transformers (its snapshot "
-            f"is {found}); a repository of GGUF files or adapters cannot be trained: name the model that "
-            "it was made from"
+            f"{setting}: {name!r} on the hub has no config.json, so it is not a model for"
+            f" transformers (its snapshot is {found}); a repository of GGUF files or adapters"
+            " cannot be trained: name the model that it was made from"
         )
     return found
 
@@ -205,14 +230,15 @@ def _named_folder(folder: Path, revision: str | None, setting: str) -> Path:
         if held := _held_instead(folder):
             raise ConfigError(f"{setting}: {str(folder)!r} {held}")
         raise ConfigError(
-            f"{setting}: {str(folder)!r} is neither the folder of a Hugging Face model (no config.json in "
-            f"{folder.absolute()}) nor taken from the hub, since a folder of that name exists: complete "
-            "it, or rename it"
+            f"{setting}: {str(folder)!r} is neither the folder of a Hugging Face model (no"
+            f" config.json in {folder.absolute()}) nor taken from the hub, since a folder of that"
+            " name exists: complete it, or rename it"
         )
     if revision is not None:
         raise ConfigError(
-            f"model.revision={revision}: {str(folder)!r} is a folder here, and only models on the hub have revisions: "
-            "leave it out, or rename the folder to take the model from the hub"
+            f"model.revision={revision}: {str(folder)!r} is a folder here, and only models on the"
+            " hub have revisions: leave it out, or rename the folder to take the model from"
+            " the hub"
         )
     return folder
 
@@ -221,35 +247,52 @@ def _held_instead(folder: Path) -> str:
     """What a folder without a config holds, if that is known."""
     if (folder / "adapter_config.json").is_file():
         try:
-            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+            base = json.loads((folder / "adapter_config.json").read_text()).get(
+                "base_model_name_or_path"
+            )
         except (OSError, ValueError, AttributeError):
             base = None
         return (
-            f"holds adapters only, of {base or 'a model that is not named'}: merge them into it with peft's "
-            "merge_and_unload, save that by save_pretrained, and name its folder"
+            f"holds adapters only, of {base or 'a model that is not named'}: merge them into it"
+            " with peft's merge_and_unload, save that by save_pretrained, and name its folder"
         )
     if found := sorted(folder.glob("*.gguf")):
         return (
-            f"holds GGUF files only, such as {found[0].name}: name the folder of the model that they were made from; "
-            "transformers writes one with from_pretrained(..., gguf_file=...) and save_pretrained"
+            f"holds GGUF files only, such as {found[0].name}: name the folder of the model that"
+            " they were made from; transformers writes one with from_pretrained(...,"
+            " gguf_file=...) and save_pretrained"
         )
     return ""
 
 
 def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     at = f" at the revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_COPIES))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_COPIES
+            )
+        )
     except GatedRepoError as error:
-        why = "its owner lets only some accounts in: ask for access on its page, and log in with `hf auth login`"
+        why = (
+            "its owner lets only some accounts in: ask for access on its page, and log in with `hf"
+            " auth login`"
+        )
         raise _neither(name, at, why, setting) from error
     except RevisionNotFoundError as error:
         raise _neither(name, at, "the hub has the model and no such revision", setting) from error
     except LocalEntryNotFoundError as error:
-        why = f"the hub cannot be reached, or offline mode is on (HF_HUB_OFFLINE), and the cache {_cache()} lacks it"
+        why = (
+            "the hub cannot be reached, or offline mode is on (HF_HUB_OFFLINE), and the cache"
+            f" {_cache()} lacks it"
+        )
         raise _neither(name, at, why, setting) from error
     except (OSError, ValueError) as error:
         raise _neither(name, at, _LOW_LEVEL.sub(" ", str(error))[:200].strip(), setting) from error

@@ -1,8 +1,9 @@
-"""Makes small, randomly initialised language models with tokenizer and chat template, in the Hugging Face format.
+"""Makes small, randomly initialised language models with tokenizer and chat template, in the
+Hugging Face format.
 
-Nothing is downloaded. The folder loads with `AutoModelForCausalLM`, `AutoTokenizer` and vLLM; tests, examples and
-laptops train such models. The architecture is Qwen3 with tied embeddings. The tokenizer is byte-level BPE, so it
-decodes any text that it encoded unchanged.
+Nothing is downloaded. The folder loads with `AutoModelForCausalLM`, `AutoTokenizer` and vLLM;
+tests, examples and laptops train such models. The architecture is Qwen3 with tied embeddings. The
+tokenizer is byte-level BPE, so it decodes any text that it encoded unchanged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,21 +73,19 @@ _COMPACT = _Dialect(
 # As Qwen's own: newlines after the role and after the end, tool results as a user turn.
 _CHATML = _Dialect(
     template=(
-        "{%- if tools %}{{- '<|im_start|>system\\n' }}"
-        "{%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}"
-        "{{- '# Tools\\n\\nYou are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}"
-        "{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}"
-        "{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within "
-        "<tool_call></tool_call> XML tags.<|im_end|>\\n' }}{%- endif %}"
-        "{%- for message in messages %}"
-        "{%- if message.role == 'tool' %}"
-        "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
-        "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
-        "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"
-        "{%- elif not (tools and loop.first and message.role == 'system') %}"
-        "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}"
-        "{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+        "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages and messages[0].role =="
+        " 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}{{- '# Tools\\n\\nYou are"
+        " provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}{%- for"
+        " tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '\\n</tools>\\n\\nFor"
+        " each function call, return a json object with function name and arguments within"
+        " <tool_call></tool_call> XML tags.<|im_end|>\\n' }}{%- endif %}{%- for message in messages"
+        " %}{%- if message.role == 'tool' %}{%- if loop.first or messages[loop.index0 - 1].role !="
+        " 'tool' %}{{- '<|im_start|>user' }}{%- endif %}{{- '\\n<tool_response>\\n' +"
+        " message.content + '\\n</tool_response>' }}{%- if loop.last or messages[loop.index0 +"
+        " 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- elif not (tools and loop.first"
+        " and message.role == 'system') %}{{- '<|im_start|>' + message.role + '\\n' +"
+        " message.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt"
+        " %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     ),
     end="<|im_end|>",
     pad="<|endoftext|>",
@@ -95,15 +94,19 @@ _CHATML = _Dialect(
 
 _DIALECTS: dict[ChatTemplate, _Dialect] = {"compact": _COMPACT, "chatml": _CHATML}
 
-# A word with its leading space, one digit, a run of signs with its leading space, or one white-space character: a
-# newline never joins its neighbours, so each cell of a grid and each line end is a token of its own.
+# A word with its leading space, one digit, a run of signs with its leading space, or one
+# white-space character: a newline never joins its neighbours, so each cell of a grid and each line
+# end is a token of its own.
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 
 _CORE_TEXT = (
     "P . . O\n. O . .\nO . P .\n. . O G\n G P O .\n",
     "left\ndown\nright\nup\nLeft\nDown\nRight\nUp\n left down right up",
     "0 1 2 3 4 5 6 7 8 9 0123456789 + - * / = ( ) < >",
-    "You are at P. Reach the goal G and keep out of the holes O. Answer with one word: left, down, right or up.",
+    (
+        "You are at P. Reach the goal G and keep out of the holes O. Answer with one word: left,"
+        " down, right or up."
+    ),
     "Guess a number. Too high. Too low. Correct! Your guess is higher, lower, yes, no.",
     "The result of the tool call is an error. Use the tools, then answer with the result.",
     '{"name": "add", "arguments": {"a": 1, "b": 2}} <tool_call> </tool_call>',
@@ -120,16 +123,17 @@ def create_tiny_model(
 ) -> None:
     """Write a model, its tokenizer and its chat template into `folder`, float32.
 
-    The tokenizer's merges are learned from `corpus` and a few built-in lines (grids, moves, digits, sentences), whose
-    words always become single tokens. "tiny" has 1.1 million parameters, "small" 4.9. The same arguments
-    give the same files; no global random state is touched.
+    The tokenizer's merges are learned from `corpus` and a few built-in lines (grids, moves, digits,
+    sentences), whose words always become single tokens. "tiny" has 1.1 million parameters, "small"
+    4.9. The same arguments give the same files; no global random state is touched.
 
     Raises:
         ConfigError: `folder` is not empty, or the size or template is unknown.
     """
     if size not in _SHAPES or template not in _DIALECTS:
         raise ConfigError(
-            f"no size {size!r} with template {template!r}; sizes: {[*_SHAPES]}, templates: {[*_DIALECTS]}"
+            f"no size {size!r} with template {template!r}; sizes: {[*_SHAPES]}, templates:"
+            f" {[*_DIALECTS]}"
         )
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
@@ -163,7 +167,9 @@ def _train_tokenizer(corpus: Iterable[str], dialect: _Dialect) -> "Tokenizer":
 
 
 def _with_core(corpus: Iterable[str]) -> Iterator[str]:
-    """The corpus texts with the core text between them, so that the corpus does not cost any core word its token."""
+    """The corpus texts with the core text between them, so that the corpus does not cost any core
+    word its token.
+    """
     yield from _CORE_TEXT
     for text in corpus:
         yield text
@@ -184,7 +190,9 @@ def _wrap(tokenizer: "Tokenizer", dialect: _Dialect) -> "PreTrainedTokenizerFast
     )
 
 
-def model_config(size: ModelSize, vocab_size: int = MAX_VOCAB_SIZE, **special_tokens: int | None) -> "Qwen3Config":
+def model_config(
+    size: ModelSize, vocab_size: int = MAX_VOCAB_SIZE, **special_tokens: int | None
+) -> "Qwen3Config":
     """The shape of a model of this size."""
     from transformers import Qwen3Config
 
@@ -198,8 +206,9 @@ def model_config(size: ModelSize, vocab_size: int = MAX_VOCAB_SIZE, **special_to
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=MAX_POSITIONS,
-        # With this initial scale a small model learns its first words several times faster than with the usual 0.02.
-        # It learns offsets between near tokens faster if no rotation is slower than the context is long.
+        # With this initial scale a small model learns its first words several times faster than
+        # with the usual 0.02. It learns offsets between near tokens faster if no rotation is slower
+        # than the context is long.
         initializer_range=shape.hidden**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         tie_word_embeddings=True,
@@ -214,7 +223,8 @@ def _write_weights(folder: Path, config: "Qwen3Config", seed: int) -> None:
     from safetensors.torch import save_file
     from transformers import GenerationConfig, Qwen3ForCausalLM
 
-    # transformers initialises from torch's CPU generator only; fork it, so that its state is restored.
+    # transformers initialises from torch's CPU generator only; fork it, so that its state is
+    # restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -228,4 +238,12 @@ def _write_weights(folder: Path, config: "Qwen3Config", seed: int) -> None:
     ).save_pretrained(folder)
 
 
-__all__ = ["MAX_POSITIONS", "MAX_VOCAB_SIZE", "SIZES", "ChatTemplate", "ModelSize", "create_tiny_model", "model_config"]
+__all__ = [
+    "MAX_POSITIONS",
+    "MAX_VOCAB_SIZE",
+    "SIZES",
+    "ChatTemplate",
+    "ModelSize",
+    "create_tiny_model",
+    "model_config",
+]

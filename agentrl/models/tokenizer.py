@@ -13,7 +13,8 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tikt
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """A tokenizer of transformers with its chat template.
 
-    Models of Mistral may come with `tekken.json` alone, which is converted; its template is that of mistral-common.
+    Models of Mistral may come with `tekken.json` alone, which is converted; its template is that of
+    mistral-common.
 
     Raises:
         OSError, ValueError: there is none, or it cannot be read.
@@ -26,13 +27,18 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
         return convert_tekken_tokenizer(str(folder / TEKKEN))
-    if not trust_remote_code and not any(file for kind in _VOCABULARIES for file in folder.glob(kind)):
-        raise OSError(f"there is none of {', '.join(_VOCABULARIES)} in it")  # transformers makes one without tokens
+    if not trust_remote_code and not any(
+        file for kind in _VOCABULARIES for file in folder.glob(kind)
+    ):
+        raise OSError(
+            f"there is none of {', '.join(_VOCABULARIES)} in it"
+        )  # transformers makes one without tokens
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def check_same_tokens(model: Path, other: Path, setting: str = "algorithm.teacher") -> None:
-    """Check that two models have the same tokens under the same numbers. `setting` is the one that names the other.
+    """Check that two models have the same tokens under the same numbers. `setting` is the one that
+    names the other.
 
     Raises:
         ConfigError: they have not, or there is no such model.
@@ -41,11 +47,14 @@ def check_same_tokens(model: Path, other: Path, setting: str = "algorithm.teache
         raise ConfigError(f"{setting}: {other} is no folder of a Hugging Face model")
     own, others = (load_tokenizer(folder).get_vocab() for folder in (model, other))
     if own != others:
-        differing = sorted(token for token in own.keys() | others.keys() if own.get(token) != others.get(token))
+        differing = sorted(
+            token for token in own.keys() | others.keys() if own.get(token) != others.get(token)
+        )
         raise ConfigError(
-            f"{setting}: the tokenizer of {other} differs from that of {model} in {len(differing)} tokens, "
-            f"such as {differing[0]!r}: a teacher is asked for the logprobs of the policy's own tokens, so it must "
-            "have the same ones. Take a teacher of the same family"
+            f"{setting}: the tokenizer of {other} differs from that of {model} in {len(differing)}"
+            f" tokens, such as {differing[0]!r}: a teacher is asked for the logprobs of the"
+            " policy's own tokens, so it must have the same ones. Take a teacher of the same"
+            " family"
         )
 
 

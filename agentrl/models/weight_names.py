@@ -1,8 +1,10 @@
-"""Names of weights: those that a model's folder and vLLM have, and those of transformers' modules, where these differ.
+"""Names of weights: those that a model's folder and vLLM have, and those of transformers' modules,
+where these differ.
 
-transformers 5 computes with other tensors than some models publish: the experts of a mixture are one tensor
-(`mlp.experts.gate_up_proj`) and are published one by one (`mlp.experts.0.gate_proj.weight`). Its own rules, by which it
-reads and writes folders, convert between the two here. Weights travel and are saved under their published names.
+transformers 5 computes with other tensors than some models publish: the experts of a mixture are
+one tensor (`mlp.experts.gate_up_proj`) and are published one by one
+(`mlp.experts.0.gate_proj.weight`). Its own rules, by which it reads and writes folders, convert
+between the two here. Weights travel and are saved under their published names.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +24,8 @@ Shapes = Mapping[str, Sequence[int]]
 class WeightNames:
     """How the tensors of a transformers model are published.
 
-    `conversions`: transformers' rules from the published tensors to the model's own; empty for most models, whose
-    tensors are published as they are.
+    `conversions`: transformers' rules from the published tensors to the model's own; empty for most
+    models, whose tensors are published as they are.
     """
 
     model: Any
@@ -40,7 +42,9 @@ class WeightNames:
         return WeightNames(model, tuple(conversions))
 
     def published(self, own: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
-        """All weights by published names. They are made on access, a layer at a time, if they differ from `own`."""
+        """All weights by published names. They are made on access, a layer at a time, if they
+        differ from `own`.
+        """
         return PublishedWeights(self, own) if self.conversions else own
 
     def published_shapes(self, own: Shapes) -> dict[str, tuple[int, ...]]:
@@ -49,27 +53,37 @@ class WeightNames:
             return {name: tuple(shape) for name, shape in own.items()}
         import torch
 
-        made = self.revert({name: torch.empty(tuple(shape), device="meta") for name, shape in own.items()})
+        made = self.revert(
+            {name: torch.empty(tuple(shape), device="meta") for name, shape in own.items()}
+        )
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
     def own(self, published: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
-        """The model's tensors, one after another, from published ones, which are read when they are needed."""
+        """The model's tensors, one after another, from published ones, which are read when they are
+        needed.
+        """
         if not self.conversions:
             yield from published.items()
             return
         for first, rule in self._rules(published).items():
-            for name, tensor in rule.convert(first, model=self.model, config=self.model.config).items():
+            for name, tensor in rule.convert(
+                first, model=self.model, config=self.model.config
+            ).items():
                 yield name, tensor[0] if isinstance(tensor, list) else tensor
 
     def revert(self, own: "Mapping[str, Tensor]") -> "Mapping[str, Tensor]":
-        """Published tensors of some of the model's; what a rule makes one tensor of must be given together."""
+        """Published tensors of some of the model's; what a rule makes one tensor of must be given
+        together.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         made: Mapping[str, Tensor] = revert_weight_conversion(self.model, dict(own))
         return made
 
     def _rules(self, published: "Mapping[str, Tensor]") -> dict[str, Any]:
-        """The rule that makes each tensor of the model; as transformers finds it when it reads a folder."""
+        """The rule that makes each tensor of the model; as transformers finds it when it reads a
+        folder.
+        """
         from transformers.core_model_loading import (
             WeightConverter,
             WeightRenaming,
@@ -79,7 +93,9 @@ class WeightNames:
 
         renamings = [rule for rule in self.conversions if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in self.conversions if isinstance(rule, WeightConverter)]
-        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         known, prefix = self.model.state_dict(), self.model.base_model_prefix
         rules: dict[str, Any] = {}
         for name in sorted(published, key=dot_natural_key):  # experts in the order of their numbers
@@ -87,13 +103,17 @@ class WeightNames:
             if own not in known and name in known:
                 own, pattern = name, None
             if own not in rules:
-                rules[own] = WeightRenaming(name, own) if pattern is None else deepcopy(by_pattern[pattern])
+                rules[own] = (
+                    WeightRenaming(name, own) if pattern is None else deepcopy(by_pattern[pattern])
+                )
             rules[own].add_tensor(own, name, pattern or name, partial(published.__getitem__, name))
         return rules
 
 
 class PublishedWeights(Mapping[str, "Tensor"]):
-    """A model's weights by their published names. Only one layer's are held beside the model's own tensors."""
+    """A model's weights by their published names. Only one layer's are held beside the model's own
+    tensors.
+    """
 
     def __init__(self, names: WeightNames, own: "Mapping[str, Tensor]") -> None:
         self._names = names
@@ -107,7 +127,9 @@ class PublishedWeights(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> "Tensor":
         layer = self._layer_of[name]
         if self._held[0] != layer or name not in self._held[1]:
-            inside = {own: tensor.detach() for own, tensor in self._own.items() if _layer(own) == layer}
+            inside = {
+                own: tensor.detach() for own, tensor in self._own.items() if _layer(own) == layer
+            }
             self._held = (layer, self._names.revert(inside))
         return self._held[1][name]
 

@@ -1,4 +1,6 @@
-"""Credentials do not belong into addresses: those are written into `config.yaml`, logs, errors and trackers."""
+"""Credentials do not belong into addresses: those are written into `config.yaml`, logs, errors and
+trackers.
+"""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +10,8 @@ from agentrl.errors import ConfigError
 
 _IN_ADDRESS = re.compile(
     r"(?P<start>\b(?:https?|wss?)://)[^/\s?#@]+@"  # https://TOKEN@host
-    r"|(?P<other>\b[a-z][\w+.-]*://)[^/\s?#@:]*:[^/\s?#@]+@"  # postgres://user:password@host, but not ssh://git@host
+    # postgres://user:password@host, but not ssh://git@host
+    r"|(?P<other>\b[a-z][\w+.-]*://)[^/\s?#@:]*:[^/\s?#@]+@"
     r"|(?P<query>://\S*?[?&][^=&\s]*(?:key|token|secret|passw|signature|credential|auth)[^=&\s]*=)[^&\s]+",
     re.IGNORECASE,
 )
@@ -23,8 +26,9 @@ def refuse_credentials(value: Any, where: str) -> None:
     match value:
         case str() if _IN_ADDRESS.search(value):
             raise ConfigError(
-                f"{where}: the address {without_credentials(value)!r} contains credentials, which would be written "
-                "into config.yaml and logs. Put them into an environment variable (docs/security.md#keys lists them)"
+                f"{where}: the address {without_credentials(value)!r} contains credentials, which"
+                " would be written into config.yaml and logs. Put them into an environment"
+                " variable (docs/security.md#keys lists them)"
             )
         case Mapping():
             for key, part in value.items():

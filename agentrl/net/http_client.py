@@ -1,10 +1,11 @@
 """HTTP to the servers that users bring (judges, OpenEnv): httpx over the connections of aiohttp.
 
-httpx is the interface: callers may pass an `httpx.AsyncClient` of their own, for example one with an
-`httpx.ASGITransport` or with authentication. The connections are aiohttp's, because with 64 requests in flight httpx's
-own pool takes nine times the CPU (2.9 ms a request, where this takes 0.3), and it loses a connection when a request is
-cancelled at the wrong moment (encode/httpcore#1093). Engines (agentrl/engines/openai.py) use aiohttp directly, which
-takes half of that, and WebSockets are not a part of httpx.
+httpx is the interface: callers may pass an `httpx.AsyncClient` of their own, for example one with
+an `httpx.ASGITransport` or with authentication. The connections are aiohttp's, because with 64
+requests in flight httpx's own pool takes nine times the CPU (2.9 ms a request, where this takes
+0.3), and it loses a connection when a request is cancelled at the wrong moment
+(encode/httpcore#1093). Engines (agentrl/engines/openai.py) use aiohttp directly, which takes half
+of that, and WebSockets are not a part of httpx.
 """
 
 from functools import partial
@@ -19,9 +20,11 @@ from httpx_aiohttp import AiohttpTransport, HttpxAiohttpClient
 
 
 def proxy_note(url: str, *, used: bool) -> str:
-    """What an error of a connection to `url` says of the environment's proxies; "" if none is named for it.
+    """What an error of a connection to `url` says of the environment's proxies; "" if none is named
+    for it.
 
-    `used`: whether the connection goes through them, as httpx does; WebSockets here and the engine's requests do not.
+    `used`: whether the connection goes through them, as httpx does; WebSockets here and the
+    engine's requests do not.
     """
     parts = urlsplit(url)
     named = next((scheme for scheme in (parts.scheme, "all") if scheme in getproxies()), None)
@@ -29,15 +32,20 @@ def proxy_note(url: str, *, used: bool) -> str:
         return ""
     named = f"{named.upper()}_PROXY"
     if used:
-        return f"; {named} is set, so its proxy was asked: a server that is reached without it belongs in NO_PROXY"
+        return (
+            f"; {named} is set, so its proxy was asked: a server that is reached without it belongs"
+            " in NO_PROXY"
+        )
     return f"; {named} is set, and is not used here: the server has to be reached without a proxy"
 
 
 def http_client(*, trust_env: bool = True) -> httpx.AsyncClient:
-    """A client without limits of its own: callers set a deadline for each request, and how many are in flight.
+    """A client without limits of its own: callers set a deadline for each request, and how many are
+    in flight.
 
-    It keeps no cookies and follows no redirects. With `trust_env` it uses the proxies of the environment (`HTTPS_PROXY`
-    and so on). Enter it in the event loop that uses it. Whatever goes wrong on the way is an `httpx.TransportError`.
+    It keeps no cookies and follows no redirects. With `trust_env` it uses the proxies of the
+    environment (`HTTPS_PROXY` and so on). Enter it in the event loop that uses it. Whatever goes
+    wrong on the way is an `httpx.TransportError`.
     """
     no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
     return _Client(timeout=None, cookies=no_cookies, trust_env=trust_env)
@@ -54,7 +62,9 @@ class _Client(HttpxAiohttpClient):
 
 
 class _Transport(httpx.AsyncBaseTransport):
-    """The transport of httpx-aiohttp, with unlimited connections and every error of aiohttp as one of httpx."""
+    """The transport of httpx-aiohttp, with unlimited connections and every error of aiohttp as one
+    of httpx.
+    """
 
     def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
         assert isinstance(transport, AiohttpTransport)
@@ -65,7 +75,9 @@ class _Transport(httpx.AsyncBaseTransport):
         """Send a request."""
         try:
             return await self._transport.handle_async_request(request)
-        except aiohttp.ClientError as error:  # what the package leaves as it is: an answer that is no HTTP
+        except (
+            aiohttp.ClientError
+        ) as error:  # what the package leaves as it is: an answer that is no HTTP
             raise httpx.RemoteProtocolError(str(error), request=request) from error
 
     async def aclose(self) -> None:

@@ -10,10 +10,12 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def braille_curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """The curve of some values as `height` lines of `width` characters, from the least to the greatest value.
+    """The curve of some values as `height` lines of `width` characters, from the least to the
+    greatest value.
 
-    It is as wide as the lines: neighbouring values are averaged where there are more than 2 * width, and fewer are
-    joined by lines. Missing values (NaN) are left out, as gaps where there are many.
+    It is as wide as the lines: neighbouring values are averaged where there are more than 2 *
+    width, and fewer are joined by lines. Missing values (NaN) are left out, as gaps where there are
+    many.
     """
     columns, rows = 2 * width, 4 * height
     points = np.asarray(values, np.float64)
@@ -33,8 +35,13 @@ def braille_curve(values: Sequence[float], width: int, height: int) -> list[str]
         before = -1
         for column, level in enumerate(levels):
             if level >= 0:
-                # From the value before, so that jumps are seen; its own row has its dot in the column before.
-                first = level if before < 0 or before == level else before + (1 if before < level else -1)
+                # From the value before, so that jumps are seen; its own row has its dot in the
+                # column before.
+                first = (
+                    level
+                    if before < 0 or before == level
+                    else before + (1 if before < level else -1)
+                )
                 for row in range(min(first, level), max(first, level) + 1):
                     cells[row // 4, column // 2] |= _DOTS[row % 4][column % 2]
             before = level

@@ -1,4 +1,6 @@
-"""The reward curve of a run as a picture: the whole, each environment of a mixture, each evaluation suite."""
+"""The reward curve of a run as a picture: the whole, each environment of a mixture, each evaluation
+suite.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +15,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw_curve(rows: Rows, path: Path, title: str) -> None:
-    """Draw reward and success by training step, and held-out success where it was evaluated, into a PNG.
+    """Draw reward and success by training step, and held-out success where it was evaluated, into a
+    PNG.
 
-    Below, if there are any, the success in each environment of a mixture, and on each evaluation suite.
+    Below, if there are any, the success in each environment of a mixture, and on each evaluation
+    suite.
     """
     from matplotlib.figure import Figure
 
@@ -44,12 +48,26 @@ def _named(rows: Rows, pattern: str) -> list[str]:
 def _draw_whole(axes: "Axes", rows: Rows, title: str) -> None:
     trained = [row for row in rows if "reward" in row]
     steps = [row["step"] for row in trained]
-    axes.plot(steps, [row["reward"] for row in trained], color="#1f6f8b", linewidth=2, label="reward (training)")
-    axes.plot(steps, [row["success"] for row in trained], color="#99b898", linewidth=1, label="success (training)")
+    axes.plot(
+        steps,
+        [row["reward"] for row in trained],
+        color="#1f6f8b",
+        linewidth=2,
+        label="reward (training)",
+    )
+    axes.plot(
+        steps,
+        [row["success"] for row in trained],
+        color="#99b898",
+        linewidth=1,
+        label="success (training)",
+    )
     _draw_evaluated(axes, rows, "eval/success", "success (held out, 95 % interval)", "#e84a5f")
     for row in rows:
         if (rate := row.get("eval/success")) is not None:
-            axes.annotate(f"{rate:.0%}", (row["step"], rate), xytext=(6, 4), textcoords="offset points")
+            axes.annotate(
+                f"{rate:.0%}", (row["step"], rate), xytext=(6, 4), textcoords="offset points"
+            )
     axes.set(ylim=(min(0.0, *axes.get_ylim()), max(1.05, axes.get_ylim()[1])), title=title)
 
 
@@ -58,7 +76,13 @@ def _draw_envs(axes: "Axes", rows: Rows, envs: Sequence[str]) -> None:
         colour = f"C{number % 10}"
         trained = [row for row in rows if f"envs/{env}/success" in row]
         steps = [row["step"] for row in trained]
-        axes.plot(steps, [row[f"envs/{env}/success"] for row in trained], color=colour, linewidth=1, label=env)
+        axes.plot(
+            steps,
+            [row[f"envs/{env}/success"] for row in trained],
+            color=colour,
+            linewidth=1,
+            label=env,
+        )
         _draw_evaluated(axes, rows, f"eval/envs/{env}/success", f"{env} (held out)", colour)
     axes.set(ylim=(-0.05, 1.05), title="success by environment")
 
@@ -74,7 +98,15 @@ def _draw_evaluated(axes: "Axes", rows: Rows, name: str, label: str, colour: str
     tested = [row for row in rows if name in row]
     if tested:
         rates, steps = [row[name] for row in tested], [row["step"] for row in tested]
-        axes.errorbar(steps, rates, _to_interval(tested, name), fmt="o--", capsize=3, color=colour, label=label)
+        axes.errorbar(
+            steps,
+            rates,
+            _to_interval(tested, name),
+            fmt="o--",
+            capsize=3,
+            color=colour,
+            label=label,
+        )
 
 
 def _to_interval(tested: Rows, name: str) -> list[list[float]]:

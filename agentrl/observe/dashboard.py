@@ -84,26 +84,42 @@ class Dashboard:
             cells = cells_of(progress.metrics)
             yield (
                 "last step",
-                Text("  ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in cells.items()),
+                Text("  ").join(
+                    Text.assemble((f"{name} ", "dim"), value) for name, value in cells.items()
+                ),
             )
         if progress.held_out is not None:
             step, success = progress.held_out
             share = "unknown how many" if math.isnan(success) else f"[bold]{success:.1%}[/bold]"
-            failed = f"; {progress.held_out_failed} failed, and do not count" if progress.held_out_failed else ""
+            failed = (
+                f"; {progress.held_out_failed} failed, and do not count"
+                if progress.held_out_failed
+                else ""
+            )
             yield "held out", f"{share} succeed after {step} steps{failed}"
         if progress.slowest:
-            shown = (f"{escape(env)} {mean:.2g} s a step, at most {most:.2g} s" for env, mean, most in progress.slowest)
+            shown = (
+                f"{escape(env)} {mean:.2g} s a step, at most {most:.2g} s"
+                for env, mean, most in progress.slowest
+            )
             yield "slowest", "; ".join(shown)
         if underway is not None and underway.longest:
-            longest = (f"{escape(task)} ({escape(env)}) {duration(s)}" for task, env, s in underway.longest)
+            longest = (
+                f"{escape(task)} ({escape(env)}) {duration(s)}" for task, env, s in underway.longest
+            )
             yield "in play", "; ".join(longest)
         if lost := [crew for crew in roster() if crew.alive < crew.count]:
             yield (
                 "workers",
-                Text("; ".join(f"{crew.role} {crew.alive} of {crew.count}" for crew in lost), style="yellow"),
+                Text(
+                    "; ".join(f"{crew.role} {crew.alive} of {crew.count}" for crew in lost),
+                    style="yellow",
+                ),
             )
         if underway is not None and underway.failures:
-            failures = ", ".join(f"{layer} {count}" for layer, count in sorted(underway.failures.items()))
+            failures = ", ".join(
+                f"{layer} {count}" for layer, count in sorted(underway.failures.items())
+            )
             yield "failures", f"[red]{failures}[/red]"
         for each in notices():
             yield "waiting", Text(f"waiting: {each}", style="yellow")
@@ -116,25 +132,36 @@ def _ready(underway: Underway | None) -> str:
     if underway is None:
         return ""
     return (
-        f"; {underway.ready} of {underway.wanted} groups ready, {underway.slots} of {underway.slots_limit} slots taken"
+        f"; {underway.ready} of {underway.wanted} groups ready, {underway.slots} of"
+        f" {underway.slots_limit} slots taken"
     )
 
 
 def line_of(progress: RunProgress) -> str:
-    """The line of the step that has just ended, by its number in the run's files, for files and pipes."""
+    """The line of the step that has just ended, by its number in the run's files, for files and
+    pipes.
+    """
     cells = cells_of(progress.metrics)
     underway = progress.underway() if progress.underway is not None else None
     if underway is not None and underway.failures:
-        cells["failures"] = " + ".join(f"{count} {layer}" for layer, count in sorted(underway.failures.items()))
+        cells["failures"] = " + ".join(
+            f"{count} {layer}" for layer, count in sorted(underway.failures.items())
+        )
     if progress.remaining is not None:
         cells["left"] = duration(progress.remaining)
-    return f"step {progress.done - 1:4d}  " + "  ".join(f"{name} {value}" for name, value in cells.items())
+    return f"step {progress.done - 1:4d}  " + "  ".join(
+        f"{name} {value}" for name, value in cells.items()
+    )
 
 
 def cells_of(metrics: Mapping[str, float]) -> dict[str, str]:
     """What is shown of a step's metrics, by name."""
     seconds = max(metrics["seconds"], 1e-9)
-    phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
+    phases = {
+        name.removeprefix("seconds/"): value
+        for name, value in metrics.items()
+        if name.startswith("seconds/")
+    }
     return {
         "reward": f"{metrics['reward']:.3f}",
         "success": "unknown" if math.isnan(metrics["success"]) else f"{metrics['success']:.0%}",
@@ -142,7 +169,10 @@ def cells_of(metrics: Mapping[str, float]) -> dict[str, str]:
         "tokens/s": f"{metrics['tokens_per_second']:,.0f}",
         "staleness": f"{metrics['staleness/mean']:.2f} (max {metrics['staleness/max']:.0f})",
         "gap": f"{metrics.get('logprob_gap_max', 0.0):.1e}",
-        "time": f"{seconds:.1f}s = " + " + ".join(f"{value / seconds:.0%} {name}" for name, value in phases.items()),
+        "time": (
+            f"{seconds:.1f}s = "
+            + " + ".join(f"{value / seconds:.0%} {name}" for name, value in phases.items())
+        ),
     }
 
 

@@ -2,8 +2,9 @@
 
 `status.json` and `summary.json` keep it under "ended":
 
-    {"how": "failed", "why": "step 17: the loss is nan ...", "error": "TrainingError",
-     "at": "2026-11-25T13:40:02+00:00", "steps": 17, "checkpoint": 10, "resume": "agentrl train --resume runs/lake"}
+    {"how": "failed", "why": "step 17: the loss is nan ...", "error": "TrainingError", "at":
+     "2026-11-25T13:40:02+00:00", "steps": 17, "checkpoint": 10, "resume": "agentrl train --resume
+     runs/lake"}
 """
 
 import asyncio
@@ -27,8 +28,9 @@ How = Literal["completed", "stopped", "failed", "killed"]
 class Ending:
     """How a run ended.
 
-    `completed`: the recipe has done its work. `stopped`: by Ctrl-C or a signal. `failed`: by an error. `killed`: its
-    process is gone and has written nothing, which is read from what it has left.
+    `completed`: the recipe has done its work. `stopped`: by Ctrl-C or a signal. `failed`: by an
+    error. `killed`: its process is gone and has written nothing, which is read from what it has
+    left.
     """
 
     how: How
@@ -53,7 +55,9 @@ class Ending:
 _FORMAT = TypeAdapter(Ending)
 
 
-def ending_of(error: BaseException | None, folder: Path, *, steps: int, checkpoint: int | None) -> Ending:
+def ending_of(
+    error: BaseException | None, folder: Path, *, steps: int, checkpoint: int | None
+) -> Ending:
     """The ending, now, of the run in `folder`, which `error` has ended, if any has."""
     at = datetime.now(UTC).isoformat()
     if error is None:
@@ -62,13 +66,15 @@ def ending_of(error: BaseException | None, folder: Path, *, steps: int, checkpoi
         error = error.exceptions[0]
     resume = resume_command(folder)
     if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-        return Ending("stopped", f"stopped by {str(error) or 'Ctrl-C'}", None, at, steps, checkpoint, resume)
+        return Ending(
+            "stopped", f"stopped by {str(error) or 'Ctrl-C'}", None, at, steps, checkpoint, resume
+        )
     return Ending("failed", _reason(error), type(error).__name__, at, steps, checkpoint, resume)
 
 
 def ending_kept(status: Mapping[str, Any], folder: Path, checkpoint: int | None) -> Ending | None:
-    """The ending of the run in `folder`, whose process does not live any more, by its `status.json`; None if what that
-    says cannot be read.
+    """The ending of the run in `folder`, whose process does not live any more, by its
+    `status.json`; None if what that says cannot be read.
     """
     if "ended" in status:
         try:
@@ -76,8 +82,8 @@ def ending_kept(status: Mapping[str, Any], folder: Path, checkpoint: int | None)
         except ValidationError:
             return None
     why = (
-        f"its process {status.get('pid')} is gone and has left no reason: it was killed (by SIGKILL, for want of "
-        "memory), or its machine stopped"
+        f"its process {status.get('pid')} is gone and has left no reason: it was killed (by"
+        " SIGKILL, for want of memory), or its machine stopped"
     )
     return Ending("killed", why, None, None, None, checkpoint, resume_command(folder))
 
@@ -96,5 +102,11 @@ def resume_command(folder: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why an error ended a run: its own words, what is wrong with the disk, or where in whose code it was raised."""
-    return str(error) if isinstance(error, AgentRLError) else storage_problem(error) or with_frame(error)
+    """Why an error ended a run: its own words, what is wrong with the disk, or where in whose code
+    it was raised.
+    """
+    return (
+        str(error)
+        if isinstance(error, AgentRLError)
+        else storage_problem(error) or with_frame(error)
+    )

@@ -1,5 +1,5 @@
-"""What a history of steps shows that a single step does not: gradients that explode, success that is lost, rewards that
-rise alone.
+"""What a history of steps shows that a single step does not: gradients that explode, success that
+is lost, rewards that rise alone.
 """
 
 from collections import deque
@@ -16,8 +16,9 @@ _EXPLODED = 1000.0
 _LOST = 0.2
 """Of the success that there was, what is left when it has been lost."""
 _ALONE = 8
-"""Steps at both ends that are compared to see whether the reward has risen without a success. Of fewer, the spread may
-be small by chance, and a reward that only varies be told: one history in a hundred with 5."""
+"""Steps at both ends that are compared to see whether the reward has risen without a success. Of
+fewer, the spread may be small by chance, and a reward that only varies be told: one history in a
+hundred with 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,11 @@ class History:
         if not is_new:
             return ""
         return (
-            f"the norm of the gradient is {norm:.3g}, {norm / usual:,.0f} times its median of {usual:.3g}: a few "
-            "tokens decide this update, which trainer.max_grad_norm only hides. Look at health/advantage_std and "
-            "reward_std for advantages or rewards of another scale, lower trainer.lr, and go back to an earlier "
-            "checkpoint if success falls"
+            f"the norm of the gradient is {norm:.3g}, {norm / usual:,.0f} times its median of"
+            f" {usual:.3g}: a few tokens decide this update, which trainer.max_grad_norm only"
+            " hides. Look at health/advantage_std and reward_std for advantages or rewards of"
+            " another scale, lower trainer.lr, and go back to an earlier checkpoint if success"
+            " falls"
         )
 
     def _loss(self, row: Row) -> str:
@@ -84,9 +86,9 @@ class History:
             return ""
         self.fallen, self._had = True, had
         return (
-            f"success has fallen from {had:.0%} to {success:.0%} within a few steps: the tasks are not too hard, the "
-            "policy has collapsed. Go back to an earlier checkpoint, and lower trainer.lr or raise algorithm.kl; read "
-            "the episodes of both (`agentrl view`)"
+            f"success has fallen from {had:.0%} to {success:.0%} within a few steps: the tasks are"
+            " not too hard, the policy has collapsed. Go back to an earlier checkpoint, and lower"
+            " trainer.lr or raise algorithm.kl; read the episodes of both (`agentrl view`)"
         )
 
     def _reward_alone(self, row: Row) -> str:
@@ -100,11 +102,16 @@ class History:
         first, last = self._rewards[:_ALONE], self._rewards[-_ALONE:]
         rise = fmean(last) - fmean(first)
         spread = max(pstdev(first), pstdev(last))
-        if rise <= 3 * spread or rise <= 0.1 * max(map(abs, (*first, *last))) or min(last) <= max(first):
+        if (
+            rise <= 3 * spread
+            or rise <= 0.1 * max(map(abs, (*first, *last)))
+            or min(last) <= max(first)
+        ):
             return ""
         self._told = True
         return (
-            f"the reward rose from {fmean(first):.3g} to {fmean(last):.3g} in {len(self._rewards)} steps, and not one "
-            "episode succeeded: it pays for something else than success, and may be exploited. Read the episodes that "
-            "earn most (`agentrl view`), compare reward/..., and pay for success"
+            f"the reward rose from {fmean(first):.3g} to {fmean(last):.3g} in {len(self._rewards)}"
+            " steps, and not one episode succeeded: it pays for something else than success, and"
+            " may be exploited. Read the episodes that earn most (`agentrl view`), compare"
+            " reward/..., and pay for success"
         )

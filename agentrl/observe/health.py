@@ -1,7 +1,8 @@
-"""Signs that learning goes wrong before the reward shows it: of a step's episodes, and of its batch.
+"""Signs that learning goes wrong before the reward shows it: of a step's episodes, and of its
+batch.
 
-`agentrl/observe/silence.py` has the thresholds, and what to do. Dimension suffixes: N loss tokens, G members of
-a group.
+`agentrl/observe/silence.py` has the thresholds, and what to do. Dimension suffixes: N loss tokens,
+G members of a group.
 """
 
 from collections.abc import Sequence
@@ -21,38 +22,54 @@ _WINDOW = 8
 def episode_health(groups: Sequence[Group]) -> dict[str, float]:
     """Signs in a step's whole episodes; those of which the step has no case are left out.
 
-    `health/length_correlation` is Pearson's, of score and sampled tokens; `health/reward_by_length/1` to `/4` are the
-    mean scores of the episodes' quarters from the shortest on. `health/repetition` is the share of passages of 8 tokens
-    that stood in the same answer before. `health/disagreement`: of the pairs of members of a group that two
-    parts of the reward both tell apart, the share that they order differently; of all pairs of parts the largest.
+    `health/length_correlation` is Pearson's, of score and sampled tokens;
+    `health/reward_by_length/1` to `/4` are the mean scores of the episodes' quarters from the
+    shortest on. `health/repetition` is the share of passages of 8 tokens that stood in the same
+    answer before. `health/disagreement`: of the pairs of members of a group that two parts of the
+    reward both tell apart, the share that they order differently; of all pairs of parts the
+    largest.
     """
     whole = [group for group in groups if not group.partial]
     scores = np.array([score.value for group in whole for score in group.scores], np.float64)
-    lengths = np.array([trajectory.num_tokens for group in whole for trajectory in group.trajectories], np.float64)
+    lengths = np.array(
+        [trajectory.num_tokens for group in whole for trajectory in group.trajectories], np.float64
+    )
     answers = [
-        turn.completion.token_ids for group in whole for trajectory in group.trajectories for turn in trajectory.turns
+        turn.completion.token_ids
+        for group in whole
+        for trajectory in group.trajectories
+        for turn in trajectory.turns
     ]
     found = {
         "health/length_correlation": correlation(scores, lengths),
         "health/repetition": repetition(answers),
         "health/disagreement": disagreement(whole),
     }
-    return {name: value for name, value in found.items() if value is not None} | reward_by_length(scores, lengths)
+    return {name: value for name, value in found.items() if value is not None} | reward_by_length(
+        scores, lengths
+    )
 
 
 def reward_by_length(scores: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
-    """The mean score of each quarter of the episodes by length; nothing for fewer than eight, or equal lengths."""
+    """The mean score of each quarter of the episodes by length; nothing for fewer than eight, or
+    equal lengths.
+    """
     if len(lengths) < 8 or lengths.std() == 0:
         return {}
     quarters = np.array_split(scores[np.argsort(lengths, kind="stable")], 4)
-    return {f"health/reward_by_length/{number}": float(own.mean()) for number, own in enumerate(quarters, 1)}
+    return {
+        f"health/reward_by_length/{number}": float(own.mean())
+        for number, own in enumerate(quarters, 1)
+    }
 
 
 def batch_health(trained: TrainedBatch) -> dict[str, float]:
-    """Signs in what a step was trained on; those that need the trainer's logprobs only if it tells them.
+    """Signs in what a step was trained on; those that need the trainer's logprobs only if it tells
+    them.
 
-    `health/effective_sample_size` is (sum w)^2 / (N sum w^2) of the importance weights w = exp(old logprob - engine's)
-    (Kish, "Survey Sampling", 1965): the share of the tokens that would be worth as much without weights.
+    `health/effective_sample_size` is (sum w)^2 / (N sum w^2) of the importance weights w = exp(old
+    logprob - engine's) (Kish, "Survey Sampling", 1965): the share of the tokens that would be worth
+    as much without weights.
     """
     advantages_N = trained.batch.advantages_N.astype(np.float64)
     found = {
@@ -66,13 +83,17 @@ def batch_health(trained: TrainedBatch) -> dict[str, float]:
     low, high = np.exp(np.quantile(new_N - old_N, (0.01, 0.99)))
     return {
         **found,
-        "health/effective_sample_size": float(weights_N.sum() ** 2 / (len(weights_N) * np.square(weights_N).sum())),
+        "health/effective_sample_size": float(
+            weights_N.sum() ** 2 / (len(weights_N) * np.square(weights_N).sum())
+        ),
         "health/ratio_p1": float(low),
         "health/ratio_p99": float(high),
     }
 
 
-def correlation(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray) -> float | None:
+def correlation(
+    one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray
+) -> float | None:
     """Pearson's correlation; `None` where one of them does not vary."""
     a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
     if constant(a.tolist()) or constant(b.tolist()):
@@ -81,7 +102,9 @@ def correlation(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.n
 
 
 def repetition(answers: Sequence[IntArray]) -> float | None:
-    """The share of an answer's passages that stood in it before, over all answers; `None` if all are too short."""
+    """The share of an answer's passages that stood in it before, over all answers; `None` if all
+    are too short.
+    """
     factors = np.random.default_rng(0).integers(1, 2**63, _WINDOW, dtype=np.uint64) | np.uint64(1)
     passages = distinct = 0
     for tokens in answers:
@@ -95,13 +118,25 @@ def repetition(answers: Sequence[IntArray]) -> float | None:
 
 def disagreement(groups: Sequence[Group]) -> float | None:
     """See `episode_health`; `None` if no two parts tell the same members apart."""
-    parts = sorted({name for group in groups for score in group.scores for name in score.parts if "/" not in name})
+    parts = sorted(
+        {
+            name
+            for group in groups
+            for score in group.scores
+            for name in score.parts
+            if "/" not in name
+        }
+    )
     by_agent = [of_agent for group in groups for of_agent in group.by_agent()]
     shares = []
     for one, other in combinations(parts, 2):
         apart = opposite = 0
         for of_agent in by_agent:
-            both = [score.parts for score in of_agent.scores if one in score.parts and other in score.parts]
+            both = [
+                score.parts
+                for score in of_agent.scores
+                if one in score.parts and other in score.parts
+            ]
             ordered = _order([each[one] for each in both]) * _order([each[other] for each in both])
             apart, opposite = apart + int((ordered != 0).sum()), opposite + int((ordered < 0).sum())
         if apart:

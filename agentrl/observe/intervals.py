@@ -1,7 +1,9 @@
-"""Results of tasks that were played several times, with intervals: means, pass@k, and differences of two models.
+"""Results of tasks that were played several times, with intervals: means, pass@k, and differences
+of two models.
 
-The tasks are a sample of all that could be asked, so intervals are over tasks, and the samples of one task are not
-independent (E. Miller, "Adding error bars to evals", arXiv:2411.00640, sections 2.2 and 4.2).
+The tasks are a sample of all that could be asked, so intervals are over tasks, and the samples of
+one task are not independent (E. Miller, "Adding error bars to evals", arXiv:2411.00640, sections
+2.2 and 4.2).
 """
 
 import math
@@ -24,10 +26,11 @@ class Interval:
 
 
 def pass_at_k(successes: int, samples: int, k: int) -> float:
-    """The probability that one of k answers of a task is right, estimated without bias from `samples` of them.
+    """The probability that one of k answers of a task is right, estimated without bias from
+    `samples` of them.
 
-    1 - C(n - c, k) / C(n, k), equation 1 of M. Chen et al., "Evaluating large language models trained on code",
-    arXiv:2107.03374.
+    1 - C(n - c, k) / C(n, k), equation 1 of M. Chen et al., "Evaluating large language models
+    trained on code", arXiv:2107.03374.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, got {samples}")
@@ -37,8 +40,8 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
 def mean_over_tasks(values: Sequence[float]) -> Interval:
     """The mean of one value for each task, with a normal interval.
 
-    NaN for no tasks. The bounds are NaN for a single one, and where all values are equal: nothing tells then how far
-    others would lie.
+    NaN for no tasks. The bounds are NaN for a single one, and where all values are equal: nothing
+    tells then how far others would lie.
     """
     if not values:
         return Interval(math.nan, math.nan, math.nan)
@@ -50,9 +53,9 @@ def mean_over_tasks(values: Sequence[float]) -> Interval:
 def share_over_tasks(values: Sequence[float]) -> Interval:
     """The mean of one value from 0 to 1 for each task.
 
-    The interval is Wilson's, if all values are 0 or 1. Otherwise it is the normal one, and at least as wide as with two
-    values of 0 and two of 1 added (A. Agresti and B. Coull, "Approximate is better than 'exact'", 1998), so that tasks
-    which are all alike give no certainty.
+    The interval is Wilson's, if all values are 0 or 1. Otherwise it is the normal one, and at least
+    as wide as with two values of 0 and two of 1 added (A. Agresti and B. Coull, "Approximate is
+    better than 'exact'", 1998), so that tasks which are all alike give no certainty.
     """
     if values and set(values) <= {0.0, 1.0}:
         return Interval(fmean(values), *wilson_interval(round(sum(values)), len(values)))
@@ -60,29 +63,35 @@ def share_over_tasks(values: Sequence[float]) -> Interval:
     if len(values) < 2:
         return found
     low, high = _with_added(values, (0.0, 0.0, 1.0, 1.0))
-    low, high = (low, high) if math.isnan(found.low) else (min(low, found.low), max(high, found.high))
+    low, high = (
+        (low, high) if math.isnan(found.low) else (min(low, found.low), max(high, found.high))
+    )
     return Interval(found.value, max(0.0, low), min(1.0, high))
 
 
 def passes(by_task: Mapping[str, Sequence[bool]], samples: int) -> tuple[int, dict[int, Interval]]:
-    """pass@k for k = 1, 2, 4, ... up to `samples`, all of the same tasks, and how many these are: those of which enough
-    answers are known for the largest k. NaN if there are none.
+    """pass@k for k = 1, 2, 4, ... up to `samples`, all of the same tasks, and how many these are:
+    those of which enough answers are known for the largest k. NaN if there are none.
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
     known = [own for own in by_task.values() if len(own) >= ks[-1]]
-    return len(known), {k: share_over_tasks([pass_at_k(sum(own), len(own), k) for own in known]) for k in ks}
+    return len(known), {
+        k: share_over_tasks([pass_at_k(sum(own), len(own), k) for own in known]) for k in ks
+    }
 
 
 def paired_difference(
     one: Mapping[Hashable, float], other: Mapping[Hashable, float], largest: float | None = None
 ) -> tuple[int, Interval]:
-    """How many tasks both have, and by how much `other` is larger there: the mean of the differences, task by task.
+    """How many tasks both have, and by how much `other` is larger there: the mean of the
+    differences, task by task.
 
-    The interval is narrower than that of two separate means, as a task is hard or easy for both. It is the normal one
-    of the differences with the `largest` possible one added in both directions (for shares that of D. Bonett and R.
-    Price, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data", 2012), so
-    that few tasks which all change alike give no certainty. Without `largest`, it is the difference between the
-    smallest and the largest value of all; where these are equal, the bounds are NaN.
+    The interval is narrower than that of two separate means, as a task is hard or easy for both. It
+    is the normal one of the differences with the `largest` possible one added in both directions
+    (for shares that of D. Bonett and R. Price, "Adjusted Wald confidence interval for a difference
+    of binomial proportions based on paired data", 2012), so that few tasks which all change alike
+    give no certainty. Without `largest`, it is the difference between the smallest and the largest
+    value of all; where these are equal, the bounds are NaN.
     """
     both = [task for task in one if task in other]
     differences = [other[task] - one[task] for task in both]

@@ -44,16 +44,20 @@ def read_launches(text: bytes) -> list[dict[str, Any]]:
 
 
 def _commit(folder: Path) -> tuple[str | None, bool]:
-    """The commit of the repository that a folder is in, and whether files that it knows have changed since; None
-    without a repository, or without git.
+    """The commit of the repository that a folder is in, and whether files that it knows have
+    changed since; None without a repository, or without git.
     """
     try:
         head = _git(folder, "rev-parse", "HEAD")
-        return head.strip(), bool(_git(folder, "status", "--porcelain", "--untracked-files=no").strip())
+        return head.strip(), bool(
+            _git(folder, "status", "--porcelain", "--untracked-files=no").strip()
+        )
     except (OSError, subprocess.SubprocessError):
         return None, False
 
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+    ).stdout

@@ -1,4 +1,5 @@
-"""`LiveStatus`: renews a small file of a run every second: its workers that are alive, and what waits for what.
+"""`LiveStatus`: renews a small file of a run every second: its workers that are alive, and what
+waits for what.
 
 RUN/live.json    there while the run's process lives. A process that was killed leaves it, so look whether `pid` lives
 """
@@ -30,8 +31,9 @@ _WHOLE = ("episode", "group")
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What the process `pid` of a run did at a Unix time: its workers, the calls that wait for an answer, the longest
-    wait first, what the work waits for outside (notices), and the episodes, if any are played.
+    """What the process `pid` of a run did at a Unix time: its workers, the calls that wait for an
+    answer, the longest wait first, what the work waits for outside (notices), and the episodes, if
+    any are played.
     """
 
     pid: int
@@ -46,10 +48,11 @@ _FORMAT = TypeAdapter(LiveState)
 
 
 class LiveStatus(AbstractContextManager["LiveStatus"]):
-    """Writes the file from its beginning to its end, in a thread, so that it is also written while the loop is busy.
+    """Writes the file from its beginning to its end, in a thread, so that it is also written while
+    the loop is busy.
 
-    The file is replaced at once, every `every` seconds. If it cannot be written, this is logged, and the run goes on
-    without it.
+    The file is replaced at once, every `every` seconds. If it cannot be written, this is logged,
+    and the run goes on without it.
     """
 
     def __init__(self, run: Path, *, every: float = _RENEWED_SECONDS) -> None:
@@ -79,7 +82,11 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         try:
             write_live_state(self._path, self._state())
         except OSError as error:
-            logger.warning("%s cannot be written, so pages do not show what this run waits for: %s", self._path, error)
+            logger.warning(
+                "%s cannot be written, so pages do not show what this run waits for: %s",
+                self._path,
+                error,
+            )
             return None
         return self._every
 

@@ -1,4 +1,6 @@
-"""`MachineLog`: how busy the machine of a run's controller is: a line of `machine.jsonl` every few seconds."""
+"""`MachineLog`: how busy the machine of a run's controller is: a line of `machine.jsonl` every few
+seconds.
+"""
 
 import json
 import logging
@@ -22,13 +24,15 @@ logger = logging.getLogger(__name__)
 FILE = "machine.jsonl"
 _FIRST_SECONDS, _MOST_SECONDS = 1.0, 10.0
 _AGES = 600.0
-"""A sample comes after this part of the run's age, so that a short run has many and a long one few."""
+"""A sample comes after this part of the run's age, so that a short run has many and a long one few.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineState:
-    """The machine at a Unix time. Loads are shares from 0 to 1, of all cores and of the last moments; memory is in
-    bytes; the disks' traffic is in bytes a second since the sample before; `disk_free` is of the run's own disk.
+    """The machine at a Unix time. Loads are shares from 0 to 1, of all cores and of the last
+    moments; memory is in bytes; the disks' traffic is in bytes a second since the sample before;
+    `disk_free` is of the run's own disk.
     """
 
     at: float
@@ -46,8 +50,8 @@ _FORMAT = TypeAdapter(MachineState)
 
 
 class MachineLog(AbstractContextManager["MachineLog"]):
-    """Samples from its beginning to its end, in a thread. If the file cannot be written, this is logged, and the run
-    goes on without it.
+    """Samples from its beginning to its end, in a thread. If the file cannot be written, this is
+    logged, and the run goes on without it.
     """
 
     def __init__(self, run: Path, *, every: float | None = None) -> None:
@@ -71,7 +75,9 @@ class MachineLog(AbstractContextManager["MachineLog"]):
                 with (self._run / FILE).open("a") as file:
                     file.write(json.dumps(asdict(self._sampler.sample())) + "\n")
         except (OSError, psutil.Error) as error:
-            logger.warning("%s ends here, as the machine cannot be sampled: %s", self._run / FILE, error)
+            logger.warning(
+                "%s ends here, as the machine cannot be sampled: %s", self._run / FILE, error
+            )
             return None
         return self._every or period(time.monotonic() - self._began)
 
@@ -102,7 +108,9 @@ class _Sampler:
     def sample(self) -> MachineState:
         memory, traffic, at = psutil.virtual_memory(), _traffic(), time.monotonic()
         seconds = max(at - self._at, 1e-9)
-        read, written = ((now - before) / seconds for now, before in zip(traffic, self._before, strict=True))
+        read, written = (
+            (now - before) / seconds for now, before in zip(traffic, self._before, strict=True)
+        )
         self._before, self._at = traffic, at
         gpus = {name: reader() for name, reader in self._gpus.items()}
         return MachineState(

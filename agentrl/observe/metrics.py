@@ -26,15 +26,19 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the trajectories trained on at `step`.
 
-    Staleness is in versions; its histograms are shares of groups (by their oldest token) and of tokens. Lengths are in
-    turns and tokens. Only staleness also counts the partial groups; whole episodes count all their turns. Tokens older
-    than `oldest_version` carry no loss: they are `stale_tokens`, and have no part in staleness. `envs` are the
-    environments of a mixture.
+    Staleness is in versions; its histograms are shares of groups (by their oldest token) and of
+    tokens. Lengths are in turns and tokens. Only staleness also counts the partial groups; whole
+    episodes count all their turns. Tokens older than `oldest_version` carry no loss: they are
+    `stale_tokens`, and have no part in staleness. `envs` are the environments of a mixture.
     """
-    parts_of_episodes = [trajectory for group in groups if group.partial for trajectory in group.trajectories]
+    parts_of_episodes = [
+        trajectory for group in groups if group.partial for trajectory in group.trajectories
+    ]
     by_group = [_versions(group) for group in groups]
     trained = [versions_T[versions_T >= oldest_version] for versions_T in by_group]
-    ages_of_groups = Counter(step - int(versions_T.min()) for versions_T in trained if len(versions_T))
+    ages_of_groups = Counter(
+        step - int(versions_T.min()) for versions_T in trained if len(versions_T)
+    )
     groups = [group for group in groups if not group.partial]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
@@ -53,7 +57,10 @@ def rollout_metrics(
         "reward_std": pstdev(score.value for score in scores),
         **by_agent(list(zip(trajectories, scores, strict=True))),
         **by_env(list(zip(trajectories, scores, strict=True)), envs),
-        **{f"envs/{env}/groups": float(sum(group.task.env == env for group in groups)) for env in envs},
+        **{
+            f"envs/{env}/groups": float(sum(group.task.env == env for group in groups))
+            for env in envs
+        },
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
         **{f"reward_std/{name}": pstdev(values) for name, values in parts.items()},
         "success": success_share(list(zip(trajectories, scores, strict=True))),
@@ -73,14 +80,24 @@ def rollout_metrics(
         **({"stale_tokens": stale / (stale + len(versions_T))} if stale else {}),
         "staleness/max": float(max(ages_of_tokens, default=0)),
         "staleness/mean": step - float(versions_T.mean()) if len(versions_T) else 0.0,
-        **{f"staleness/groups/{age}": count / ages_of_groups.total() for age, count in sorted(ages_of_groups.items())},
-        **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
+        **{
+            f"staleness/groups/{age}": count / ages_of_groups.total()
+            for age, count in sorted(ages_of_groups.items())
+        },
+        **{
+            f"staleness/tokens/{age}": count / len(versions_T)
+            for age, count in sorted(ages_of_tokens.items())
+        },
     }
 
 
 def masked_shares(groups: Sequence[Group], made: TracedBatch) -> dict[str, float]:
-    """The share of the whole episodes of a batch of which no token carries a loss, and that of all its new tokens."""
-    whole = {trajectory.id for group in groups if not group.partial for trajectory in group.trajectories}
+    """The share of the whole episodes of a batch of which no token carries a loss, and that of all
+    its new tokens.
+    """
+    whole = {
+        trajectory.id for group in groups if not group.partial for trajectory in group.trajectories
+    }
     sampled = sum(len(_versions(group)) for group in groups)
     return {
         "masked": len(made.masked) / max(1, len(whole)),
@@ -89,8 +106,12 @@ def masked_shares(groups: Sequence[Group], made: TracedBatch) -> dict[str, float
 
 
 def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of whole episodes whose answers, of all turns, are those of the commonest; of different tasks only."""
-    said = Counter(tuple(turn.completion.token_ids.tobytes() for turn in one.turns) for one in trajectories)
+    """The share of whole episodes whose answers, of all turns, are those of the commonest; of
+    different tasks only.
+    """
+    said = Counter(
+        tuple(turn.completion.token_ids.tobytes() for turn in one.turns) for one in trajectories
+    )
     # A suite plays a task several times, as `NAME/SAMPLE`.
     tasks = {(one.task.env, one.task.id.partition("/")[0], one.task.seed) for one in trajectories}
     if len(tasks) < _TASKS or len(trajectories) < 2 * _TASKS:
@@ -101,7 +122,9 @@ def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _versions(group: Group) -> IntArray:
     """The policy version of each token that is not yet trained on."""
     turns = (turn for trajectory in group.trajectories for turn in trajectory.new_turns)
-    return np.concatenate([np.empty(0, np.int32), *(turn.completion.policy_versions for turn in turns)])
+    return np.concatenate(
+        [np.empty(0, np.int32), *(turn.completion.policy_versions for turn in turns)]
+    )
 
 
 def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -110,14 +133,19 @@ def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         (message, turn)
         for trajectory in trajectories
         for message, turn in zip(
-            (message for message in trajectory.messages if message.is_answer), trajectory.turns, strict=False
+            (message for message in trajectory.messages if message.is_answer),
+            trajectory.turns,
+            strict=False,
         )
         if message.reasoning
     ]
     if not thought:
         return {}
     answers = sum(len(trajectory.turns) for trajectory in trajectories)
-    cut = sum(turn.completion.finish_reason == "length" and not message.content for message, turn in thought)
+    cut = sum(
+        turn.completion.finish_reason == "length" and not message.content
+        for message, turn in thought
+    )
     return {
         "reasoning/tokens": float(sum(message.reasoning_tokens for message, _ in thought)),
         "reasoning/cut": cut / answers,
@@ -127,12 +155,17 @@ def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _calls(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """How the calls of programs became samples; nothing for environments, which make none."""
     kinds = Counter(
-        turn.info["call_kind"] for trajectory in trajectories for turn in trajectory.turns if "call_kind" in turn.info
+        turn.info["call_kind"]
+        for trajectory in trajectories
+        for turn in trajectory.turns
+        if "call_kind" in turn.info
     )
     if not kinds:
         return {}
     rows = sum(1 + sum(turn.forked for turn in trajectory.turns) for trajectory in trajectories)
-    dropped = sum(tokens for trajectory in trajectories for _, tokens in trajectory.dropped.values())
+    dropped = sum(
+        tokens for trajectory in trajectories for _, tokens in trajectory.dropped.values()
+    )
     return {
         "calls/per_row": kinds.total() / rows,
         "calls/dropped_tokens": float(dropped),
@@ -155,7 +188,9 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
     """Reward, success and turns of each environment of a mixture that has been played."""
     metrics: dict[str, float] = {}
     for env in envs:
-        if own := [(trajectory, score) for trajectory, score in scored if trajectory.task.env == env]:
+        if own := [
+            (trajectory, score) for trajectory, score in scored if trajectory.task.env == env
+        ]:
             known = verdicts(own)
             low, high = wilson_interval(sum(known), len(known))
             metrics |= {
@@ -189,10 +224,12 @@ def mean_reward(scored: Iterable[tuple[Trajectory, Score]]) -> float:
 
 
 def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a success rate: the rates at which so many successes are not unusual.
+    """The 95 % confidence interval of a success rate: the rates at which so many successes are not
+    unusual.
 
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927); unlike the rate plus or
-    minus its standard error, it stays within [0, 1] and has a width where all or none succeed. NaN for no episodes.
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927);
+    unlike the rate plus or minus its standard error, it stays within [0, 1] and has a width where
+    all or none succeed. NaN for no episodes.
     """
     if episodes == 0:
         return math.nan, math.nan
@@ -201,7 +238,9 @@ def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
     half_width = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes * episodes))
     scale = 1 + z * z / episodes
     low, high = (centre - half_width) / scale, (centre + half_width) / scale
-    return max(0.0, min(low, rate)), min(1.0, max(high, rate))  # rounding must not leave out the rate itself
+    return max(0.0, min(low, rate)), min(
+        1.0, max(high, rate)
+    )  # rounding must not leave out the rate itself
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:
@@ -210,7 +249,9 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object per line, in order of steps. Every appended row is flushed to disk."""
+    """`metrics.jsonl`: one JSON object per line, in order of steps. Every appended row is flushed
+    to disk.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -239,7 +280,8 @@ class MetricsFile:
             row["step"]
         except (ValueError, LookupError, TypeError) as error:
             raise StorageError(
-                f"line {number} of {self._path} is damaged: {line!r:.80}. Remove the line, and lose its metrics"
+                f"line {number} of {self._path} is damaged: {line!r:.80}. Remove the line, and lose"
+                " its metrics"
             ) from error
         return row
 
@@ -252,6 +294,12 @@ class MetricsFile:
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows()))
 
     def rewind(self, step: int) -> None:
-        """Remove the rows of `step` and later, which will be repeated, except an evaluation at `step`."""
-        rows = [row for row in self.rows() if row["step"] < step or (row["step"] == step and is_evaluation(row))]
+        """Remove the rows of `step` and later, which will be repeated, except an evaluation at
+        `step`.
+        """
+        rows = [
+            row
+            for row in self.rows()
+            if row["step"] < step or (row["step"] == step and is_evaluation(row))
+        ]
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))

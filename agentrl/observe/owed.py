@@ -11,8 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 class OwedEvaluations:
-    """What the weights after each number of steps owe: the names of evaluations, in a file of the run until they have
-    arrived. A run that was killed meanwhile finds them there when it is resumed.
+    """What the weights after each number of steps owe: the names of evaluations, in a file of the
+    run until they have arrived. A run that was killed meanwhile finds them there when it is
+    resumed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -21,10 +22,13 @@ class OwedEvaluations:
         if path.exists():
             try:
                 self._owed = {
-                    int(step): [str(name) for name in names] for step, names in json.loads(path.read_text()).items()
+                    int(step): [str(name) for name in names]
+                    for step, names in json.loads(path.read_text()).items()
                 }
             except (ValueError, TypeError, AttributeError) as error:
-                logger.warning("%s cannot be read (%s): evaluations that had begun are left out", path, error)
+                logger.warning(
+                    "%s cannot be read (%s): evaluations that had begun are left out", path, error
+                )
 
     def of(self, step: int) -> list[str]:
         """What the weights after `step` steps owe."""

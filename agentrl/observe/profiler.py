@@ -1,4 +1,5 @@
-"""`Profiler`: records a trace of a run, from its beginning (`observe.profile`) or for a while when it is asked to.
+"""`Profiler`: records a trace of a run, from its beginning (`observe.profile`) or for a while when
+it is asked to.
 
 RUN/profile/NAME.pftrace      a trace for https://ui.perfetto.dev; `agentrl profile RUN` makes a table of it
 RUN/profile/NAME.request      seconds: asks a live run for a trace of this name, which appears when it is whole
@@ -41,10 +42,11 @@ _CALIBRATED = 200
 
 
 class Profiler(AbstractContextManager["Profiler"]):
-    """Records traces into the folder `profile` of a run's folder. `always`: from the beginning to the end.
+    """Records traces into the folder `profile` of a run's folder. `always`: from the beginning to
+    the end.
 
-    A thread writes what the event loop has recorded, samples the load of workers, and looks for requests. What that
-    costs is a counter of the trace.
+    A thread writes what the event loop has recorded, samples the load of workers, and looks for
+    requests. What that costs is a counter of the trace.
 
     Raises:
         ConfigError: with `always`, on entering: a package is missing.
@@ -60,7 +62,9 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     def __enter__(self) -> Self:
         if self._always:
-            self._recording = _Recording(self._folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}{SUFFIX}")
+            self._recording = _Recording(
+                self._folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}{SUFFIX}"
+            )
         self._thread.__enter__()
         return self
 
@@ -77,7 +81,10 @@ class Profiler(AbstractContextManager["Profiler"]):
     def _tick(self) -> float:
         """Write what is new; end a trace whose time has come, and begin one that is asked for."""
         phases = [self._begun.popleft() for _ in range(len(self._begun))]
-        ended = [(name, begin, end) for (name, begin), (_, end) in pairwise(filter(None, [self._phase, *phases]))]
+        ended = [
+            (name, begin, end)
+            for (name, begin), (_, end) in pairwise(filter(None, [self._phase, *phases]))
+        ]
         self._phase = phases[-1] if phases else self._phase
         try:
             if self._recording is not None:
@@ -88,7 +95,9 @@ class Profiler(AbstractContextManager["Profiler"]):
         if self._recording is not None and self._recording.is_over:
             self._stop()
         if self._folder.is_dir():
-            for request in sorted(self._folder.glob(f"[!.]*{REQUEST}")):  # others are not written to the end
+            for request in sorted(
+                self._folder.glob(f"[!.]*{REQUEST}")
+            ):  # others are not written to the end
                 self._answer(request)
         return _TICK_SECONDS
 
@@ -96,7 +105,9 @@ class Profiler(AbstractContextManager["Profiler"]):
         """Begin the trace that a file asks for, or say why that is not possible."""
         try:
             if self._recording is not None:
-                raise ConfigError("another trace is recorded at the moment: wait for it, or read it now")
+                raise ConfigError(
+                    "another trace is recorded at the moment: wait for it, or read it now"
+                )
             seconds = float(request.read_text())
             self._recording = _Recording(request.with_suffix(SUFFIX), seconds)
         except (ConfigError, OSError, ValueError) as error:
@@ -113,7 +124,9 @@ class Profiler(AbstractContextManager["Profiler"]):
 
 
 class _Recording:
-    """A trace that is recorded, for some seconds or until it is finished. One for some seconds appears when it ends."""
+    """A trace that is recorded, for some seconds or until it is finished. One for some seconds
+    appears when it ends.
+    """
 
     def __init__(self, path: Path, seconds: float | None = None) -> None:
         self._path = path
@@ -138,10 +151,14 @@ class _Recording:
         return self._until is not None and time.monotonic() >= self._until
 
     def write(self, phases: Iterable[tuple[str, float, float]] = ()) -> None:
-        """Write what has happened since the last call, and phases of the run's loop that have ended (Unix times)."""
+        """Write what has happened since the last call, and phases of the run's loop that have ended
+        (Unix times).
+        """
         started = time.thread_time()
         for name, since, until in phases:
-            self._file.slice(Slice(PHASES, "loop", name, max(since, self._begin + self._epoch), until))
+            self._file.slice(
+                Slice(PHASES, "loop", name, max(since, self._begin + self._epoch), until)
+            )
         ended = self._log.take()
         self._write_spans(ended)
         if self._export is not None:
@@ -149,7 +166,9 @@ class _Recording:
         begin, self._at = self._at + self._epoch, time.monotonic()
         length = max(self._at + self._epoch - begin, 1e-9)
         counted = (self._log.loop_seconds, self._log.spans, self._log.loop_turns)
-        seconds, spans, turns = (now - before for now, before in zip(counted, self._counted, strict=True))
+        seconds, spans, turns = (
+            now - before for now, before in zip(counted, self._counted, strict=True)
+        )
         self._counted = counted
         levels = {(CPU, name): percent for name, percent in self._usage.sample().items()}
         levels |= {(GPU, name): percent for name, percent in self._usage.gpus().items()}
@@ -162,7 +181,9 @@ class _Recording:
         for (group, name), value in sorted(levels.items()):
             self._file.level(group, name, _PERCENT, begin, value)
         self._file.flush()
-        self._written_in = time.thread_time() - started  # what this call costs is in the next one's counter
+        self._written_in = (
+            time.thread_time() - started
+        )  # what this call costs is in the next one's counter
 
     def finish(self) -> None:
         """Write the rest, and close the file."""
@@ -188,7 +209,9 @@ class _Recording:
             else:
                 lane = len(lanes)
                 heapq.heappush(lanes, (one.end, lane))
-            where = Slice(group, str(lane), one.name, one.begin + self._epoch, one.end + self._epoch)
+            where = Slice(
+                group, str(lane), one.name, one.begin + self._epoch, one.end + self._epoch
+            )
             self._file.slice(where, {"task": one.task} if one.task else None)
 
 
@@ -198,7 +221,8 @@ def resource_of(group: str) -> str:
 
 
 def _costs() -> tuple[float, float]:
-    """What a span costs, and a turn of the event loop, in seconds; medians, as RL-Scope calibrates its book-keeping.
+    """What a span costs, and a turn of the event loop, in seconds; medians, as RL-Scope calibrates
+    its book-keeping.
 
     What begins in other threads meanwhile is not recorded, since no trace has begun.
     """

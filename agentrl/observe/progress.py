@@ -16,10 +16,11 @@ from agentrl.trajectory import Group
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows a run's step, phase, reward curve, time left, slots, slowest environments, failures, waits and warnings.
+    """Shows a run's step, phase, reward curve, time left, slots, slowest environments, failures,
+    waits and warnings.
 
-    On a terminal it is redrawn in place. To a file, a pipe, a notebook or a terminal that cannot move its cursor it
-    writes one line per step, and waits are in the log.
+    On a terminal it is redrawn in place. To a file, a pipe, a notebook or a terminal that cannot
+    move its cursor it writes one line per step, and waits are in the log.
     """
 
     def __init__(self, console: Console, steps: int, name: str = "") -> None:
@@ -35,7 +36,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
             self._live.stop()
@@ -45,7 +49,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._console.print(text, highlight=False, soft_wrap=self._live is None)
 
     def warn(self, step: int, text: str) -> None:
-        """Print a warning of a step (counted from 0) above the display, and show it there for a while."""
+        """Print a warning of a step (counted from 0) above the display, and show it there for a
+        while.
+        """
         self._progress.warn(step, text)
         self.say(f"[yellow]warning:[/yellow] {escape(text)} (docs/why-it-does-not-learn.md)")
 
@@ -70,5 +76,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._live.refresh()
 
     def held_out(self, steps: int, success: float, failed: int = 0) -> None:
-        """Show the success on held-out tasks after so many steps, and how many of their episodes failed."""
+        """Show the success on held-out tasks after so many steps, and how many of their episodes
+        failed.
+        """
         self._progress.held_out, self._progress.held_out_failed = (steps, success), failed

@@ -1,10 +1,11 @@
-"""Reports of evaluations on disk, and the comparison of two: a small JSON file for each suite and step.
+"""Reports of evaluations on disk, and the comparison of two: a small JSON file for each suite and
+step.
 
 RUN/evaluations/NAME_000020.json         of the weights after 20 steps; NAME is the suite's, or held_out
 RUN/evaluations/eval-DATE/...            what `agentrl eval RUN` has saved
 
-Two evaluations are compared task by task. A task is the same in both if environment, options, seed, prompt and sampling
-are: equal names and seeds alone may be those of different games.
+Two evaluations are compared task by task. A task is the same in both if environment, options, seed,
+prompt and sampling are: equal names and seeds alone may be those of different games.
 """
 
 import json
@@ -31,7 +32,9 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True)
 class PlayedTask:
-    """What an episode was about: two of the same problem, whatever the runs are called that played them, are equal."""
+    """What an episode was about: two of the same problem, whatever the runs are called that played
+    them, are equal.
+    """
 
     environment: str
     """Its address, with its wrappers."""
@@ -44,19 +47,31 @@ class PlayedTask:
 
     @staticmethod
     def of(trajectory: Trajectory, environment: str, *, program: bool = False) -> "PlayedTask":
-        """That of an episode. `program`: whether a program has called the model, and made its prompts."""
+        """That of an episode. `program`: whether a program has called the model, and made its
+        prompts.
+        """
         task = trajectory.task
-        shown = [] if program else takewhile(lambda message: message.role != "assistant", trajectory.messages)
+        shown = (
+            []
+            if program
+            else takewhile(lambda message: message.role != "assistant", trajectory.messages)
+        )
         prompt = [(message.role, message.content) for message in shown]
         options = json.dumps(dict(task.options), sort_keys=True, default=str)
         return PlayedTask(
-            environment, task.seed, _digest(options), _digest(json.dumps(prompt)) if prompt else "", trajectory.agent
+            environment,
+            task.seed,
+            _digest(options),
+            _digest(json.dumps(prompt)) if prompt else "",
+            trajectory.agent,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """How one episode of an evaluation ended. `task` names its task, with the seed of its environment."""
+    """How one episode of an evaluation ended. `task` names its task, with the seed of its
+    environment.
+    """
 
     task: str
     success: bool | None
@@ -67,18 +82,26 @@ class EpisodeResult:
     """None if that is not known; `task` stands for it then."""
 
     @staticmethod
-    def of(trajectory: Trajectory, score: Score, sampled: bool, played: PlayedTask | None = None) -> "EpisodeResult":
-        """The result of a scored episode; of a suite (`sampled`), the id of its task ends with the sample's number."""
+    def of(
+        trajectory: Trajectory, score: Score, sampled: bool, played: PlayedTask | None = None
+    ) -> "EpisodeResult":
+        """The result of a scored episode; of a suite (`sampled`), the id of its task ends with the
+        sample's number.
+        """
         task = trajectory.task
         name = task.id.rpartition("/")[0] if sampled else task.id
         agent = f" {trajectory.agent}" if trajectory.agent else ""
         value = None if isinstance(score.status, Unscored) else score.value
-        return EpisodeResult(f"{name} seed {task.seed}{agent}", succeeded(trajectory, score), value, played)
+        return EpisodeResult(
+            f"{name} seed {task.seed}{agent}", succeeded(trajectory, score), value, played
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """How the episodes of an evaluation were played and scored, each by its own name or that of a setting."""
+    """How the episodes of an evaluation were played and scored, each by its own name or that of a
+    setting.
+    """
 
     environments: Mapping[str, Any] = field(default_factory=dict)
     """The options of each environment."""
@@ -90,7 +113,9 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """An evaluation of the weights after `step` steps: its metrics, and each episode that did not fail."""
+    """An evaluation of the weights after `step` steps: its metrics, and each episode that did not
+    fail.
+    """
 
     name: str
     step: int
@@ -131,7 +156,8 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two models did on the tasks that both were evaluated on, and by how much the second did better.
+    """What two models did on the tasks that both were evaluated on, and by how much the second did
+    better.
 
     The success of both, `first` and `second`, is NaN where it is unknown, as is a difference.
     """
@@ -153,7 +179,8 @@ class Comparison:
 
 
 def read_reports(folder: Path) -> dict[str, EvaluationReport]:
-    """The newest report of each evaluation, by name: of a run, those that `agentrl eval` has saved there too.
+    """The newest report of each evaluation, by name: of a run, those that `agentrl eval` has saved
+    there too.
 
     The newest is the one that was written last.
 
@@ -162,18 +189,25 @@ def read_reports(folder: Path) -> dict[str, EvaluationReport]:
     """
     newest: dict[str, tuple[int, int, Path]] = {}
     for path in (
-        path for pattern in ("*.json", "eval-*/*.json", "evaluations/**/*.json") for path in folder.glob(pattern)
+        path
+        for pattern in ("*.json", "eval-*/*.json", "evaluations/**/*.json")
+        for path in folder.glob(pattern)
     ):
         if match := re.fullmatch(r"(.+)_(\d{6,})\.json", path.name):
-            newest[match[1]] = max(newest.get(match[1], (0, 0, path)), (path.stat().st_mtime_ns, int(match[2]), path))
+            newest[match[1]] = max(
+                newest.get(match[1], (0, 0, path)), (path.stat().st_mtime_ns, int(match[2]), path)
+            )
     if not newest:
         raise ConfigError(
-            f"{folder} has no reports of evaluations: name a run that was evaluated, or what `agentrl eval` wrote"
+            f"{folder} has no reports of evaluations: name a run that was evaluated, or what"
+            " `agentrl eval` wrote"
         )
     return {name: _read(path) for name, (_, _, path) in sorted(newest.items())}
 
 
-def compare(first: Mapping[str, EvaluationReport], second: Mapping[str, EvaluationReport]) -> list[Comparison]:
+def compare(
+    first: Mapping[str, EvaluationReport], second: Mapping[str, EvaluationReport]
+) -> list[Comparison]:
     """The evaluations that both have, on the tasks that both have played.
 
     Raises:
@@ -184,9 +218,11 @@ def compare(first: Mapping[str, EvaluationReport], second: Mapping[str, Evaluati
     if not found:
         reasons = "; ".join(f"{name}: {difference(first[name], second[name])}" for name in shared)
         raise ConfigError(
-            f"the two have no evaluated task in common: one has {', '.join(first)}, the other {', '.join(second)}"
+            f"the two have no evaluated task in common: one has {', '.join(first)}, the other"
+            f" {', '.join(second)}"
             + (f" ({reasons}). " if reasons else ". ")
-            + "Held-out seeds depend on the run's seed; suites (`evaluation.suites`) are the same for every run"
+            + "Held-out seeds depend on the run's seed; suites (`evaluation.suites`) are the same"
+            " for every run"
         )
     return found
 
@@ -220,7 +256,9 @@ def _compared(one: EvaluationReport, other: EvaluationReport) -> Comparison | No
 
 
 def difference(one: EvaluationReport, other: EvaluationReport) -> str:
-    """In what two evaluations differ that keeps tasks from being compared, in words; empty where only tasks are."""
+    """In what two evaluations differ that keeps tasks from being compared, in words; empty where
+    only tasks are.
+    """
     found = []
     if differing := _differing(one.conditions.sampling, other.conditions.sampling):
         found.append(f"they were sampled differently ({differing})")
@@ -261,7 +299,9 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def left_out(
-    first: Mapping[str, EvaluationReport], second: Mapping[str, EvaluationReport], compared: Sequence[Comparison]
+    first: Mapping[str, EvaluationReport],
+    second: Mapping[str, EvaluationReport],
+    compared: Sequence[Comparison],
 ) -> dict[str, str]:
     """Why the other evaluations of the two cannot be compared, by name."""
     found = {}
@@ -278,19 +318,23 @@ def _read(path: Path) -> EvaluationReport:
         raw = json.loads(path.read_text())
         if "conditions" not in raw and "episodes" in raw:
             raise ConfigError(
-                f"{path} was written by an earlier version, which did not keep what its tasks are: evaluate again "
-                "with `agentrl eval`"
+                f"{path} was written by an earlier version, which did not keep what its tasks are:"
+                " evaluate again with `agentrl eval`"
             )
         episodes = tuple(_episode(episode) for episode in raw["episodes"])
         conditions = Conditions(**raw["conditions"])
-        return EvaluationReport(raw["name"], raw["step"], raw["metrics"], episodes, conditions, path)
+        return EvaluationReport(
+            raw["name"], raw["step"], raw["metrics"], episodes, conditions, path
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no report of an evaluation: {error!r}") from error
 
 
 def _episode(row: Mapping[str, Any]) -> EpisodeResult:
     played = row["played"]
-    return EpisodeResult(row["task"], row["success"], row["score"], None if played is None else PlayedTask(**played))
+    return EpisodeResult(
+        row["task"], row["success"], row["score"], None if played is None else PlayedTask(**played)
+    )
 
 
 def _digest(text: str) -> str:

@@ -15,7 +15,9 @@ _SLOWEST = 3
 
 
 class EnvPace(NamedTuple):
-    """How long the steps of an environment took, in the last batch: on average, and the longest. In seconds."""
+    """How long the steps of an environment took, in the last batch: on average, and the longest. In
+    seconds.
+    """
 
     env: str
     mean: float
@@ -26,7 +28,8 @@ class EnvPace(NamedTuple):
 class RunProgress:
     """The state of a run of `steps` steps. `clock` counts seconds.
 
-    The event loop's thread changes it, and a display's thread reads it: each field is replaced at once.
+    The event loop's thread changes it, and a display's thread reads it: each field is replaced at
+    once.
     """
 
     steps: int
@@ -58,7 +61,9 @@ class RunProgress:
 
     @property
     def remaining(self) -> float | None:
-        """How many seconds the steps that are left will take, at the pace of the last ones; None if unknown."""
+        """How many seconds the steps that are left will take, at the pace of the last ones; None if
+        unknown.
+        """
         paces = tuple(self._paces)
         if not paces or self.done >= self.steps:
             return None
@@ -66,7 +71,9 @@ class RunProgress:
         return max(0.0, fmean(paces) * (self.steps - self.done) - since)
 
     def begin_phase(self, phase: str) -> None:
-        """A phase of a step begins. The first one begins the first step, from which the pace is measured."""
+        """A phase of a step begins. The first one begins the first step, from which the pace is
+        measured.
+        """
         self.phase_since, self.phase = self.clock(), phase
         if self._last is None:
             self._last = self.phase_since

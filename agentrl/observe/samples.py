@@ -1,7 +1,8 @@
 """What a step was trained on: a Parquet file per step with a row per training sample.
 
-Each row says which turns of which episode the sample is. Samples of some groups also have what the trainer computed for
-each of their loss tokens. Dimension suffixes: M samples of a batch, N loss tokens.
+Each row says which turns of which episode the sample is. Samples of some groups also have what the
+trainer computed for each of their loss tokens. Dimension suffixes: M samples of a batch, N loss
+tokens.
 """
 
 import random
@@ -38,16 +39,17 @@ SAMPLES_SCHEMA = pa.schema(
         ("advantages", pa.list_(pa.float32())),
     ]
 )
-"""`weight` and `advantage` are means over the sample's loss tokens. The lists have one entry for each of these: its
-`positions` in the sample, its turn, the trainer's logprob before the step and that of its update, the entropy of the
-policy before it, and its advantage. They are null for the groups that were not drawn, the logprobs also for a trainer
-that does not tell them, and the entropies for a loss that does not use them (`algorithm.entropy_bonus`)."""
+"""`weight` and `advantage` are means over the sample's loss tokens. The lists have one entry for
+each of these: its `positions` in the sample, its turn, the trainer's logprob before the step and
+that of its update, the entropy of the policy before it, and its advantage. They are null for the
+groups that were not drawn, the logprobs also for a trainer that does not tell them, and the
+entropies for a loss that does not use them (`algorithm.entropy_bonus`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """A batch that a step was made on, where its samples come from, and what the trainer computed of its tokens, if
-    it tells (`SupportsTokenLogprobs`).
+    """A batch that a step was made on, where its samples come from, and what the trainer computed
+    of its tokens, if it tells (`SupportsTokenLogprobs`).
     """
 
     batch: TrainBatch
@@ -56,11 +58,15 @@ class TrainedBatch:
 
 
 def write_samples(path: Path, step: int, trained: TrainedBatch, detailed: frozenset[int]) -> None:
-    """Write the samples of a step, all or none; those of the groups with the numbers `detailed` with their tokens."""
+    """Write the samples of a step, all or none; those of the groups with the numbers `detailed`
+    with their tokens.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     rows = list(_rows(step, trained, detailed))
-    pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA), unfinished, compression="zstd")
+    pq.write_table(
+        pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA), unfinished, compression="zstd"
+    )
     unfinished.replace(path)
 
 
@@ -70,7 +76,9 @@ def drawn_groups(batch: TrainBatch, count: int, seed: int) -> frozenset[int]:
     return frozenset(random.Random(seed).sample(numbers, min(count, len(numbers))))
 
 
-def _rows(step: int, trained: TrainedBatch, detailed: frozenset[int]) -> Iterator[dict[str, object]]:
+def _rows(
+    step: int, trained: TrainedBatch, detailed: frozenset[int]
+) -> Iterator[dict[str, object]]:
     batch = trained.batch
     ends_N, ends_S = np.cumsum(batch.loss_tokens_M), np.cumsum(batch.lengths_M)
     for number, origin in enumerate(trained.origins):

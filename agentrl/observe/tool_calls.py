@@ -12,9 +12,9 @@ _Call = tuple[str | None, bool, float | None]
 
 @dataclass(frozen=True, slots=True)
 class CalledTool:
-    """A call in the turn with this number. `name` is None if it could not be read, which counts as `refused`, as does
-    a call that was answered by an error. `seconds`: how long it took, or its share of the environment's time in the
-    turn, where the environment does not measure it.
+    """A call in the turn with this number. `name` is None if it could not be read, which counts as
+    `refused`, as does a call that was answered by an error. `seconds`: how long it took, or its
+    share of the environment's time in the turn, where the environment does not measure it.
     """
 
     turn: int
@@ -28,10 +28,13 @@ def called_tools(trajectory: Trajectory) -> Iterator[CalledTool]:
     said = _said(trajectory.messages)
     for number, turn in enumerate(trajectory.turns):
         if turn.calls is None:
-            found: list[_Call] = [(*one, None) for one in (said[number] if number < len(said) else ())]
+            found: list[_Call] = [
+                (*one, None) for one in (said[number] if number < len(said) else ())
+            ]
         else:
             found = [
-                (one.call.name if one.call else None, one.refused or not one.call, one.seconds) for one in turn.calls
+                (one.call.name if one.call else None, one.refused or not one.call, one.seconds)
+                for one in turn.calls
             ]
         share = turn.env_seconds / max(1, len(found))
         for name, refused, seconds in found:

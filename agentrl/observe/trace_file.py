@@ -1,8 +1,8 @@
 """Traces of a run in Perfetto's format: https://ui.perfetto.dev opens them.
 
-A trace is a stream of packets, so it can be read while it grows, and after a crash up to the last whole packet. The
-tracks have two levels: a group, such as `engine 0`, and in it a lane for each span that is open at the same time, or a
-counter.
+A trace is a stream of packets, so it can be read while it grows, and after a crash up to the last
+whole packet. The tracks have two levels: a group, such as `engine 0`, and in it a lane for each
+span that is open at the same time, or a counter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,9 @@ class TraceFile:
 
     def level(self, group: str, counter: str, unit: str, at: float, value: float) -> None:
         """Write the value of a counter from the time `at` until the next one. Times must ascend."""
-        packet = self._event(self._track(group, counter, unit), _protos().TrackEvent.TYPE_COUNTER, at)
+        packet = self._event(
+            self._track(group, counter, unit), _protos().TrackEvent.TYPE_COUNTER, at
+        )
         packet.track_event.double_counter_value = value
         self._write(packet)
 
@@ -120,22 +122,31 @@ class Trace:
     @property
     def begin(self) -> float:
         """When the first slice or counter begins; 0 if there is none."""
-        return min([one.begin for one in self.slices] + [found[0].begin for found in self.levels.values()], default=0.0)
+        return min(
+            [one.begin for one in self.slices] + [found[0].begin for found in self.levels.values()],
+            default=0.0,
+        )
 
     @property
     def end(self) -> float:
         """When the last one ends; 0 if there is none."""
-        return max([one.end for one in self.slices] + [found[-1].end for found in self.levels.values()], default=0.0)
+        return max(
+            [one.end for one in self.slices] + [found[-1].end for found in self.levels.values()],
+            default=0.0,
+        )
 
     def mean(self, group: str, counter: str, begin: float, end: float) -> float:
         """The mean of a counter over a time, with 0 where it has no value."""
         found: Sequence[Level] = self.levels.get((group, counter), ())
-        summed = sum(one.value * max(0.0, min(one.end, end) - max(one.begin, begin)) for one in found)
+        summed = sum(
+            one.value * max(0.0, min(one.end, end) - max(one.begin, begin)) for one in found
+        )
         return summed / max(end - begin, 1e-9)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace that `TraceFile` has written; one that is still written, up to its last whole packet.
+    """Read a trace that `TraceFile` has written; one that is still written, up to its last whole
+    packet.
 
     Raises:
         ConfigError: the file cannot be read, or the package `perfetto` is not installed.
@@ -198,5 +209,7 @@ def _protos() -> Any:
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as error:
-        raise ConfigError(f"profiles are written and read with perfetto: {install_command('profile')}") from error
+        raise ConfigError(
+            f"profiles are written and read with perfetto: {install_command('profile')}"
+        ) from error
     return perfetto_trace_pb2

@@ -1,8 +1,8 @@
 """Trackers: TensorBoard, Weights & Biases, MLflow, Trackio, Comet.
 
-Each is made with the run's folder, its config and the tracker's own settings, and works in a thread of its own
-(`agentrl.observe.tracking`). Those with a server keep the id of their run in `RUN/trackers/NAME`, so that a resumed run
-goes on there.
+Each is made with the run's folder, its config and the tracker's own settings, and works in a thread
+of its own (`agentrl.observe.tracking`). Those with a server keep the id of their run in
+`RUN/trackers/NAME`, so that a resumed run goes on there.
 """
 
 import os
@@ -28,8 +28,8 @@ class TrackerSettings(Settings):
     """
 
     project: str | None = None
-    """The project; by default that of the tracker's own files and variables, such as `WANDB_PROJECT` and
-    `COMET_PROJECT_NAME`."""
+    """The project; by default that of the tracker's own files and variables, such as
+    `WANDB_PROJECT` and `COMET_PROJECT_NAME`."""
     group: str | None = None
     """The group of runs."""
     tags: tuple[str, ...] = ()
@@ -44,20 +44,22 @@ class AccountSettings(TrackerSettings):
     """The same, for trackers whose projects belong to somebody."""
 
     entity: str | None = None
-    """The user, team or workspace that owns the project; by default that of the tracker's own files and variables, such
-    as `WANDB_ENTITY` and `COMET_WORKSPACE`, or your own."""
+    """The user, team or workspace that owns the project; by default that of the tracker's own files
+    and variables, such as `WANDB_ENTITY` and `COMET_WORKSPACE`, or your own."""
 
 
 class TensorBoard:
-    """Event files in `RUN/tensorboard/`, read by `tensorboard --logdir runs`. It knows no tags: those of a run
-    (`observe.tags`) stand in the text `config`.
+    """Event files in `RUN/tensorboard/`, read by `tensorboard --logdir runs`. It knows no tags:
+    those of a run (`observe.tags`) stand in the text `config`.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
-        self._writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+        self._writer.add_text(
+            "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
@@ -66,7 +68,10 @@ class TensorBoard:
 
     def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
         """Record some episodes."""
-        shown = (f"{one.episode}: {one.status}, score {one.score}\n\n{_indented(one.conversation)}" for one in samples)
+        shown = (
+            f"{one.episode}: {one.status}, score {one.score}\n\n{_indented(one.conversation)}"
+            for one in samples
+        )
         self._writer.add_text(f"samples/{name}", "\n\n".join(shown), step)
 
     def end(self, how: HowEnded, why: str) -> None:
@@ -80,7 +85,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. Whatever is not set here is what wandb takes from its own files and variables (`WANDB_...`)."""
+    """Weights & Biases. Whatever is not set here is what wandb takes from its own files and
+    variables (`WANDB_...`).
+    """
 
     class Config(AccountSettings):
         """Settings of the tracker `wandb`."""
@@ -90,7 +97,9 @@ class Wandb:
         tags: tuple[str, ...] = ()
         """Tags, beside those of the run (`observe.tags`) and of `WANDB_TAGS`."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], settings: Config | None = None
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -119,12 +128,13 @@ class Wandb:
             )
         except wandb.errors.UsageError as error:
             raise ConfigError(
-                f"trackers: wandb cannot begin: {error} (WANDB_MODE=offline writes to {folder / 'wandb'}, for "
-                "`wandb sync`)"
+                f"trackers: wandb cannot begin: {error} (WANDB_MODE=offline writes to"
+                f" {folder / 'wandb'}, for `wandb sync`)"
             ) from error
         self._id = run_id
-        # W&B drops what is logged with a `step` in the past, as the results of late evaluations are. So its own step
-        # only counts what is logged, and that of training is a metric, the x axis of all others.
+        # W&B drops what is logged with a `step` in the past, as the results of late evaluations
+        # are. So its own step only counts what is logged, and that of training is a metric, the x
+        # axis of all others.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -147,7 +157,9 @@ class Wandb:
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
         self._run.summary["ended"] = _ending(how, why)
-        self._run.finish(exit_code={"completed": 0, "failed": 1, "stopped": 255}[how])  # 255 is wandb's for Ctrl-C
+        self._run.finish(
+            exit_code={"completed": 0, "failed": 1, "stopped": 255}[how]
+        )  # 255 is wandb's for Ctrl-C
 
     def close(self) -> None:
         """Flush."""
@@ -155,26 +167,34 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow. The server, or the files, are those of `MLFLOW_TRACKING_URI`; a run is named after its folder."""
+    """MLflow. The server, or the files, are those of `MLFLOW_TRACKING_URI`; a run is named after
+    its folder.
+    """
 
     class Config(TrackerSettings):
         """Settings of the tracker `mlflow`."""
 
         project: str | None = None
-        """The experiment; by default that of `MLFLOW_EXPERIMENT_NAME` or `MLFLOW_EXPERIMENT_ID`, or `agentrl`."""
+        """The experiment; by default that of `MLFLOW_EXPERIMENT_NAME` or `MLFLOW_EXPERIMENT_ID`, or
+        `agentrl`.
+        """
         group: str | None = None
         """The run's tag `group`."""
         tags: tuple[str, ...] = ()
         """Tags, beside those of the run (`observe.tags`): `name=value`, or `name` alone."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], settings: Config | None = None
+    ) -> None:
         try:
             import mlflow
         except ImportError as error:
             raise _not_installed("mlflow") from error
         chosen = settings or self.Config()
         self._mlflow = mlflow
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would be drawn over the run's own
+        os.environ.setdefault(
+            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"
+        )  # it would be drawn over the run's own
         tags = {name: value for name, _, value in (tag.partition("=") for tag in chosen.tags)}
         if chosen.group is not None:
             tags["group"] = chosen.group
@@ -186,24 +206,33 @@ class MLflow:
             mlflow.set_tags(tags)
         else:
             experiment = None if given is not None else _experiment_id(mlflow, chosen.project)
-            run = mlflow.start_run(run_name=folder.resolve().name, experiment_id=experiment, tags=tags)
+            run = mlflow.start_run(
+                run_name=folder.resolve().name, experiment_id=experiment, tags=tags
+            )
         kept.write(run.info.run_id)
-        # In a file store, `reward` is a file, and `reward/environment` would be one in a folder of the same name.
+        # In a file store, `reward` is a file, and `reward/environment` would be one in a folder of
+        # the same name.
         self._in_files = urlparse(mlflow.get_tracking_uri()).scheme in ("", "file")
         self._log_config(config, run.data.params)
 
     def _log_config(self, config: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        """Log the config; of a resumed run, what has changed, as tags: a parameter of MLflow has one value for good."""
+        """Log the config; of a resumed run, what has changed, as tags: a parameter of MLflow has
+        one value for good.
+        """
         cut = {key: str(value)[:500] for key, value in config.items()}
         new = [item for item in cut.items() if item[0] not in known]
         for begin in range(0, len(new), 100):  # as many as a server takes at once
             self._mlflow.log_params(dict(new[begin : begin + 100]))
-        if changed := {f"changed.{key}": value for key, value in cut.items() if known.get(key, value) != value}:
+        if changed := {
+            f"changed.{key}": value for key, value in cut.items() if known.get(key, value) != value
+        }:
             self._mlflow.set_tags(changed)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
-        self._mlflow.log_metrics({self._name_of(name): value for name, value in metrics.items()}, step=step)
+        self._mlflow.log_metrics(
+            {self._name_of(name): value for name, value in metrics.items()}, step=step
+        )
 
     def _name_of(self, name: str) -> str:
         """A metric's name with the characters that MLflow allows: `pass_4` for `pass@4`."""
@@ -220,7 +249,9 @@ class MLflow:
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
         self._mlflow.set_tag("ended", _ending(how, why)[:5000])
-        self._mlflow.end_run({"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[how])
+        self._mlflow.end_run(
+            {"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[how]
+        )
 
     def close(self) -> None:
         """Flush."""
@@ -228,7 +259,8 @@ class MLflow:
 
 
 class Trackio:
-    """Trackio: local by default (`trackio show`), or in a Space of Hugging Face (`TRACKIO_SPACE_ID`).
+    """Trackio: local by default (`trackio show`), or in a Space of Hugging Face
+    (`TRACKIO_SPACE_ID`).
 
     It knows no tags of runs: they stand in the run's config there, as `tags`.
     """
@@ -241,9 +273,13 @@ class Trackio:
         space: str | None = None
         """The Space to log to; by default `TRACKIO_SPACE_ID`, or none."""
         tags: tuple[str, ...] = ()
-        """Tags, beside those of the run (`observe.tags`). Trackio knows none: they stand in the run's config there."""
+        """Tags, beside those of the run (`observe.tags`). Trackio knows none: they stand in the
+        run's config there.
+        """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], settings: Config | None = None
+    ) -> None:
         try:
             import trackio
         except ImportError as error:
@@ -271,7 +307,9 @@ class Trackio:
     def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
         """Record some episodes as a table."""
         rows = [list(astuple(one)) for one in samples]
-        self._run.log({f"samples/{name}": self._trackio.Table(columns=_COLUMNS, data=rows)}, step=step)
+        self._run.log(
+            {f"samples/{name}": self._trackio.Table(columns=_COLUMNS, data=rows)}, step=step
+        )
 
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
@@ -285,7 +323,9 @@ class Trackio:
 
 
 class Comet:
-    """Comet. Whatever is not set here is what Comet takes from its own files and variables (`COMET_...`)."""
+    """Comet. Whatever is not set here is what Comet takes from its own files and variables
+    (`COMET_...`).
+    """
 
     class Config(AccountSettings):
         """Settings of the tracker `comet`."""
@@ -293,7 +333,9 @@ class Comet:
         group: str | None = None
         """The value `group` of the experiment."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], settings: Config | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], settings: Config | None = None
+    ) -> None:
         try:
             import comet_ml
         except ImportError as error:
@@ -317,8 +359,8 @@ class Comet:
             )
         except ValueError as error:  # there is no key of an account
             raise ConfigError(
-                f"trackers: comet cannot begin: {error} (`comet login`, or COMET_API_KEY; with COMET_START_ONLINE=0 it "
-                f"writes to {folder / 'comet'}, for `comet upload`)"
+                f"trackers: comet cannot begin: {error} (`comet login`, or COMET_API_KEY; with"
+                f" COMET_START_ONLINE=0 it writes to {folder / 'comet'}, for `comet upload`)"
             ) from error
         kept.write(key)
         self._experiment.log_parameters(dict(config))
@@ -332,7 +374,9 @@ class Comet:
     def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
         """Record some episodes as a table."""
         rows = [list(astuple(one)) for one in samples]
-        self._experiment.log_table(f"samples_{name}_{step:06d}.csv", tabular_data=rows, headers=_COLUMNS)
+        self._experiment.log_table(
+            f"samples_{name}_{step:06d}.csv", tabular_data=rows, headers=_COLUMNS
+        )
 
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
@@ -346,7 +390,9 @@ class Comet:
 
 
 class _KeptId:
-    """The id of a tracker's run, and what else must outlive the process, in a line of `RUN/trackers/NAME`."""
+    """The id of a tracker's run, and what else must outlive the process, in a line of
+    `RUN/trackers/NAME`.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path = folder / "trackers" / name
@@ -364,8 +410,12 @@ class _KeptId:
 
 
 def _experiment_id(mlflow: Any, project: str | None) -> str | None:
-    """The experiment of this name, which is made if there is none; None where MLflow's variables name one."""
-    if project is None and (os.environ.get("MLFLOW_EXPERIMENT_NAME") or os.environ.get("MLFLOW_EXPERIMENT_ID")):
+    """The experiment of this name, which is made if there is none; None where MLflow's variables
+    name one.
+    """
+    if project is None and (
+        os.environ.get("MLFLOW_EXPERIMENT_NAME") or os.environ.get("MLFLOW_EXPERIMENT_ID")
+    ):
         return None
     name = project or _DEFAULT_PROJECT
     found = mlflow.get_experiment_by_name(name)

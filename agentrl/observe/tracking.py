@@ -1,7 +1,9 @@
-"""`Tracking`: sends what a run measures to its trackers, each in a thread of its own behind a bounded queue.
+"""`Tracking`: sends what a run measures to its trackers, each in a thread of its own behind a
+bounded queue.
 
-A tracker is the code of others and talks to servers of others. So none ends a run, and none delays a step: what one
-raises becomes one warning, and so does that one is too slow for what it gets. `metrics.jsonl` has everything anyway.
+A tracker is the code of others and talks to servers of others. So none ends a run, and none delays
+a step: what one raises becomes one warning, and so does that one is too slow for what it gets.
+`metrics.jsonl` has everything anyway.
 """
 
 import threading
@@ -34,11 +36,11 @@ _Work = Callable[[Tracker], None]
 
 
 class Tracking:
-    """The trackers of a run, each with the run's `tags`. Its methods return at once, but for the start and the end,
-    which have deadlines.
+    """The trackers of a run, each with the run's `tags`. Its methods return at once, but for the
+    start and the end, which have deadlines.
 
-    `warn` gets a sentence for each tracker that fails, and for each that is too slow; it is called by the caller's own
-    thread.
+    `warn` gets a sentence for each tracker that fails, and for each that is too slow; it is called
+    by the caller's own thread.
 
     Raises:
         ConfigError: a tracker is not installed, or cannot begin with its settings.
@@ -60,7 +62,9 @@ class Tracking:
     ) -> None:
         self._warn, self._end_seconds, self._last_seconds = warn, end_seconds, last_seconds
         self._senders = [
-            _Sender(one.name, partial(_tagged(one, tags).call, folder, config), queued, again_seconds)
+            _Sender(
+                one.name, partial(_tagged(one, tags).call, folder, config), queued, again_seconds
+            )
             for one in trackers
         ]
         for sender in self._senders:
@@ -115,16 +119,27 @@ class Tracking:
 def _tagged(tracker: Component, tags: Sequence[str]) -> Component:
     """The tracker with the tags of the run, if its settings have any."""
     settings = tracker.settings
-    return replace(tracker, settings=settings.tagged(tags)) if isinstance(settings, TrackerSettings) else tracker
+    return (
+        replace(tracker, settings=settings.tagged(tags))
+        if isinstance(settings, TrackerSettings)
+        else tracker
+    )
 
 
 class _Sender:
     """A tracker, its queue and its thread, in which it is made, used and closed."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], queued: int, again_seconds: float) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], queued: int, again_seconds: float
+    ) -> None:
         self.refusal: ConfigError | None = None
         self.complaints = deque[str]()
-        self._name, self._make, self._queued, self._again_seconds = name, make, queued, again_seconds
+        self._name, self._make, self._queued, self._again_seconds = (
+            name,
+            make,
+            queued,
+            again_seconds,
+        )
         self._waiting = deque[_Work]()
         self._changed = threading.Condition()
         self._last: _Work | None = None
@@ -138,8 +153,8 @@ class _Sender:
         self._may_refuse = self._tried.wait(seconds)
         if not self._may_refuse:
             self.complaints.append(
-                f"the tracker {self._name} has not begun after {seconds:.0f} s; the run goes on, and what it measures "
-                "waits"
+                f"the tracker {self._name} has not begun after {seconds:.0f} s; the run goes on,"
+                " and what it measures waits"
             )
 
     def send(self, work: _Work) -> None:
@@ -152,8 +167,8 @@ class _Sender:
         if not self._is_slow:
             self._is_slow = True
             self.complaints.append(
-                f"the tracker {self._name} is too slow: {self._queued:,} rows wait for it, and while they do, what "
-                "comes is not sent to it (metrics.jsonl has everything)"
+                f"the tracker {self._name} is too slow: {self._queued:,} rows wait for it, and"
+                " while they do, what comes is not sent to it (metrics.jsonl has everything)"
             )
 
     def end(self, work: _Work) -> None:
@@ -171,8 +186,8 @@ class _Sender:
             lost = len(self._waiting)
             self._waiting.clear()
         self.complaints.append(
-            f"the tracker {self._name} has not ended after {seconds:.0f} s: {lost:,} rows were not sent to it "
-            "(metrics.jsonl has everything)"
+            f"the tracker {self._name} has not ended after {seconds:.0f} s: {lost:,} rows were not"
+            " sent to it (metrics.jsonl has everything)"
         )
         self._thread.join(last_seconds)
 
@@ -219,8 +234,8 @@ class _Sender:
         if not self._failed:
             self._failed = True
             self.complaints.append(
-                f"the tracker {self._name} fails: {with_frame(error)}. The run goes on; the tracker lacks what it "
-                "could not take, and metrics.jsonl has everything"
+                f"the tracker {self._name} fails: {with_frame(error)}. The run goes on; the tracker"
+                " lacks what it could not take, and metrics.jsonl has everything"
             )
 
 
@@ -234,7 +249,12 @@ def sample_of(trajectory: Trajectory, score: Score) -> EpisodeSample:
         conversation = f"{conversation[:half]}\n\n{left_out}\n\n{conversation[-half:]}"
     name = f"{trajectory.id} {trajectory.agent}".rstrip()
     return EpisodeSample(
-        name, trajectory.task.id, str(trajectory.status.name), value, succeeded(trajectory, score), conversation
+        name,
+        trajectory.task.id,
+        str(trajectory.status.name),
+        value,
+        succeeded(trajectory, score),
+        conversation,
     )
 
 

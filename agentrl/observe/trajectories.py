@@ -1,4 +1,6 @@
-"""Trajectories on disk: a Parquet file per step with a row per trajectory, both exact tokens and readable text."""
+"""Trajectories on disk: a Parquet file per step with a row per trajectory, both exact tokens and
+readable text.
+"""
 
 import json
 import math
@@ -15,7 +17,10 @@ from agentrl.trajectory import Score, Trajectory, succeeded
 
 _MESSAGE = pa.struct(
     [
-        *((name, pa.string()) for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")),
+        *(
+            (name, pa.string())
+            for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")
+        ),
         ("given", pa.bool_()),
     ]
 )
@@ -35,7 +40,14 @@ _TURN = pa.struct(
         ("picture", pa.string()),
     ]
 )
-_CALL = pa.struct([("turn", pa.int32()), ("name", pa.string()), ("refused", pa.bool_()), ("seconds", pa.float64())])
+_CALL = pa.struct(
+    [
+        ("turn", pa.int32()),
+        ("name", pa.string()),
+        ("refused", pa.bool_()),
+        ("seconds", pa.float64()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -64,21 +76,25 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the limit, the error or
-the reason in the status. `started`, `asked` and the times of `scoring`, when rewards worked on the episode, are Unix
-time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the
-environment's drawing of the state that a turn answers, and of the last one. A message that was `given` came with the
-task and was not sampled in the episode, whatever its role. `calls` are those of tools
+"""`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the
+limit, the error or the reason in the status. `started`, `asked` and the times of `scoring`, when
+rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the sampled ones,
+`oldest_version` that of the new turns. `picture` is HTML: the environment's drawing of the state
+that a turn answers, and of the last one. A message that was `given` came with the task and was not
+sampled in the episode, whatever its role. `calls` are those of tools
 (`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
-The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
+The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with
+the same id.
 """
 
 
 _ROWS_AT_A_TIME = 64
 
 
-def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]], epoch: float = 0.0) -> None:
+def write_trajectories(
+    path: Path, scored: Iterable[tuple[Trajectory, Score]], epoch: float = 0.0
+) -> None:
     """Write (trajectory, score) pairs to `path`, all or none.
 
     `epoch`: the Unix time, in seconds, at which the clock of the trajectories showed 0.
@@ -87,7 +103,9 @@ def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]], e
     unfinished, pairs = path.with_suffix(".unfinished"), iter(scored)
     with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
         # A few at a time: while pyarrow reads Python's values, no other thread can run.
-        while rows := [_row(trajectory, score, epoch) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)]:
+        while rows := [
+            _row(trajectory, score, epoch) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)
+        ]:
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     unfinished.replace(path)
 
@@ -102,7 +120,9 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "env": trajectory.task.env,
         "seed": trajectory.task.seed,
         "status": status.name,
-        "detail": next((str(getattr(status, n)) for n in ("limit", "error", "why") if hasattr(status, n)), ""),
+        "detail": next(
+            (str(getattr(status, n)) for n in ("limit", "error", "why") if hasattr(status, n)), ""
+        ),
         "trained_turns": trajectory.trained_turns,
         "started": trajectory.started + epoch,
         "seconds": trajectory.seconds,
@@ -114,7 +134,9 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "score": None if math.isnan(score.value) else score.value,  # of one that failed
         "parts": json.dumps(dict(score.parts)),
         "words": json.dumps(dict(score.words)),
-        "scoring": [{"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked],
+        "scoring": [
+            {"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked
+        ],
         "picture": trajectory.picture,
         "calls": [asdict(call) for call in called_tools(trajectory)],
         "messages": [
@@ -122,7 +144,9 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
                 "role": message.role,
                 "content": message.content,
                 "reasoning": message.reasoning,
-                "tool_calls": json.dumps([asdict(call) for call in message.tool_calls]) if message.tool_calls else "",
+                "tool_calls": json.dumps([asdict(call) for call in message.tool_calls])
+                if message.tool_calls
+                else "",
                 "tool_call_id": message.tool_call_id,
                 "given": message.given,
             }

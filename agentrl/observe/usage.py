@@ -10,14 +10,17 @@ from typing import Any
 import psutil
 
 _LOOK_FOR_PROCESSES = 5
-"""Samples between two looks for processes that have been started: the whole table of processes is read."""
+"""Samples between two looks for processes that have been started: the whole table of processes is
+read.
+"""
 
 
 class Usage:
-    """Samples the CPU time of this process by thread, of those that it has started by process, and the GPUs' load.
+    """Samples the CPU time of this process by thread, of those that it has started by process, and
+    the GPUs' load.
 
-    Threads whose names differ only in a number count as one, and so do the threads of libraries. A GPU is seen if the
-    package `nvidia-ml-py` is installed.
+    Threads whose names differ only in a number count as one, and so do the threads of libraries. A
+    GPU is seen if the package `nvidia-ml-py` is installed.
     """
 
     def __init__(self) -> None:
@@ -52,7 +55,11 @@ class Usage:
         summed = defaultdict[str, float](float)
         for thread in self._own.threads():
             name = named.get(thread.id, "libraries' threads")
-            name = "event loop" if name == "MainThread" else re.sub(r"[-_ ]?\d+$", "", re.sub(r" \(.*\)$", "", name))
+            name = (
+                "event loop"
+                if name == "MainThread"
+                else re.sub(r"[-_ ]?\d+$", "", re.sub(r" \(.*\)$", "", name))
+            )
             summed[f"controller: {name}"] += thread.user_time + thread.system_time
         yield from summed.items()
 
@@ -66,8 +73,8 @@ class Usage:
 
 
 def gpu_readers() -> dict[str, Callable[[], tuple[float, float]]]:
-    """By GPU, what reads its load and the share of its memory that is taken; empty without GPUs, or without NVIDIA's
-    library.
+    """By GPU, what reads its load and the share of its memory that is taken; empty without GPUs, or
+    without NVIDIA's library.
     """
     try:
         import pynvml
@@ -75,7 +82,10 @@ def gpu_readers() -> dict[str, Callable[[], tuple[float, float]]]:
         return {}
     try:
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(number)
+            for number in range(pynvml.nvmlDeviceGetCount())
+        ]
     except pynvml.NVMLError:  # no driver
         return {}
 
@@ -83,7 +93,9 @@ def gpu_readers() -> dict[str, Callable[[], tuple[float, float]]]:
         def read() -> tuple[float, float]:
             try:
                 memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, memory.used / memory.total
+                return pynvml.nvmlDeviceGetUtilizationRates(
+                    handle
+                ).gpu / 100, memory.used / memory.total
             except pynvml.NVMLError:  # such as a slice of a GPU, whose load is not told
                 return 0.0, 0.0
 

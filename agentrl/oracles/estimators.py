@@ -1,9 +1,11 @@
-"""Oracles: decision problems so small that everything about them can be enumerated, to prove estimators with.
+"""Oracles: decision problems so small that everything about them can be enumerated, to prove
+estimators with.
 
-A problem is a tree of decisions. The policy has a softmax over the actions of each of its states, with free logits, so
-its expected return, the gradient of that return and the value of every token are exact numbers. So is the *expectation*
-of an algorithm's own gradient: all groups of episodes are enumerated, each is weighted by its probability, and each
-goes through the code that trains (`samples_of`, `collate`, the algorithm's hooks and its loss).
+A problem is a tree of decisions. The policy has a softmax over the actions of each of its states,
+with free logits, so its expected return, the gradient of that return and the value of every token
+are exact numbers. So is the *expectation* of an algorithm's own gradient: all groups of episodes
+are enumerated, each is weighted by its probability, and each goes through the code that trains
+(`samples_of`, `collate`, the algorithm's hooks and its loss).
 
     problem = stopping()                       # a tree of decisions
     oracle = Oracle(problem)
@@ -41,7 +43,16 @@ from agentrl.oracles.problems import (
     t_maze,
 )
 from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch, SamplingParams
-from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import (
+    Completion,
+    Group,
+    Score,
+    Task,
+    Terminated,
+    Trajectory,
+    Truncated,
+    Turn,
+)
 
 START = 0
 """The token that every prompt consists of."""
@@ -51,7 +62,8 @@ START = 0
 class Path:
     """A way through the problem: (decision's number, action's number, reward) of each turn.
 
-    `chance`: the probability of its results, given its actions. `end`: the decision after a truncated episode.
+    `chance`: the probability of its results, given its actions. `end`: the decision after a
+    truncated episode.
     """
 
     turns: tuple[tuple[int, int, float], ...]
@@ -63,8 +75,9 @@ class Path:
 class Oracle:
     """A problem with exact answers. `gamma`: the discount of rewards in them, for each turn.
 
-    The policy is the softmax of its logits at `temperature`, over the actions of `kept_P` (by default all).
-    `past_limits`: what would have come after a limit counts in values, as for an algorithm that bootstraps there.
+    The policy is the softmax of its logits at `temperature`, over the actions of `kept_P` (by
+    default all). `past_limits`: what would have come after a limit counts in values, as for an
+    algorithm that bootstraps there.
     """
 
     root: Decision
@@ -81,14 +94,19 @@ class Oracle:
     _numbers: dict[int, int] = field(init=False)  # of each decision, by its identity
 
     def __post_init__(self) -> None:
-        self._decisions = list({id(decision): decision for decision in all_decisions(self.root)}.values())
+        self._decisions = list(
+            {id(decision): decision for decision in all_decisions(self.root)}.values()
+        )
         self._numbers = {id(decision): number for number, decision in enumerate(self._decisions)}
         self.states = list(dict.fromkeys(decision.state for decision in self._decisions))
         count = START + 1
         self._first_tokens = []
         for decision in self._decisions:
             self._first_tokens.append(
-                [count + sum(a.tokens for a in decision.actions[:i]) for i in range(len(decision.actions))]
+                [
+                    count + sum(a.tokens for a in decision.actions[:i])
+                    for i in range(len(decision.actions))
+                ]
             )
             count += sum(action.tokens for action in decision.actions)
         self.paths = list(self._paths(self.root, 1.0, ()))
@@ -107,19 +125,30 @@ class Oracle:
     def logits(self, seed: int = 0, spread: float = 1.0) -> Tensor:
         """Random logits of a policy, float64, shape P."""
         generator = torch.Generator().manual_seed(seed)
-        return spread * torch.randn(sum(self.sizes.values()), generator=generator, dtype=torch.float64)
+        return spread * torch.randn(
+            sum(self.sizes.values()), generator=generator, dtype=torch.float64
+        )
 
     def logprobs(self, logits_P: Tensor) -> Tensor:
-        """The logprob of each token of the problem where it is sampled, shape W; 0 for tokens that are certain."""
-        decided = {state: torch.log_softmax(own, 0) for state, own in self._scaled(logits_P).items()}
+        """The logprob of each token of the problem where it is sampled, shape W; 0 for tokens that
+        are certain.
+        """
+        decided = {
+            state: torch.log_softmax(own, 0) for state, own in self._scaled(logits_P).items()
+        }
         whole: list[Tensor] = [logits_P.new_zeros(1)]
         for decision in self._decisions:
             for number, action in enumerate(decision.actions):
-                whole += [decided[decision.state][number : number + 1], logits_P.new_zeros(action.tokens - 1)]
+                whole += [
+                    decided[decision.state][number : number + 1],
+                    logits_P.new_zeros(action.tokens - 1),
+                ]
         return torch.cat(whole)
 
     def entropies(self, logits_P: Tensor) -> Tensor:
-        """The entropy of the policy before each token of the problem, shape W; 0 for tokens that are certain."""
+        """The entropy of the policy before each token of the problem, shape W; 0 for tokens that
+        are certain.
+        """
         found = {}
         for state, own in self._scaled(logits_P).items():
             logprobs = torch.log_softmax(own, 0)
@@ -132,15 +161,23 @@ class Oracle:
         return torch.cat(whole)
 
     def left(self, logits_P: Tensor, sampling: SamplingParams) -> Tensor:
-        """The actions that sampling leaves in each state, each of which is one token there; booleans, shape P."""
-        rule = Truncation.of([(sampling.top_k, sampling.top_p, sampling.min_p)], torch.device("cpu"))
+        """The actions that sampling leaves in each state, each of which is one token there;
+        booleans, shape P.
+        """
+        rule = Truncation.of(
+            [(sampling.top_k, sampling.top_p, sampling.min_p)], torch.device("cpu")
+        )
         scaled = [own[None] / sampling.temperature for own in self._split(logits_P).values()]
         return torch.cat([torch.isfinite(truncated(own_RV, rule)[0]) for own_RV in scaled])
 
     def _scaled(self, logits_P: Tensor) -> dict[str, Tensor]:
-        """The logits of each state at the policy's temperature, -inf for the actions that are never sampled."""
+        """The logits of each state at the policy's temperature, -inf for the actions that are never
+        sampled.
+        """
         scaled_P = logits_P / self.temperature
-        return self._split(scaled_P if self.kept_P is None else scaled_P.masked_fill(~self.kept_P, -math.inf))
+        return self._split(
+            scaled_P if self.kept_P is None else scaled_P.masked_fill(~self.kept_P, -math.inf)
+        )
 
     def _split(self, logits_P: Tensor) -> dict[str, Tensor]:
         sizes = self.sizes
@@ -151,7 +188,10 @@ class Oracle:
         logprobs_W = self.logprobs(logits_P)
         return torch.stack(
             [
-                path.chance * torch.stack([logprobs_W[self._first_tokens[d][a]] for d, a, _ in path.turns]).sum().exp()
+                path.chance
+                * torch.stack([logprobs_W[self._first_tokens[d][a]] for d, a, _ in path.turns])
+                .sum()
+                .exp()
                 for path in self.paths
             ]
         )
@@ -160,7 +200,10 @@ class Oracle:
 
     def mean_return(self, logits_P: Tensor) -> Tensor:
         """The expected discounted return of the policy."""
-        returns = [sum(self.gamma**k * reward for k, (_, _, reward) in enumerate(path.turns)) for path in self.paths]
+        returns = [
+            sum(self.gamma**k * reward for k, (_, _, reward) in enumerate(path.turns))
+            for path in self.paths
+        ]
         return (self.probabilities(logits_P) * torch.tensor(returns, dtype=torch.float64)).sum()
 
     def gradient(self, logits_P: Tensor) -> Tensor:
@@ -172,8 +215,8 @@ class Oracle:
     def values(self, logits_P: Tensor, costs_W: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The expected return before each token (shape W), and at each decision, from there on.
 
-        Before the first token of an action, that is the value of its decision; before the others, that of the action.
-        `costs_W`: what tokens cost, of which only the first of an action may.
+        Before the first token of an action, that is the value of its decision; before the others,
+        that of the action. `costs_W`: what tokens cost, of which only the first of an action may.
         """
         probabilities_W = self.logprobs(logits_P).exp()
         at: dict[int, float] = {}
@@ -185,8 +228,14 @@ class Oracle:
             number = self._numbers[id(decision)]
             if number not in at:
                 shares = [float(probabilities_W[first]) for first in self._first_tokens[number]]
-                costs = [0.0 if costs_W is None else float(costs_W[first]) for first in self._first_tokens[number]]
-                worth = [of_action(action) - cost for action, cost in zip(decision.actions, costs, strict=True)]
+                costs = [
+                    0.0 if costs_W is None else float(costs_W[first])
+                    for first in self._first_tokens[number]
+                ]
+                worth = [
+                    of_action(action) - cost
+                    for action, cost in zip(decision.actions, costs, strict=True)
+                ]
                 at[number] = sum(p * q for p, q in zip(shares, worth, strict=True) if p > 0)
             return at[number]
 
@@ -198,7 +247,9 @@ class Oracle:
         return torch.tensor(found, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
 
     def answer_values(self, logits_P: Tensor) -> Tensor:
-        """The expected return of the action that each token belongs to, from that action on, shape W."""
+        """The expected return of the action that each token belongs to, from that action on, shape
+        W.
+        """
         _, at_decisions = self.values(logits_P)
 
         def of(decision: Decision) -> float:
@@ -222,7 +273,14 @@ class Oracle:
         """The expected return of an action, from the values of the decisions after it."""
         return sum(
             result.probability
-            * (result.reward + (self.gamma * value(result.then) if self._goes_on(result) and result.then else 0.0))
+            * (
+                result.reward
+                + (
+                    self.gamma * value(result.then)
+                    if self._goes_on(result) and result.then
+                    else 0.0
+                )
+            )
             for result in action.results
         )
 
@@ -235,7 +293,9 @@ class Oracle:
         """The group that consists of these paths, as the policy would have played them."""
         logprobs_W = self.logprobs(logits_P).detach()
         task = Task("oracle", 0, {}, "oracle")
-        played = [self._trajectory(f"{i}", self.paths[n], task, logprobs_W) for i, n in enumerate(numbers)]
+        played = [
+            self._trajectory(f"{i}", self.paths[n], task, logprobs_W) for i, n in enumerate(numbers)
+        ]
         scores = [Score(t.env_return, turns=tuple(turn.reward for turn in t.turns)) for t in played]
         return Group(task, tuple(played), tuple(scores))
 
@@ -248,11 +308,13 @@ class Oracle:
         reference_P: Tensor | None = None,
         keeps: Callable[[Group], bool] = lambda group: True,
     ) -> Tensor:
-        """The expectation of the gradient that the algorithm ascends, over all groups of so many members; shape P.
+        """The expectation of the gradient that the algorithm ascends, over all groups of so many
+        members; shape P.
 
-        On-policy, in the first minibatch, with one group in a batch, and with an exact critic. `reference_P`: the
-        logits of the reference, by default the policy's own. `keeps`: which groups are trained on; others are replaced
-        by the next ones, so that the expectation is that over the kept ones.
+        On-policy, in the first minibatch, with one group in a batch, and with an exact critic.
+        `reference_P`: the logits of the reference, by default the policy's own. `keeps`: which
+        groups are trained on; others are replaced by the next ones, so that the expectation is that
+        over the kept ones.
         """
         probabilities = self.probabilities(logits_P).tolist()
         everything = self.group(range(len(self.paths)), logits_P)
@@ -277,7 +339,9 @@ class Oracle:
     def with_reference(self, batch: TrainBatch, logits_P: Tensor) -> TrainBatch:
         """A batch of this problem's paths with the logprobs of a reference that has these logits."""
         tokens_N = batch.tokens_S[batch.loss_mask_S].astype(np.int64)
-        return replace(batch, reference_logprobs_N=floats(self.logprobs(logits_P).detach().numpy()[tokens_N]))
+        return replace(
+            batch, reference_logprobs_N=floats(self.logprobs(logits_P).detach().numpy()[tokens_N])
+        )
 
     def ascent(self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor) -> Tensor:
         """The gradient that the algorithm ascends on a batch of this problem's paths, shape P."""
@@ -306,9 +370,13 @@ class Oracle:
         reference_N = torch.from_numpy(batch.reference_logprobs_N.astype(np.float64))
         advantages_N = torch.from_numpy(batch.advantages_N.astype(np.float64))
         segments_N = torch.from_numpy(np.repeat(np.arange(batch.num_samples), batch.loss_tokens_M))
-        loss_N = algorithm.loss(logprobs_N, LossTokens(old_N, old_N, reference_N, advantages_N, segments_N)).loss_N
+        loss_N = algorithm.loss(
+            logprobs_N, LossTokens(old_N, old_N, reference_N, advantages_N, segments_N)
+        ).loss_N
         weights_N = torch.from_numpy(batch.weights_N.astype(np.float64))
-        (gradient_W,) = torch.autograd.grad(-(loss_N * weights_N).sum() / algorithm.normalizer(batch), own_W)
+        (gradient_W,) = torch.autograd.grad(
+            -(loss_N * weights_N).sum() / algorithm.normalizer(batch), own_W
+        )
         return gradient_W
 
     def _trajectory(self, name: str, path: Path, task: Task, logprobs_W: Tensor) -> Trajectory:
@@ -317,22 +385,31 @@ class Oracle:
             decision = self._decisions[number]
             first = self._first_tokens[number][chosen]
             ids = list(range(first, first + decision.actions[chosen].tokens))
-            completion = Completion(ints(ids), floats(logprobs_W[ids].numpy()), ints([0] * len(ids)), "stop")
+            completion = Completion(
+                ints(ids), floats(logprobs_W[ids].numpy()), ints([0] * len(ids)), "stop"
+            )
             turns.append(Turn(ints([START]), completion, reward, {}, state=decision.state))
         status: Any = Terminated() if path.end is None else Truncated("turns")
-        tail = () if path.end is None else (START, path.end + 1)  # its last token says where the episode was cut
+        tail = (
+            () if path.end is None else (START, path.end + 1)
+        )  # its last token says where the episode was cut
         return Trajectory(name, task, tuple(turns), status, tail_ids=ints(tail))
 
     def _tokens(self) -> list[int]:
         """The numbers of tokens: the start, and those of each decision."""
-        return [1, *(sum(action.tokens for action in decision.actions) for decision in self._decisions)]
+        return [
+            1,
+            *(sum(action.tokens for action in decision.actions) for decision in self._decisions),
+        ]
 
     @property
     def sizes(self) -> dict[str, int]:
         """The number of actions in each state."""
         return {decision.state: len(decision.actions) for decision in self._decisions}
 
-    def _paths(self, decision: Decision, chance: float, turns: tuple[tuple[int, int, float], ...]) -> Iterator[Path]:
+    def _paths(
+        self, decision: Decision, chance: float, turns: tuple[tuple[int, int, float], ...]
+    ) -> Iterator[Path]:
         number = self._numbers[id(decision)]
         for chosen, action in enumerate(decision.actions):
             for result in action.results:
@@ -346,8 +423,8 @@ class Oracle:
 
 @dataclass(frozen=True, slots=True)
 class ExactCritic:
-    """What a critic without error says: before each token of the problem, after the action that it belongs to, and at
-    each decision.
+    """What a critic without error says: before each token of the problem, after the action that it
+    belongs to, and at each decision.
     """
 
     values_W: Tensor
@@ -361,7 +438,9 @@ class ExactCritic:
         own_N, answer_N = np.zeros((2, len(at_N)), np.bool_)
         own_N[asked.lesson_N] = asked.own_N
         answer_N[asked.lesson_N] = ~asked.own_N
-        before_N = batch.tokens_S[at_N - 1].astype(np.int64)  # an answer's last token, or what says where the end is
+        before_N = batch.tokens_S[at_N - 1].astype(
+            np.int64
+        )  # an answer's last token, or what says where the end is
         values_N = np.where(own_N, self.values_W.numpy()[batch.tokens_S[at_N]], 0.0)
         values_N[answer_N] = self.answers_W.numpy()[before_N[answer_N]]
         values_N[asked.ends_N] = self.at_decisions.numpy()[before_N[asked.ends_N] - 1]
@@ -369,12 +448,16 @@ class ExactCritic:
 
 
 def advised(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic) -> TrainBatch:
-    """The batch that is trained on: prepared by the algorithm, with the advantages that it finds with the critic."""
+    """The batch that is trained on: prepared by the algorithm, with the advantages that it finds
+    with the critic.
+    """
     if isinstance(algorithm, PreparesBatch):
         batch = algorithm.prepared(batch)
     if not isinstance(algorithm, ActorCritic):
         return batch
-    asked = questions(batch, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps)
+    asked = questions(
+        batch, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps
+    )
     estimate = algorithm.estimate(*asked.answered(critic.answers_to(asked)))
     return replace(batch, advantages_N=estimate.advantages_N[asked.own_N])
 

@@ -1,7 +1,8 @@
 """The exact probability of whole answers, under the policy that a trainer holds.
 
-A sampled answer is a sequence of tokens, and several sequences spell the same text. So the probability of a text is a
-sum over all of them, each followed by a token that ends the turn. Texts of a few characters have few.
+A sampled answer is a sequence of tokens, and several sequences spell the same text. So the
+probability of a text is a sum over all of them, each followed by a token that ends the turn. Texts
+of a few characters have few.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,20 +32,24 @@ async def answer_probabilities(
     max_tokens: int | None = None,
     context: ContextPolicy = FULL,
 ) -> list[list[float]]:
-    """For each question, the probability of each of its answers: that the model writes this text and ends its turn.
+    """For each question, the probability of each of its answers: that the model writes this text
+    and ends its turn.
 
-    It is that of untruncated sampling at the trainer's temperature, summed over all spellings of the text and all stop
-    tokens. An answer may have `max_tokens` tokens, its stop token included. One that is cut there is sent as it is, so
-    a spelling of that length needs no stop token, and a longer one cannot be sampled.
+    It is that of untruncated sampling at the trainer's temperature, summed over all spellings of
+    the text and all stop tokens. An answer may have `max_tokens` tokens, its stop token included.
+    One that is cut there is sent as it is, so a spelling of that length needs no stop token, and a
+    longer one cannot be sampled.
 
-    Earlier answers among a question's messages are shown in the tokens of `TemplateRenderer.answer_ids`. `context`:
-    which part of the messages the model sees.
+    Earlier answers among a question's messages are shown in the tokens of
+    `TemplateRenderer.answer_ids`. `context`: which part of the messages the model sees.
 
     Raises:
-        ConfigError: an answer has characters beyond ASCII, or more than `MAX_SPELLINGS` spellings; or a question does
-            not end with a message to answer.
+        ConfigError: an answer has characters beyond ASCII, or more than `MAX_SPELLINGS` spellings;
+            or a question does not end with a message to answer.
     """
-    found = await spelling_probabilities(trainer, renderer, questions, max_tokens=max_tokens, context=context)
+    found = await spelling_probabilities(
+        trainer, renderer, questions, max_tokens=max_tokens, context=context
+    )
     return [[fsum(chances.values()) for chances in of_question] for of_question in found]
 
 
@@ -61,7 +66,9 @@ async def spelling_probabilities(
     Raises:
         ConfigError: as `answer_probabilities`.
     """
-    found: list[list[dict[tuple[int, ...], float]]] = [[{} for _ in question.answers] for question in questions]
+    found: list[list[dict[tuple[int, ...], float]]] = [
+        [{} for _ in question.answers] for question in questions
+    ]
     trajectories: list[Trajectory] = []
     owners: list[tuple[dict[tuple[int, ...], float], tuple[int, ...]]] = []
     for question, of_question in zip(questions, found, strict=True):
@@ -72,7 +79,9 @@ async def spelling_probabilities(
                 trajectories.append(Trajectory("", _TASK, (turn,), Terminated()))
                 owners.append((chances, tuple(token_ids.tolist())))
     if trajectories:
-        batch = collate(sample for trajectory in trajectories for sample in to_samples(trajectory, 0.0))
+        batch = collate(
+            sample for trajectory in trajectories for sample in to_samples(trajectory, 0.0)
+        )
         logprobs_N = (await trainer.predict(batch)).astype(np.float64)
         starts_M = np.cumsum([0, *batch.loss_tokens_M[:-1]])
         chances_M = np.exp(np.add.reduceat(logprobs_N, starts_M))
@@ -81,8 +90,11 @@ async def spelling_probabilities(
     return found
 
 
-def prompt_of(renderer: TemplateRenderer, messages: Sequence[Message], context: ContextPolicy = FULL) -> IntArray:
-    """The tokens that the model sees before it answers `messages`, rendered as in an episode, turn by turn.
+def prompt_of(
+    renderer: TemplateRenderer, messages: Sequence[Message], context: ContextPolicy = FULL
+) -> IntArray:
+    """The tokens that the model sees before it answers `messages`, rendered as in an episode, turn
+    by turn.
 
     Raises:
         ConfigError: the last message is the model's own, or there is none.
@@ -90,8 +102,8 @@ def prompt_of(renderer: TemplateRenderer, messages: Sequence[Message], context: 
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     if not messages or (answers and answers[-1] == len(messages) - 1):
         raise ConfigError(
-            "a question ends with a message that the model is to answer, such as the environment's: add it to "
-            f"Question.messages, which has {len(messages)} messages"
+            "a question ends with a message that the model is to answer, such as the"
+            f" environment's: add it to Question.messages, which has {len(messages)} messages"
         )
     conversation = renderer.conversation()
     for begin, end in pairwise([-1, *answers, len(messages)]):
@@ -104,18 +116,24 @@ def prompt_of(renderer: TemplateRenderer, messages: Sequence[Message], context: 
     return prompt.ids
 
 
-def completions(renderer: TemplateRenderer, text: str, max_tokens: int | None = None) -> list[IntArray]:
-    """All completions of at most `max_tokens` tokens that are this text, as `answer_probabilities` counts them.
+def completions(
+    renderer: TemplateRenderer, text: str, max_tokens: int | None = None
+) -> list[IntArray]:
+    """All completions of at most `max_tokens` tokens that are this text, as `answer_probabilities`
+    counts them.
 
     Raises:
         ConfigError: as `answer_probabilities`.
     """
     if not text.isascii():
-        raise ConfigError(f"the answer {text!r} has characters beyond ASCII, whose spellings are not enumerated")
+        raise ConfigError(
+            f"the answer {text!r} has characters beyond ASCII, whose spellings are not enumerated"
+        )
     spelled = list(islice(_spellings(renderer, text), MAX_SPELLINGS + 1))
     if len(spelled) > MAX_SPELLINGS:
         raise ConfigError(
-            f"the answer {text!r:.80} can be spelled by more than {MAX_SPELLINGS} token sequences: take a shorter one"
+            f"the answer {text!r:.80} can be spelled by more than {MAX_SPELLINGS} token sequences:"
+            " take a shorter one"
         )
     found: list[IntArray] = []
     for token_ids in spelled:
@@ -128,7 +146,9 @@ def completions(renderer: TemplateRenderer, text: str, max_tokens: int | None = 
 
 def _spellings(renderer: TemplateRenderer, text: str) -> Iterator[list[int]]:
     """All token sequences, without stop tokens, that are decoded to this text."""
-    parts = {text[begin:end] for begin in range(len(text)) for end in range(begin + 1, len(text) + 1)}
+    parts = {
+        text[begin:end] for begin in range(len(text)) for end in range(begin + 1, len(text) + 1)
+    }
     tokens = [(part, i) for part in parts for i in renderer.ids_by_text.get(part, ())]
     known = [(part, i) for part, i in tokens if i not in renderer.stop_token_ids]
     unfinished: list[tuple[list[int], int]] = [([], 0)]
@@ -138,7 +158,9 @@ def _spellings(renderer: TemplateRenderer, text: str) -> Iterator[list[int]]:
             yield token_ids
             continue
         for part, token_id in known:
-            if part not in text[length : length + len(part) + 1]:  # in its place it may begin with a space
+            if (
+                part not in text[length : length + len(part) + 1]
+            ):  # in its place it may begin with a space
                 continue
             longer = [*token_ids, token_id]
             spelled = renderer.decode(ints(longer))
@@ -148,7 +170,16 @@ def _spellings(renderer: TemplateRenderer, text: str) -> Iterator[list[int]]:
 
 def _certain(token_ids: IntArray) -> Completion:
     """A completion that nothing sampled."""
-    return Completion(token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop")
+    return Completion(
+        token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop"
+    )
 
 
-__all__ = ["MAX_SPELLINGS", "Question", "answer_probabilities", "completions", "prompt_of", "spelling_probabilities"]
+__all__ = [
+    "MAX_SPELLINGS",
+    "Question",
+    "answer_probabilities",
+    "completions",
+    "prompt_of",
+    "spelling_probabilities",
+]

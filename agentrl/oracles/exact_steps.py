@@ -1,9 +1,10 @@
-"""The expected gradient of a whole training step as a run would take it, on problems that can be enumerated.
+"""The expected gradient of a whole training step as a run would take it, on problems that can be
+enumerated.
 
-Where `Oracle.expected_gradient` is about an algorithm, this is about all that a batch goes through: several groups and
-environments, filters, the processing of scores and advantages, masks of old tokens, parts of episodes, and a policy
-that has moved since the episodes were played. All batches are enumerated; each is weighted by its probability, and goes
-through the code that trains.
+Where `Oracle.expected_gradient` is about an algorithm, this is about all that a batch goes through:
+several groups and environments, filters, the processing of scores and advantages, masks of old
+tokens, parts of episodes, and a policy that has moved since the episodes were played. All batches
+are enumerated; each is weighted by its probability, and goes through the code that trains.
 
 Dimension suffixes: as in `agentrl/oracles/estimators.py`.
 """
@@ -46,10 +47,10 @@ class ExactShare:
 class StepRules:
     """What a step does with the groups that are played, before and beside its algorithm.
 
-    `trains`: whether a group is trained on, and not replaced by another one of its environment. `oldest`: the oldest
-    version whose tokens carry loss. `versions`: the one that each turn was sampled under; the last one also samples all
-    later turns. `cut`: after so many turns, an episode is trained on in two parts. `engine_is_old`: the old logprobs
-    are the engine's.
+    `trains`: whether a group is trained on, and not replaced by another one of its environment.
+    `oldest`: the oldest version whose tokens carry loss. `versions`: the one that each turn was
+    sampled under; the last one also samples all later turns. `cut`: after so many turns, an episode
+    is trained on in two parts. `engine_is_old`: the old logprobs are the engine's.
     """
 
     trains: Callable[[Group], bool] = lambda group: True
@@ -61,7 +62,9 @@ class StepRules:
 
 @dataclass(frozen=True, slots=True)
 class ExactBatch:
-    """A batch that may be trained on: its probability, its groups, and what is trained on after all preparation."""
+    """A batch that may be trained on: its probability, its groups, and what is trained on after all
+    preparation.
+    """
 
     chance: float
     groups: Sequence[Group]
@@ -71,9 +74,11 @@ class ExactBatch:
 
 @dataclass(slots=True)
 class ExactStep:
-    """A step of a run whose batches have these shares. The policy has one vector of logits for all problems.
+    """A step of a run whose batches have these shares. The policy has one vector of logits for all
+    problems.
 
-    `by_env`: the algorithm of some environments' advantages. `gamma`: the discount of what the critic says.
+    `by_env`: the algorithm of some environments' advantages. `gamma`: the discount of what the
+    critic says.
     """
 
     shares: Sequence[ExactShare]
@@ -88,22 +93,30 @@ class ExactStep:
     """The numbers of the paths of each environment."""
 
     def __post_init__(self) -> None:
-        whole = Action("play", tuple(Result(0.0, share.root, 1 / len(self.shares)) for share in self.shares))
+        whole = Action(
+            "play", tuple(Result(0.0, share.root, 1 / len(self.shares)) for share in self.shares)
+        )
         bootstraps = getattr(self.algorithm, "bootstraps", False)
-        self.oracle = Oracle(Decision("which environment", (whole,)), self.gamma, past_limits=bootstraps)
+        self.oracle = Oracle(
+            Decision("which environment", (whole,)), self.gamma, past_limits=bootstraps
+        )
         self.paths = {}
         found: list[Path] = []
         for share in self.shares:
             first = self.oracle.number(share.root)
             own = [path for path in self.oracle.paths if path.turns[1][0] == first]
             self.paths[share.env] = range(len(found), len(found) + len(own))
-            found += [Path(path.turns[1:], path.chance * len(self.shares), path.end) for path in own]
+            found += [
+                Path(path.turns[1:], path.chance * len(self.shares), path.end) for path in own
+            ]
         self.oracle.paths = found
 
     def states_of(self, share: ExactShare) -> Tensor:
         """Which logits are of states of a share's problem; booleans, shape P."""
         own = {decision.state for decision in all_decisions(share.root)}
-        return torch.tensor([state in own for state, size in self.oracle.sizes.items() for _ in range(size)])
+        return torch.tensor(
+            [state in own for state, size in self.oracle.sizes.items() for _ in range(size)]
+        )
 
     def gradient(self, batches: Sequence[ExactBatch], logits_P: Tensor) -> Tensor:
         """The expectation of the gradient that the step ascends, in the first minibatch; shape P."""
@@ -111,7 +124,9 @@ class ExactStep:
             return torch.zeros_like(logits_P)
         own_P = logits_P.detach().requires_grad_()
         logprobs_W, entropies_W = self.oracle.logprobs(own_P), self.oracle.entropies(own_P)
-        tokens_N = _joined(batches, lambda one: one.batch.tokens_S[one.batch.loss_mask_S].astype(np.int64))
+        tokens_N = _joined(
+            batches, lambda one: one.batch.tokens_S[one.batch.loss_mask_S].astype(np.int64)
+        )
         logprobs_N = logprobs_W[tokens_N]
         rollout_N = _joined(batches, lambda one: one.batch.rollout_logprobs_N.astype(np.float64))
         firsts = np.cumsum([0, *(one.batch.num_samples for one in batches)])
@@ -127,15 +142,21 @@ class ExactStep:
             torch.from_numpy(np.concatenate(segments)),
             entropies_W[tokens_N] if uses_entropy(self.algorithm.loss) else None,
         )
-        # A token's loss depends on those of its own sample only, so the batches go through it together.
-        weights_N = _joined(batches, lambda one: one.batch.weights_N.astype(np.float64) * (one.chance / one.divisor))
+        # A token's loss depends on those of its own sample only, so the batches go through it
+        # together.
+        weights_N = _joined(
+            batches, lambda one: one.batch.weights_N.astype(np.float64) * (one.chance / one.divisor)
+        )
         ascended = -(self.algorithm.loss(logprobs_N, tokens).loss_N * weights_N).sum()
         (gradient_P,) = torch.autograd.grad(ascended, own_P)
         return gradient_P
 
-    def batches(self, logits_P: Tensor, played_P: Tensor, reference_P: Tensor) -> Iterator[ExactBatch]:
-        """All batches of a step, played by the policy with the logits `played_P`, and trained on with `logits_P`.
-        A batch that a run refuses, because nothing of it carries loss, is left out.
+    def batches(
+        self, logits_P: Tensor, played_P: Tensor, reference_P: Tensor
+    ) -> Iterator[ExactBatch]:
+        """All batches of a step, played by the policy with the logits `played_P`, and trained on
+        with `logits_P`. A batch that a run refuses, because nothing of it carries loss, is left
+        out.
         """
         critic = self.oracle.critic(logits_P, self.costs(played_P, reference_P))
         played = self._played(played_P)
@@ -145,14 +166,20 @@ class ExactStep:
             groups = [group for _, of_share in of_shares for group in of_share]
             for part in self._parts(groups):
                 try:
-                    batch = traced_batch_of(part, self.algorithm, self.processing, self.rules.oldest, self.by_env).batch
+                    batch = traced_batch_of(
+                        part, self.algorithm, self.processing, self.rules.oldest, self.by_env
+                    ).batch
                 except TrainingError:
                     continue
-                batch = advised(self.algorithm, self.oracle.with_reference(batch, reference_P), critic)
+                batch = advised(
+                    self.algorithm, self.oracle.with_reference(batch, reference_P), critic
+                )
                 yield ExactBatch(chance, part, batch, self.algorithm.normalizer(batch))
 
     def costs(self, played_P: Tensor, reference_P: Tensor) -> Tensor:
-        """What each token costs in the reward (`kl_reward`), shape W: the KL of the policy that sampled it."""
+        """What each token costs in the reward (`kl_reward`), shape W: the KL of the policy that
+        sampled it.
+        """
         weight = getattr(getattr(self.algorithm, "config", None), "kl_reward", 0.0)
         moved_W = self.oracle.logprobs(played_P) - self.oracle.logprobs(reference_P)
         return weight * moved_W.detach().nan_to_num()
@@ -169,7 +196,10 @@ class ExactStep:
         groups = self._groups(share, played, chances)
         kept = sum(chance for chance, _ in groups)
         return [
-            (math.prod(chance / kept for chance, _ in chosen) * ways, [group for _, group in chosen])
+            (
+                math.prod(chance / kept for chance, _ in chosen) * ways,
+                [group for _, group in chosen],
+            )
             for ways, chosen in _multisets(groups, share.groups)
         ]
 
@@ -193,9 +223,15 @@ class ExactStep:
         found = []
         for env, numbers in self.paths.items():
             for trajectory in (everything[number] for number in numbers):
-                turns = [self._stamped(turn, number) for number, turn in enumerate(trajectory.turns)]
-                info = {"success": trajectory.env_return >= best[env] - 1e-9}  # as the environment `oracle` says
-                found.append(replace(trajectory, turns=(*turns[:-1], replace(turns[-1], info=info))))
+                turns = [
+                    self._stamped(turn, number) for number, turn in enumerate(trajectory.turns)
+                ]
+                info = {
+                    "success": trajectory.env_return >= best[env] - 1e-9
+                }  # as the environment `oracle` says
+                found.append(
+                    replace(trajectory, turns=(*turns[:-1], replace(turns[-1], info=info)))
+                )
         return found
 
     def _stamped(self, turn: Turn, number: int) -> Turn:
@@ -206,16 +242,25 @@ class ExactStep:
         return replace(turn, completion=replace(completion, policy_versions=stamps))
 
     def _parts(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """What is trained on in one step after another: the groups, or their beginnings and then the rest."""
+        """What is trained on in one step after another: the groups, or their beginnings and then
+        the rest.
+        """
         cut = self.rules.cut
         if cut is None:
             return [list(groups)]
         begun, ended = [], []
         for group in groups:
-            pairs = [(self._begun(one, cut), replace(one, trained_turns=cut)) for one in group.trajectories]
+            pairs = [
+                (self._begun(one, cut), replace(one, trained_turns=cut))
+                for one in group.trajectories
+            ]
             going = [len(one.turns) > cut for one in group.trajectories]
             first = tuple(part for part, _ in pairs)
-            begun.append(replace(group, trajectories=first, scores=tuple(map(_scored, first)), partial=any(going)))
+            begun.append(
+                replace(
+                    group, trajectories=first, scores=tuple(map(_scored, first)), partial=any(going)
+                )
+            )
             rest = tuple(part for (_, part), goes in zip(pairs, going, strict=True) if goes)
             if rest:
                 ended.append(replace(group, trajectories=rest, scores=tuple(map(_scored, rest))))
@@ -225,7 +270,9 @@ class ExactStep:
         if len(trajectory.turns) <= cut:
             return trajectory
         first_token = int(trajectory.turns[cut].completion.token_ids[0])
-        tail = ints((START, self.oracle.decision_of(first_token) + 1))  # as at the end of a truncated episode
+        tail = ints(
+            (START, self.oracle.decision_of(first_token) + 1)
+        )  # as at the end of a truncated episode
         return replace(trajectory, turns=trajectory.turns[:cut], status=SEGMENT, tail_ids=tail)
 
 
@@ -241,7 +288,9 @@ def _multisets(of: Sequence[T], size: int) -> Iterator[tuple[int, tuple[T, ...]]
         yield math.factorial(size) // repeated, tuple(of[number] for number in numbers)
 
 
-def _joined(batches: Sequence[ExactBatch], values: Callable[[ExactBatch], npt.NDArray[Any]]) -> Tensor:
+def _joined(
+    batches: Sequence[ExactBatch], values: Callable[[ExactBatch], npt.NDArray[Any]]
+) -> Tensor:
     return torch.from_numpy(np.concatenate([values(one) for one in batches]))
 
 

@@ -1,7 +1,8 @@
-"""Games of two players whose strategies can be judged exactly: their value, best responses, and exploitability.
+"""Games of two players whose strategies can be judged exactly: their value, best responses, and
+exploitability.
 
-A game is a tree of chance, choices and payoffs. What one player wins, the other loses. A player knows only in which
-information set a choice is, and cannot tell apart the choices that share one.
+A game is a tree of chance, choices and payoffs. What one player wins, the other loses. A player
+knows only in which information set a choice is, and cannot tell apart the choices that share one.
 
     game = ZeroSumGame(root)
     game.exploitability(strategy)      # 0 in equilibrium
@@ -64,21 +65,25 @@ class ZeroSumGame:
         """What player 0 wins on average.
 
         Raises:
-            ConformanceError: the strategy lacks an information set, or its numbers there are no probabilities of the
-                moves.
+            ConformanceError: the strategy lacks an information set, or its numbers there are no
+                probabilities of the moves.
         """
         self._check(strategy)
 
         def of(node: GameNode) -> float:
-            return node.amount if isinstance(node, Payoff) else sum(p * of(then) for p, then in _ways(node, strategy))
+            return (
+                node.amount
+                if isinstance(node, Payoff)
+                else sum(p * of(then) for p, then in _ways(node, strategy))
+            )
 
         return of(self.root)
 
     def best_response(self, strategy: Strategy, player: Player) -> float:
         """What `player` wins on average by its best response to the other player's strategy.
 
-        The best move in an information set is the best against its choices together, each weighted by the probability
-        that chance and the other player lead there.
+        The best move in an information set is the best against its choices together, each weighted
+        by the probability that chance and the other player lead there.
 
         Raises:
             ConformanceError: as `value`.
@@ -89,7 +94,10 @@ class ZeroSumGame:
         @cache
         def best_move(information: str) -> int:
             choices = self.choices[information]
-            worth = [sum(reach[c] * of(c.moves[m]) for c in choices) for m in range(len(choices[0].moves))]
+            worth = [
+                sum(reach[c] * of(c.moves[m]) for c in choices)
+                for m in range(len(choices[0].moves))
+            ]
             return worth.index(max(worth))
 
         def of(node: GameNode) -> float:
@@ -102,10 +110,11 @@ class ZeroSumGame:
         return of(self.root)
 
     def nash_conv(self, strategy: Strategy) -> float:
-        """What both players together gain by best responses: the sum of these, as the game is zero-sum.
+        """What both players together gain by best responses: the sum of these, as the game is
+        zero-sum.
 
-        Lanctot et al., "A Unified Game-Theoretic Approach to Multiagent Reinforcement Learning" (arXiv:1711.00832),
-        section 3.
+        Lanctot et al., "A Unified Game-Theoretic Approach to Multiagent Reinforcement Learning"
+        (arXiv:1711.00832), section 3.
 
         Raises:
             ConformanceError: as `value`.
@@ -113,7 +122,8 @@ class ZeroSumGame:
         return self.best_response(strategy, 0) + self.best_response(strategy, 1)
 
     def exploitability(self, strategy: Strategy) -> float:
-        """`nash_conv` / 2: what a best response wins on average if both seats are played equally often.
+        """`nash_conv` / 2: what a best response wins on average if both seats are played equally
+        often.
 
         It is 0 exactly for a Nash equilibrium.
 
@@ -137,13 +147,17 @@ class ZeroSumGame:
     def _reach(
         self, node: GameNode, strategy: Strategy, probability: float, certain: Player | None
     ) -> Iterator[tuple[ChoiceNode, float]]:
-        """Each choice, with the probability of what leads there; the moves of the player `certain` count 1."""
+        """Each choice, with the probability of what leads there; the moves of the player `certain`
+        count 1.
+        """
         if isinstance(node, ChoiceNode):
             yield node, probability
         if not isinstance(node, Payoff):
             sure = isinstance(node, ChoiceNode) and node.player == certain
             for p, then in _ways(node, strategy):
-                yield from self._reach(then, strategy, probability if sure else probability * p, certain)
+                yield from self._reach(
+                    then, strategy, probability if sure else probability * p, certain
+                )
 
     def _check(self, strategy: Strategy) -> None:
         for information, choices in self.choices.items():
@@ -151,8 +165,8 @@ class ZeroSumGame:
             count = len(choices[0].moves)
             if given is None or len(given) != count or min(given) < 0 or abs(sum(given) - 1) > 1e-6:
                 raise ConformanceError(
-                    f"the strategy has {given} in the information set {information!r}: give it {count} probabilities "
-                    "that add up to 1, one for each move"
+                    f"the strategy has {given} in the information set {information!r}: give it"
+                    f" {count} probabilities that add up to 1, one for each move"
                 )
 
 

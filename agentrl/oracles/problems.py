@@ -1,6 +1,7 @@
 """Decision problems so small that everything about them can be enumerated: trees of decisions.
 
-`agentrl.oracles.estimators` proves estimators with them, and the environment `oracle` plays them as text.
+`agentrl.oracles.estimators` proves estimators with them, and the environment `oracle` plays them as
+text.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 class Result:
     """What an action may lead to: with a probability, a reward and the next decision, or the end.
 
-    If `truncated`, a limit ends the episode, and `then` is the decision that would have come next. What it would have
-    earned does not count; a critic knows what it is worth.
+    If `truncated`, a limit ends the episode, and `then` is the decision that would have come next.
+    What it would have earned does not count; a critic knows what it is worth.
     """
 
     reward: float
@@ -31,7 +32,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An answer: its `tokens`, of which the first decides and the others follow with certainty; and its results."""
+    """An answer: its `tokens`, of which the first decides and the others follow with certainty; and
+    its results.
+    """
 
     name: str
     results: tuple[Result, ...]
@@ -40,9 +43,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A turn: what the policy knows (decisions with the same `state` share their logits), and what it can do.
+    """A turn: what the policy knows (decisions with the same `state` share their logits), and what
+    it can do.
 
-    `shown`: what a player sees there, which remembers what it has seen before; by default the state.
+    `shown`: what a player sees there, which remembers what it has seen before; by default the
+    state.
     """
 
     state: str
@@ -63,22 +68,38 @@ def all_decisions(root: Decision) -> Iterator[Decision]:
 
 
 def bandit(rewards: Sequence[float] = (1.0, 0.4, 0.0), tokens: Sequence[int] = ()) -> Decision:
-    """One turn, one arm for each reward; the answers differ in length (by default 2, 5 and 12 tokens in turn)."""
-    arms = zip(rewards, tokens, strict=True) if tokens else zip(rewards, cycle((2, 5, 12)), strict=False)
-    return Decision("bandit", tuple(Action(f"arm {i}", (Result(r),), n) for i, (r, n) in enumerate(arms)))
+    """One turn, one arm for each reward; the answers differ in length (by default 2, 5 and 12
+    tokens in turn).
+    """
+    arms = (
+        zip(rewards, tokens, strict=True)
+        if tokens
+        else zip(rewards, cycle((2, 5, 12)), strict=False)
+    )
+    return Decision(
+        "bandit", tuple(Action(f"arm {i}", (Result(r),), n) for i, (r, n) in enumerate(arms))
+    )
 
 
 def stopping() -> Decision:
-    """Two turns, if the policy does not stop after the first. Stopping is safe, going on pays or costs."""
-    second = Decision("second", (Action("left", (Result(2.0),), 3), Action("right", (Result(-1.0),), 1)))
+    """Two turns, if the policy does not stop after the first. Stopping is safe, going on pays or
+    costs.
+    """
+    second = Decision(
+        "second", (Action("left", (Result(2.0),), 3), Action("right", (Result(-1.0),), 1))
+    )
     go = Action("go", (Result(0.5, second),), 2)
-    return Decision("first", (Action("stop", (Result(0.8),), 4), go, Action("give up", (Result(0.0),), 1)))
+    return Decision(
+        "first", (Action("stop", (Result(0.8),), 4), go, Action("give up", (Result(0.0),), 1))
+    )
 
 
 def t_maze(length: Length = 1, *, remembers: bool = True) -> Decision:
-    """A sign, shown first, says where the prize is behind a corridor of so many steps (Bakker, 2002).
+    """A sign, shown first, says where the prize is behind a corridor of so many steps (Bakker,
+    2002).
 
-    A policy that remembers can always find it; one that sees only where it is now cannot do better than 0.5.
+    A policy that remembers can always find it; one that sees only where it is now cannot do better
+    than 0.5.
     """
 
     def corridor(sign: str, left: int) -> Decision:
@@ -87,14 +108,19 @@ def t_maze(length: Length = 1, *, remembers: bool = True) -> Decision:
             turns = [Action(side, (Result(float(side == sign)),)) for side in ("left", "right")]
             return Decision(f"{known}junction", tuple(turns), "junction")
         shown = f"corridor {left}" if left < length else f"A sign points {sign}. corridor {left}"
-        return Decision(f"{known}corridor {left}", (Action("on", (Result(0.0, corridor(sign, left - 1)),)),), shown)
+        return Decision(
+            f"{known}corridor {left}",
+            (Action("on", (Result(0.0, corridor(sign, left - 1)),)),),
+            shown,
+        )
 
     starts = tuple(Result(0.0, corridor(sign, length), 0.5) for sign in ("left", "right"))
     return Decision("start", (Action("go", starts),))
 
 
 def corridor(length: Length = 2, noise: Chance = 0.2, limit: Length = 3) -> Decision:
-    """A corridor with a large prize at its end and a small one to take at once; steps fail with some probability.
+    """A corridor with a large prize at its end and a small one to take at once; steps fail with
+    some probability.
 
     Which one is better depends on the discount. After `limit` turns the episode is cut.
     """
@@ -122,7 +148,11 @@ def chain(length: Length = 3) -> Decision:
         return Decision(
             f"{left} {last}",
             tuple(
-                Action(name, (Result(reward, link(left - 1, name) if left > 1 else None),), 1 + (name == "other"))
+                Action(
+                    name,
+                    (Result(reward, link(left - 1, name) if left > 1 else None),),
+                    1 + (name == "other"),
+                )
                 for name, reward in paid.items()
             ),
         )
@@ -131,17 +161,22 @@ def chain(length: Length = 3) -> Decision:
 
 
 def dialogue(cost: float = 0.1) -> Decision:
-    """A guest wants tea or coffee. Asking costs something, but only who has asked knows what is worth serving.
+    """A guest wants tea or coffee. Asking costs something, but only who has asked knows what is
+    worth serving.
 
-    After the wrong drink one can make up for some of it. The problem of ArCHer (arXiv:2402.19446): what a first message
-    is worth shows only in what is said later.
+    After the wrong drink one can make up for some of it. The problem of ArCHer (arXiv:2402.19446):
+    what a first message is worth shows only in what is said later.
     """
     drinks = ("tea", "coffee")
 
     def served(drink: str, chances: Mapping[str, float]) -> Action:
         """Right with the chance that the guest wants this drink."""
         sorry = Action("sorry", (Result(0.3),), 1)
-        wrong = Decision("wrong", (sorry, Action("never mind", (Result(0.0),), 2)), "Guest: That is not what I wanted.")
+        wrong = Decision(
+            "wrong",
+            (sorry, Action("never mind", (Result(0.0),), 2)),
+            "Guest: That is not what I wanted.",
+        )
         results = (Result(1.0, None, chances[drink]), Result(0.0, wrong, 1 - chances[drink]))
         return Action(drink, tuple(result for result in results if result.probability), len(drink))
 
@@ -149,12 +184,18 @@ def dialogue(cost: float = 0.1) -> Decision:
         return Decision(state, tuple(served(drink, chances) for drink in drinks), shown)
 
     wishes = [
-        serving(f"wants {drink}", f"Guest: {drink}, please.", {other: float(other == drink) for other in drinks})
+        serving(
+            f"wants {drink}",
+            f"Guest: {drink}, please.",
+            {other: float(other == drink) for other in drinks},
+        )
         for drink in drinks
     ]
     unknown = serving("wants something", "Guest: Nice weather.", dict.fromkeys(drinks, 0.5))
     ask = Action("ask", tuple(Result(-cost, wish, 0.5) for wish in wishes), 2)
-    return Decision("greeting", (ask, Action("chat", (Result(0.0, unknown),), 3)), "A guest comes in.")
+    return Decision(
+        "greeting", (ask, Action("chat", (Result(0.0, unknown),), 3)), "A guest comes in."
+    )
 
 
 PROBLEMS: Mapping[str, Callable[..., Decision]] = MappingProxyType(

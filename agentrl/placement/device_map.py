@@ -37,7 +37,9 @@ def parse_devices(written: Any) -> tuple[int, ...]:
     for part in str(written).split(","):
         found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if not found:
-            raise ValueError(f"{written!r} is no list of devices: write numbers and ranges, such as 0-3,6")
+            raise ValueError(
+                f"{written!r} is no list of devices: write numbers and ranges, such as 0-3,6"
+            )
         first, last = int(found[1]), int(found[2] or found[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
@@ -60,7 +62,9 @@ def format_devices(devices: Sequence[int]) -> str:
 
 
 Devices = Annotated[
-    tuple[int, ...], BeforeValidator(parse_devices), PlainSerializer(format_devices, return_type=str, when_used="json")
+    tuple[int, ...],
+    BeforeValidator(parse_devices),
+    PlainSerializer(format_devices, return_type=str, when_used="json"),
 ]
 
 
@@ -83,13 +87,19 @@ class PlacementConfig(Settings):
     @classmethod
     def _a_list_in_braces_is_quoted(cls, raw: Any) -> Any:
         if isinstance(raw, Mapping) and any(re.fullmatch(r"[\d\s-]+", str(key)) for key in raw):
-            raise ValueError('YAML has cut a list of devices at its comma: quote it, {engine: "0-5", trainer: "6,7"}')
+            raise ValueError(
+                'YAML has cut a list of devices at its comma: quote it, {engine: "0-5", trainer:'
+                ' "6,7"}'
+            )
         return raw
 
     @model_validator(mode="after")
     def _a_mode_or_lists(self) -> Self:
         if self.lists and self.name != "auto":
-            raise ValueError(f"the mode is {self.name}, but devices are listed too: write a mode or lists, not both")
+            raise ValueError(
+                f"the mode is {self.name}, but devices are listed too: write a mode or lists, not"
+                " both"
+            )
         return self
 
     @property
@@ -144,7 +154,11 @@ class DeviceMap:
     @property
     def shared(self) -> tuple[int, ...]:
         """The devices of more than one role."""
-        return tuple(device for device in range(len(self.inventory)) if len({r.role for r in self.on(device)}) > 1)
+        return tuple(
+            device
+            for device in range(len(self.inventory))
+            if len({r.role for r in self.on(device)}) > 1
+        )
 
     def tensor_parallel(self) -> int:
         """How many devices each replica of the engine has."""
@@ -156,22 +170,38 @@ class DeviceMap:
         if not self.inventory.kind.is_gpu:
             return []
         return [
-            Bundle(r.role, r.number, sum(1 / len(self.on(device)) for device in r.devices), r.node, r.devices)
+            Bundle(
+                r.role,
+                r.number,
+                sum(1 / len(self.on(device)) for device in r.devices),
+                r.node,
+                r.devices,
+            )
             for r in self.replicas
         ]
 
     def settings(self) -> dict[str, int]:
         """The settings of the components that the map implies."""
-        engines = {"cluster.engines": len(self.of("engine")), "engine.tensor_parallel": self.tensor_parallel()}
+        engines = {
+            "cluster.engines": len(self.of("engine")),
+            "engine.tensor_parallel": self.tensor_parallel(),
+        }
         trainer = {"trainer.world_size": len(self.of("trainer"))}
-        known = {**(engines if self.of("engine") else {}), **(trainer if self.of("trainer") else {})}
+        known = {
+            **(engines if self.of("engine") else {}),
+            **(trainer if self.of("trainer") else {}),
+        }
         return {key: value for key, value in known.items() if value > 1}
 
     def __str__(self) -> str:
         parts = []
         for role in ("engine", "trainer"):
             if replicas := self.of(role):
-                each = f" of {len(replicas[0].devices)} devices" if len(replicas[0].devices) > 1 else ""
+                each = (
+                    f" of {len(replicas[0].devices)} devices"
+                    if len(replicas[0].devices) > 1
+                    else ""
+                )
                 parts.append(f"{role} {format_devices(self.devices(role))} ({len(replicas)}{each})")
         turns = ", in turns" if self.time_shared else ""
         return f"{self.mode}: {'; '.join(parts)}{turns}"
@@ -193,7 +223,9 @@ class PlacementRequest:
     splits: tuple[int, ...] = (1,)
 
 
-def device_maps(config: PlacementConfig, request: PlacementRequest, inventory: Inventory) -> list[DeviceMap]:
+def device_maps(
+    config: PlacementConfig, request: PlacementRequest, inventory: Inventory
+) -> list[DeviceMap]:
     """All maps that a config allows, whether they fit into memory or not.
 
     Raises:
@@ -204,7 +236,9 @@ def device_maps(config: PlacementConfig, request: PlacementRequest, inventory: I
     if not inventory.kind.is_gpu and config.name in ("auto", "local"):
         return [_local(request, inventory)]
     if not inventory.kind.is_gpu:
-        raise ConfigError(f"placement: {config.name} needs GPUs, but there are none: write placement=local")
+        raise ConfigError(
+            f"placement: {config.name} needs GPUs, but there are none: write placement=local"
+        )
     if config.name == "local" or len(inventory) == 1:
         local = _local(request, inventory)
         return _with_time_sharing(local) if config.name != "local" else [local]
@@ -212,14 +246,18 @@ def device_maps(config: PlacementConfig, request: PlacementRequest, inventory: I
         return [_colocated(request, inventory, 1)]
     found = []
     if config.name in ("auto", "colocated"):
-        found += [way for tensor_parallel in _splits(request, inventory)
-                  for way in _with_time_sharing(_colocated(request, inventory, tensor_parallel))]  # fmt: skip
+        found += [
+            way
+            for tensor_parallel in _splits(request, inventory)
+            for way in _with_time_sharing(_colocated(request, inventory, tensor_parallel))
+        ]
     if config.name in ("auto", "disaggregated"):
         found += list(_disaggregated(request, inventory))
     if not found:
         raise ConfigError(
-            f"placement: {config.name} has no way to lay out {_requested(request)} on {inventory}: take more "
-            "devices, or leave engine.tensor_parallel, cluster.engines and trainer.world_size to the placement"
+            f"placement: {config.name} has no way to lay out {_requested(request)} on {inventory}:"
+            " take more devices, or leave engine.tensor_parallel, cluster.engines and"
+            " trainer.world_size to the placement"
         )
     return found
 
@@ -253,7 +291,9 @@ def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
 def _splits(request: PlacementRequest, inventory: Inventory) -> list[int]:
     """The numbers of devices that a replica of the engine may have."""
     if request.tensor_parallel > 1:
-        return [request.tensor_parallel] if inventory.per_node % request.tensor_parallel == 0 else []
+        return (
+            [request.tensor_parallel] if inventory.per_node % request.tensor_parallel == 0 else []
+        )
     return [n for n in request.splits if inventory.per_node % n == 0]
 
 
@@ -269,7 +309,11 @@ def _disaggregated(request: PlacementRequest, inventory: Inventory) -> Iterator[
     """The trainer on the last devices, the engine on those before."""
     total = len(inventory)
     step = max(1, total // 16)  # finer splits differ by less than the prediction's error
-    ranks = [request.ranks] if request.ranks > 1 or not request.trainer_grows else range(step, total, step)
+    ranks = (
+        [request.ranks]
+        if request.ranks > 1 or not request.trainer_grows
+        else range(step, total, step)
+    )
     for trainers in ranks:
         for tensor_parallel in _splits(request, inventory):
             rest = total - trainers
@@ -278,17 +322,25 @@ def _disaggregated(request: PlacementRequest, inventory: Inventory) -> Iterator[
                 continue
             if request.engines == 1 and rest % tensor_parallel:
                 continue
-            engine = _chunks("engine", range(replicas * tensor_parallel), tensor_parallel, inventory)
+            engine = _chunks(
+                "engine", range(replicas * tensor_parallel), tensor_parallel, inventory
+            )
             trainer = _chunks("trainer", range(rest, total), 1, inventory)
             yield DeviceMap("disaggregated", inventory, (*engine, *trainer))
 
 
-def _listed(lists: Mapping[Role, tuple[int, ...]], request: PlacementRequest, inventory: Inventory) -> DeviceMap:
+def _listed(
+    lists: Mapping[Role, tuple[int, ...]], request: PlacementRequest, inventory: Inventory
+) -> DeviceMap:
     needed: list[Role] = ["engine", "trainer"] if request.has_engine else ["trainer"]
     if missing := [role for role in needed if role not in lists]:
-        raise ConfigError(f"placement lists no devices of the {missing[0]}: write placement.{missing[0]}=0 or so")
+        raise ConfigError(
+            f"placement lists no devices of the {missing[0]}: write placement.{missing[0]}=0 or so"
+        )
     if not request.has_engine and "engine" in lists:
-        raise ConfigError("placement.engine lists devices, but this engine runs elsewhere: leave them out")
+        raise ConfigError(
+            "placement.engine lists devices, but this engine runs elsewhere: leave them out"
+        )
     engine = _chunks("engine", lists.get("engine", ()), request.tensor_parallel, inventory)
     trainer = _chunks("trainer", lists["trainer"], 1, inventory)
     for setting, wish, replicas in (
@@ -297,31 +349,43 @@ def _listed(lists: Mapping[Role, tuple[int, ...]], request: PlacementRequest, in
     ):
         if wish not in (1, len(replicas)) and replicas:
             raise ConfigError(
-                f"placement lists devices of {len(replicas)} replicas, but {setting}={wish}: leave one out"
+                f"placement lists devices of {len(replicas)} replicas, but {setting}={wish}: leave"
+                " one out"
             )
     if len(trainer) > 1 and not request.trainer_grows:
-        raise ConfigError(f"placement.trainer lists {len(trainer)} devices, and this trainer has one: take another")
+        raise ConfigError(
+            f"placement.trainer lists {len(trainer)} devices, and this trainer has one: take"
+            " another"
+        )
     return DeviceMap("listed", inventory, (*engine, *trainer))
 
 
-def _chunks(role: Role, devices: Sequence[int], each: int, inventory: Inventory) -> tuple[Replica, ...]:
+def _chunks(
+    role: Role, devices: Sequence[int], each: int, inventory: Inventory
+) -> tuple[Replica, ...]:
     """Replicas of `each` devices, in the order listed.
 
     Raises:
         ConfigError: a device does not exist, the devices make no whole replicas, or a replica is on two nodes.
     """
     if beyond := [device for device in devices if device >= len(inventory)]:
-        raise ConfigError(f"the {role} would run on device {beyond[0]}, and there are {len(inventory)}: {inventory}")
+        raise ConfigError(
+            f"the {role} would run on device {beyond[0]}, and there are {len(inventory)}:"
+            f" {inventory}"
+        )
     if len(devices) % each:
-        raise ConfigError(f"{len(devices)} devices make no whole replicas of {each}: engine.tensor_parallel={each}")
+        raise ConfigError(
+            f"{len(devices)} devices make no whole replicas of {each}:"
+            f" engine.tensor_parallel={each}"
+        )
     replicas = []
     for number, first in enumerate(range(0, len(devices), each)):
         own = tuple(devices[first : first + each])
         nodes = {inventory.node(device) for device in own}
         if len(nodes) > 1:
             raise ConfigError(
-                f"{role} {number} would run on the devices {format_devices(own)} of {len(nodes)} nodes, but a replica "
-                f"must be on one; a node has {inventory.per_node} devices"
+                f"{role} {number} would run on the devices {format_devices(own)} of {len(nodes)}"
+                f" nodes, but a replica must be on one; a node has {inventory.per_node} devices"
             )
         replicas.append(Replica(role, number, own, min(nodes)))
     return tuple(replicas)

@@ -1,4 +1,5 @@
-"""The memory that a model takes on a device, in bytes, by the settings of trainer and engine, before anything runs.
+"""The memory that a model takes on a device, in bytes, by the settings of trainer and engine,
+before anything runs.
 
 Trainers and engines describe themselves by the method `layout()` of their `Config`, and
 `agentrl/models/facts.py` counts what a token leaves in memory.
@@ -16,35 +17,44 @@ Precision = Literal["float32", "bfloat16", "autocast"]
 """What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
 
 Recompute = Literal["none", "selective", "full"]
-"""Which activations a trainer computes again in the backward pass: none; all of a layer except the products of its
-matrices and its attention; or all."""
+"""Which activations a trainer computes again in the backward pass: none; all of a layer except the
+products of its matrices and its attention; or all."""
 
 USABLE = 0.95
-"""Usable share of a device's memory: the rest is the driver's, or lost between blocks of the allocator."""
+"""Usable share of a device's memory: the rest is the driver's, or lost between blocks of the
+allocator.
+"""
 
 LOGITS_AT_ONCE = 1 << 25
 """Logits that a trainer computes at a time (`agentrl/trainers/compute/logprobs.py`)."""
 QUERIES_AT_ONCE = 256
-"""Queries whose attention a trainer computes at a time where no fused kernel can (`agentrl/trainers/compute/attention.py`)."""
+"""Queries whose attention a trainer computes at a time where no fused kernel can
+(`agentrl/trainers/compute/attention.py`).
+"""
 GRADIENTS_AT_ONCE = 50_000_000
-"""Elements of gradients that DeepSpeed adds up over the ranks at a time (by default ten times as many)."""
+"""Elements of gradients that DeepSpeed adds up over the ranks at a time (by default ten times as
+many).
+"""
 _HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
-"""Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again)."""
+"""Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
     """How a trainer is laid out over its ranks.
 
-    `shards`: what is sharded over the ranks, as in ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): 1 the optimizer, 2
-    gradients too, 3 weights too. `keeps_gathered`: weights are whole from the first pass to the last.
-    `accumulates_whole`: gradients of all weights are kept whole until the last micro-batch. `offload`: gradients and
-    optimizer, and sharded weights, are in the host's memory. `grows`: whether there can be several ranks. `lora_rank`:
-    the rank of low-rank updates, if only those are trained. `recompute`: which activations are computed twice instead
-    of kept. `activation_offload`: the inputs of layers are kept in the host's memory. `moment_bytes`: the bytes of each
-    of AdamW's two moments of a parameter. `copies_weights`: the optimizer has float32 copies of the weights that it
-    updates. `gradients_at_once`: the elements of a float32 buffer in which gradients of all ranks are added up.
-    `sleeps`: whether it can release its memory on a GPU.
+    `shards`: what is sharded over the ranks, as in ZeRO (Rajbhandari et al. 2019, arXiv
+    1910.02054): 1 the optimizer, 2 gradients too, 3 weights too. `keeps_gathered`: weights are
+    whole from the first pass to the last. `accumulates_whole`: gradients of all weights are kept
+    whole until the last micro-batch. `offload`: gradients and optimizer, and sharded weights, are
+    in the host's memory. `grows`: whether there can be several ranks. `lora_rank`: the rank of
+    low-rank updates, if only those are trained. `recompute`: which activations are computed twice
+    instead of kept. `activation_offload`: the inputs of layers are kept in the host's memory.
+    `moment_bytes`: the bytes of each of AdamW's two moments of a parameter. `copies_weights`: the
+    optimizer has float32 copies of the weights that it updates. `gradients_at_once`: the elements
+    of a float32 buffer in which gradients of all ranks are added up. `sleeps`: whether it can
+    release its memory on a GPU.
     """
 
     precision: Precision
@@ -74,10 +84,10 @@ class TrainerLayout:
 class EngineLayout:
     """How an engine is laid out over its devices.
 
-    `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device that it takes
-    regardless of need, or None if it takes what it needs. `kv_bytes`: the size of its cache, if set. `splits`: over how
-    many devices a copy may be spread. `compact_cache`: see `KvShape.numbers`. `here`: false if another machine runs the
-    engine. `sleeps`: as for a trainer.
+    `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device
+    that it takes regardless of need, or None if it takes what it needs. `kv_bytes`: the size of its
+    cache, if set. `splits`: over how many devices a copy may be spread. `compact_cache`: see
+    `KvShape.numbers`. `here`: false if another machine runs the engine. `sleeps`: as for a trainer.
     """
 
     number: int = 4
@@ -110,11 +120,12 @@ class Footprint:
 def trainer_footprint(
     facts: ModelFacts, layout: TrainerLayout, ranks: int, micro_batches: float = 1, longest: int = 0
 ) -> Footprint:
-    """The peak memory of one rank of `ranks` while it trains on episodes of at most `longest` tokens.
+    """The peak memory of one rank of `ranks` while it trains on episodes of at most `longest`
+    tokens.
 
-    Weights and gradients are float32: 4 + 4 bytes for each trained parameter, and `moment_bytes` for each of AdamW's
-    two moments; each is divided by the ranks if it is sharded. A micro-batch is as large as `micro_batch_tokens`, or as
-    the longest episode, which is never cut.
+    Weights and gradients are float32: 4 + 4 bytes for each trained parameter, and `moment_bytes`
+    for each of AdamW's two moments; each is divided by the ranks if it is sharded. A micro-batch is
+    as large as `micro_batch_tokens`, or as the longest episode, which is never cut.
     """
     trained = trained_parameters(facts, layout)
     part = {stage: ranks if layout.shards >= stage else 1 for stage in (1, 2, 3)}
@@ -124,13 +135,18 @@ def trainer_footprint(
     parts = {
         "weights": 4 * facts.parameters // part[3],
         "gradients": 4 * trained // part[2],
-        "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained) // part[1],
-        "gathered": _gathered(facts, layout) + 4 * (trained if whole else min(layout.gradients_at_once, trained)),
+        "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained)
+        // part[1],
+        "gathered": _gathered(facts, layout)
+        + 4 * (trained if whole else min(layout.gradients_at_once, trained)),
         "activations": kept + layer,
-        # The head and a layer are computed one after the other: what the one leaves, the other takes.
+        # The head and a layer are computed one after the other: what the one leaves, the other
+        # takes.
         "logits": max(0, head_bytes(facts, layout, tokens) - layer),
     }
-    host = 12 * trained // ranks  # a checkpoint that is being written: copies of weights and moments in float32
+    host = (
+        12 * trained // ranks
+    )  # a checkpoint that is being written: copies of weights and moments in float32
     if layout.activation_offload and layout.recompute != "none":
         inputs = _inputs_bytes(facts, layout, tokens)
         parts["activations"] -= inputs
@@ -142,22 +158,31 @@ def trainer_footprint(
 
 
 def trained_parameters(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Parameters with a gradient. Low-rank updates of all linear layers of a block have r (inputs + outputs) each."""
+    """Parameters with a gradient. Low-rank updates of all linear layers of a block have r (inputs +
+    outputs) each.
+    """
     return layout.lora_rank * facts.linear_ends if layout.lora_rank else facts.parameters
 
 
 def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
     """Weights and gradients for the products, besides those that a rank holds.
 
-    These are casts and, if weights are sharded, the weights of two blocks (one in use, the next on its way) and of the
-    parts outside blocks, with a block's gradient. The head's gradient is summed in float32 over the logits' pieces.
+    These are casts and, if weights are sharded, the weights of two blocks (one in use, the next on
+    its way) and of the parts outside blocks, with a block's gradient. The head's gradient is summed
+    in float32 over the logits' pieces.
     """
     head = 0 if layout.lora_rank else 4 * facts.embedding
-    casts = 2 * facts.parameters if layout.precision == "autocast" else 0  # torch keeps them for the backward pass
+    casts = (
+        2 * facts.parameters if layout.precision == "autocast" else 0
+    )  # torch keeps them for the backward pass
     if layout.shards < 3:
         return casts + head
     outside = facts.parameters - facts.blocks
-    gathered = facts.parameters if layout.keeps_gathered else min(facts.parameters, 2 * facts.block + outside)
+    gathered = (
+        facts.parameters
+        if layout.keeps_gathered
+        else min(facts.parameters, 2 * facts.block + outside)
+    )
     gradient = min(facts.parameters, facts.block + outside)
     number = 4 if casts else layout.number
     return casts + head + number * (gathered + gradient)
@@ -173,10 +198,12 @@ def kept_bytes(kept: Kept, precision: Precision) -> int:
 
 
 def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
-    """Bytes that the layers keep of a micro-batch of so many tokens between its forward and its backward pass.
+    """Bytes that the layers keep of a micro-batch of so many tokens between its forward and its
+    backward pass.
 
-    With full recomputation these are only the inputs of layers, with a selective one also the products. Compare 34
-    bytes per hidden size of a GPT layer: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    With full recomputation these are only the inputs of layers, with a selective one also the
+    products. Compare 34 bytes per hidden size of a GPT layer: Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.
     """
     if layout.recompute == "none":
         return kept_bytes(facts.kept, layout.precision) * tokens
@@ -193,8 +220,8 @@ def _inputs_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
 def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     """Bytes of the backward pass of the layer that takes most, beyond those of `activation_bytes`.
 
-    Attention with sinks or a soft cap is computed in pieces of queries that see all tokens before (the scores, the
-    shares, and a gradient of each).
+    Attention with sinks or a soft cap is computed in pieces of queries that see all tokens before
+    (the scores, the shares, and a gradient of each).
     """
     again = 0 if layout.recompute == "none" else kept_bytes(facts.largest, layout.precision)
     pieces = 4 * 4 * facts.pieced_heads * min(QUERIES_AT_ONCE, tokens)
@@ -202,7 +229,9 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
 
 
 def head_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
-    """Bytes of the final norm, the output head and the loss: hidden states, and the logits of a piece of the tokens."""
+    """Bytes of the final norm, the output head and the loss: hidden states, and the logits of a
+    piece of the tokens.
+    """
     logits = min(LOGITS_AT_ONCE, tokens * facts.vocab)
     return 6 * layout.number * facts.hidden * tokens + int(_HEAD_BYTES[layout.precision] * logits)
 
@@ -212,11 +241,12 @@ def engine_footprint(
 ) -> Footprint:
     """The memory of one replica on each of its `devices` when its cache is full.
 
-    An engine that takes a `fraction` fills it with cache; one that takes what it needs has a cache of `max_batch`
-    contexts of `episode_tokens`.
+    An engine that takes a `fraction` fills it with cache; one that takes what it needs has a cache
+    of `max_batch` contexts of `episode_tokens`.
     """
     weights = layout.number * facts.parameters // devices
-    # The MLP's two inner values in a prefill, and the logits of a batch, which exist as computed and in float32.
+    # The MLP's two inner values in a prefill, and the logits of a batch, which exist as computed
+    # and in float32.
     workspace = 2 * layout.number * layout.prefill_tokens * facts.inner // devices
     workspace += (layout.number + 4) * layout.max_batch * facts.vocab
     given = layout.kv_bytes or (None if kind.is_gpu else layout.kv_bytes_on_cpu)
@@ -234,6 +264,10 @@ def context_bytes(facts: ModelFacts, layout: EngineLayout, devices: int, tokens:
     return layout.number * facts.kv.numbers(tokens, devices, compact=layout.compact_cache)
 
 
-def tokens_cached(facts: ModelFacts, layout: EngineLayout, devices: int, cache: int, context: int) -> int:
-    """How many tokens of contexts of length `context` a cache of `cache` bytes on each device holds."""
+def tokens_cached(
+    facts: ModelFacts, layout: EngineLayout, devices: int, cache: int, context: int
+) -> int:
+    """How many tokens of contexts of length `context` a cache of `cache` bytes on each device
+    holds.
+    """
     return cache * context // max(1, context_bytes(facts, layout, devices, context))

@@ -5,8 +5,9 @@
                 ◀─────────────────────────────────────────────────────────
         at its end:              engine.wake()    memory?   trainer.sleep()
 
-Both are never awake at once. A failed switch is undone. If a role misses its deadline, or can neither sleep nor wake,
-its state is unknown: the sharing is `lost`, and every later switch is refused.
+Both are never awake at once. A failed switch is undone. If a role misses its deadline, or can
+neither sleep nor wake, its state is unknown: the sharing is `lost`, and every later switch is
+refused.
 """
 
 import re
@@ -40,8 +41,9 @@ async def free_on_gpus() -> int:
 class Sleeper(Protocol):
     """An object that can release its memory for a while. Repeating either call changes nothing.
 
-    A sleeping engine answers no requests: new ones wait, and those in flight continue when it wakes, from the same
-    token, with their KV recomputed. It accepts new weights meanwhile. A sleeping trainer can still provide its weights.
+    A sleeping engine answers no requests: new ones wait, and those in flight continue when it
+    wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile. A
+    sleeping trainer can still provide its weights.
     """
 
     async def sleep(self) -> None:
@@ -53,7 +55,9 @@ class Sleeper(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Allocate the memory again; when this returns, the object works. If this raises, it is asleep as before."""
+        """Allocate the memory again; when this returns, the object works. If this raises, it is
+        asleep as before.
+        """
         ...
 
 
@@ -74,7 +78,9 @@ class DeviceSharing(Protocol):
 
 
 class NoSharing:
-    """The `DeviceSharing` of roles that have their own devices, or share devices with enough memory for both."""
+    """The `DeviceSharing` of roles that have their own devices, or share devices with enough memory
+    for both.
+    """
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -84,7 +90,9 @@ class NoSharing:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One side of a share: all its replicas, and the bytes that must be free on each device before it wakes."""
+    """One side of a share: all its replicas, and the bytes that must be free on each device before
+    it wakes.
+    """
 
     name: str
     sleepers: Sequence[Sleeper]
@@ -92,7 +100,8 @@ class Tenant:
 
 
 class TimeSharing:
-    """The `DeviceSharing` of an engine and a trainer that take turns; at first the engine is awake, the trainer asleep.
+    """The `DeviceSharing` of an engine and a trainer that take turns; at first the engine is awake,
+    the trainer asleep.
 
     `seconds`: the deadline of each side's part in a switch. Switches must not overlap.
     """
@@ -106,7 +115,8 @@ class TimeSharing:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainer is awake inside; afterwards the engine is awake again, also if the block failed.
+        """The trainer is awake inside; afterwards the engine is awake again, also if the block
+        failed.
 
         Raises:
             TimeShareError: a switch failed; says which state they are in.
@@ -159,16 +169,18 @@ class TimeSharing:
         free = await self._free()
         if free < turn.needs:
             raise TimeShareError(
-                f"the {turn.name} needs {turn.needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are free on a "
-                "device that it shares: another process uses it, or the sleeping side keeps more than planned. Lower "
-                "engine.memory_fraction, or give them devices of their own (placement=disaggregated)"
+                f"the {turn.name} needs {turn.needs / 2**30:.2f} GiB to wake, and"
+                f" {free / 2**30:.2f} are free on a device that it shares: another process uses it,"
+                " or the sleeping side keeps more than planned. Lower engine.memory_fraction, or"
+                " give them devices of their own (placement=disaggregated)"
             )
 
     async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> None:
         """Call `method` on all replicas at the same time.
 
         Raises:
-            TimeShareError: a replica failed, or did not answer in time; in the latter case the sharing is lost.
+            TimeShareError: a replica failed, or did not answer in time; in the latter case the
+            sharing is lost.
         """
         try:
             with deadline("engine", f"{turn.name}.{method}", self._seconds):
@@ -178,11 +190,13 @@ class TimeSharing:
         except DeadlineError as error:
             self.state = "lost"
             raise TimeShareError(
-                f"the {turn.name} did not {method} within {self._seconds:g} s (placement.switch_seconds): its "
-                "GPU memory use is unknown"
+                f"the {turn.name} did not {method} within {self._seconds:g} s"
+                " (placement.switch_seconds): its GPU memory use is unknown"
             ) from error
         except Exception as error:
-            raise TimeShareError(f"the {turn.name} could not {method}: {type(error).__name__}: {error}") from error
+            raise TimeShareError(
+                f"the {turn.name} could not {method}: {type(error).__name__}: {error}"
+            ) from error
         except BaseException:
             self.state = "lost"  # cancelled, so the outcome is unknown
             raise

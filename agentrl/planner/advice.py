@@ -1,4 +1,6 @@
-"""Advice for a config that does not fit: changes that would fit, checked with the same count of memory."""
+"""Advice for a config that does not fit: changes that would fit, checked with the same count of
+memory.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +29,9 @@ _TRIED = 2
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """New settings, as they are written, and the function that applies them: it returns None if nothing changes."""
+    """New settings, as they are written, and the function that applies them: it returns None if
+    nothing changes.
+    """
 
     settings: tuple[str, ...]
     apply: Callable[[RunConfig], RunConfig | None]
@@ -38,8 +42,11 @@ class Change:
         return {setting.partition("=")[0] for setting in self.settings}
 
 
-def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 5) -> list[str]:
-    """Changes that make a config fit, as overrides: single ones, else several together; and other devices.
+def what_fits(
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 5
+) -> list[str]:
+    """Changes that make a config fit, as overrides: single ones, else several together; and other
+    devices.
 
     Of several values of a setting, it names the first that fits.
     """
@@ -51,25 +58,40 @@ def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: 
             alone.append(change)
     ways = [" ".join(change.settings) for change in alone]
     if not ways:
-        together = _needed(config, inventory, facts, _together(config, inventory, facts, changes) or [])
-        ways = [" ".join(setting for change in together for setting in change.settings)] if together else []
+        together = _needed(
+            config, inventory, facts, _together(config, inventory, facts, changes) or []
+        )
+        ways = (
+            [" ".join(setting for change in together for setting in change.settings)]
+            if together
+            else []
+        )
     devices = _other_devices(config, inventory, facts)
     return [*ways, *(devices[:1] if ways else devices)]
 
 
 def _together(
-    config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change], most: int = _MOST_TOGETHER
+    config: RunConfig,
+    inventory: Inventory,
+    facts: ModelFacts,
+    changes: list[Change],
+    most: int = _MOST_TOGETHER,
 ) -> list[Change] | None:
-    """At most so many changes of different settings until the config fits; None if they do not suffice.
+    """At most so many changes of different settings until the config fits; None if they do not
+    suffice.
 
-    It takes the one that saves most, then the one that saves most besides; where that leads nowhere, the second best.
+    It takes the one that saves most, then the one that saves most besides; where that leads
+    nowhere, the second best.
     """
     filled = _filled(config, inventory, facts)
     if filled <= 1:
         return []
     if most == 0:
         return None
-    tried = [(_filled(changed := change.apply(config), inventory, facts), changed, change) for change in changes]
+    tried = [
+        (_filled(changed := change.apply(config), inventory, facts), changed, change)
+        for change in changes
+    ]
     for less, changed, change in sorted(tried, key=lambda entry: entry[0])[:_TRIED]:
         if changed is not None and less < filled:
             others = [other for other in changes if not other.keys & change.keys]
@@ -79,7 +101,9 @@ def _together(
     return None
 
 
-def _needed(config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]) -> list[Change]:
+def _needed(
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]
+) -> list[Change]:
     """Changes that make a config fit together, without those that later ones have made unnecessary."""
     for change in changes:
         fewer: list[Change] = [other for other in changes if other is not change]
@@ -97,20 +121,30 @@ def _all_of(changes: list[Change], config: RunConfig) -> RunConfig | None:
 
 
 def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> list[str]:
-    """Other kinds of devices, and more of them, from few to many; a machine without GPUs needs some."""
+    """Other kinds of devices, and more of them, from few to many; a machine without GPUs needs
+    some.
+    """
     kinds = [inventory.kind] if inventory.kind.is_gpu else []
     kinds += [kind for kind in reversed(GPUS.values()) if kind not in kinds]
     counts = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
     offers = (
-        next((offer for offer in (Inventory(kind, *count) for count in counts)
-              if len(offer) >= len(inventory) and _filled(config, offer, facts) <= 1), None)
+        next(
+            (
+                offer
+                for offer in (Inventory(kind, *count) for count in counts)
+                if len(offer) >= len(inventory) and _filled(config, offer, facts) <= 1
+            ),
+            None,
+        )
         for kind in kinds
-    )  # fmt: skip
+    )
     return [str(offer) for offer in offers if offer is not None][:2]
 
 
 def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:
-    """Memory use of the fullest device on the best map, as a share of its usable memory; at most 1 if all fits."""
+    """Memory use of the fullest device on the best map, as a share of its usable memory; at most 1
+    if all fits.
+    """
     if config is None:
         return math.inf
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
@@ -131,22 +165,39 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     yield _setting("trainer", activation_checkpointing="full", activation_offload=True)
     yield _setting("trainer", moments="bfloat16")
     yield _setting("trainer", moments="int8")
-    yield from (_setting("trainer", micro_batch_tokens=trainer.micro_batch_tokens // n) for n in (2, 4, 8))
+    yield from (
+        _setting("trainer", micro_batch_tokens=trainer.micro_batch_tokens // n) for n in (2, 4, 8)
+    )
     yield _setting("engine", dtype="bfloat16")
     yield _setting("trainer", dtype="bfloat16")
-    yield from (_setting("engine", max_context=n) for n in (32768, 16384, 8192) if n < (engine.max_context or 2**31))
+    yield from (
+        _setting("engine", max_context=n)
+        for n in (32768, 16384, 8192)
+        if n < (engine.max_context or 2**31)
+    )
     yield from (_setting("engine", memory_fraction=n) for n in (0.6, 0.4, 0.3))
     yield _setting("engine", kv_cache_gib=None)
     yield _setting("engine", sleep_mode=True)
-    yield from (_setting("engine", tensor_parallel=n) for n in (1, *growing) if n <= inventory.per_node)
+    yield from (
+        _setting("engine", tensor_parallel=n) for n in (1, *growing) if n <= inventory.per_node
+    )
     yield from (_setting("trainer", world_size=n) for n in growing)
     if config.placement.lists or config.placement.name != "auto":
-        placement = config.placement.model_copy(update={"name": "auto", "engine": None, "trainer": None})
+        placement = config.placement.model_copy(
+            update={"name": "auto", "engine": None, "trainer": None}
+        )
         lists = [f"placement.{role}=null" for role in config.placement.lists]
-        yield Change(("placement=auto", *lists), lambda config: config.model_copy(update={"placement": placement}))
+        yield Change(
+            ("placement=auto", *lists),
+            lambda config: config.model_copy(update={"placement": placement}),
+        )
     yield _setting("trainer", optimizer_offload=True)
     yield _setting("trainer", offload=True, zero_stage=3)
-    others = [plugin.name for plugin in plugins.installed("trainers") if plugin.name != config.trainer.name]
+    others = [
+        plugin.name
+        for plugin in plugins.installed("trainers")
+        if plugin.name != config.trainer.name
+    ]
     for name in others:
         yield _trainer(name)
         yield from (_trainer(name, world_size=n) for n in growing)
@@ -155,7 +206,9 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
 
 
 def _setting(section: str, **update: Any) -> Change:
-    """Other values in one section; no change if the section has no such setting, or rejects the value."""
+    """Other values in one section; no change if the section has no such setting, or rejects the
+    value.
+    """
 
     def apply(config: RunConfig) -> RunConfig | None:
         chosen: Component = getattr(config, section)
@@ -178,10 +231,16 @@ def _trainer(name: str, **update: Any) -> Change:
     def apply(config: RunConfig) -> RunConfig | None:
         factory = plugins.load("trainers", name)
         model = getattr(factory, "Config", None)
-        if model is None or not hasattr(model, "layout") or not update.keys() <= model.model_fields.keys():
+        if (
+            model is None
+            or not hasattr(model, "layout")
+            or not update.keys() <= model.model_fields.keys()
+        ):
             return None
         shared = {
-            key: value for key, value in config.trainer.settings.model_dump().items() if key in model.model_fields
+            key: value
+            for key, value in config.trainer.settings.model_dump().items()
+            if key in model.model_fields
         }
         try:
             settings = model.model_validate({**shared, **update})

@@ -13,8 +13,8 @@ from agentrl.planner.run_facts import layouts, model_of, placement_request_of, w
 def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
     """Check a run whose cluster is this machine, with everything on the first device.
 
-    Only certain needs are counted: weights of engines and trainer, gradients and optimizer. `agentrl plan` counts the
-    rest too. If engine or trainer has no `layout`, memory is not checked.
+    Only certain needs are counted: weights of engines and trainer, gradients and optimizer.
+    `agentrl plan` counts the rest too. If engine or trainer has no `layout`, memory is not checked.
 
     Raises:
         ConfigError: the run is not possible; says what would fit.
@@ -24,8 +24,8 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
     name = "lists of devices" if config.placement.lists else config.placement.name
     if name not in ("auto", "local"):
         raise ConfigError(
-            f"placement: {name}, but cluster={config.cluster.name} puts everything on the first device: write "
-            "placement=local, or take a cluster that can place (cluster=ray)"
+            f"placement: {name}, but cluster={config.cluster.name} puts everything on the first"
+            " device: write placement=local, or take a cluster that can place (cluster=ray)"
         )
     if any(not hasattr(chosen.settings, "layout") for chosen in (config.engine, config.trainer)):
         return
@@ -37,7 +37,9 @@ def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     config = with_defaults(config, facts, gpu=kind.is_gpu)
     (engine, trainer), request = layouts(config), placement_request_of(config)
     # Without GPUs, what is offloaded lies in the same memory.
-    size = trainer_footprint(facts, trainer if kind.is_gpu else replace(trainer, offload=False), request.ranks)
+    size = trainer_footprint(
+        facts, trainer if kind.is_gpu else replace(trainer, offload=False), request.ranks
+    )
     held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
     held *= request.ranks
     held += engine.here * request.engines * engine.number * facts.parameters
@@ -45,6 +47,7 @@ def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     if held > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
         raise ConfigError(
-            f"weights, gradients and optimizer of {facts.name} need {held / GIB:.1f} GiB on {inventory}, of which "
-            f"{usable / GIB:.1f} are usable. What would fit:\n{listed or '  a smaller model'}"
+            f"weights, gradients and optimizer of {facts.name} need {held / GIB:.1f} GiB on"
+            f" {inventory}, of which {usable / GIB:.1f} are usable. What would"
+            f" fit:\n{listed or '  a smaller model'}"
         )

@@ -1,7 +1,8 @@
 """Replaces assumptions by an earlier run's measurements: its episodes, and the speed of its stages.
 
-A run records how many seconds each stage took on its devices; the shape of its model gives the amount of work. Their
-ratio holds for the same kind of device with another model or another number of devices.
+A run records how many seconds each stage took on its devices; the shape of its model gives the
+amount of work. Their ratio holds for the same kind of device with another model or another number
+of devices.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,21 @@ from agentrl.simulate.latency import Constant
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
-_NEEDED = ("seconds/rollout", "seconds/train", "seconds/weights", "sampled_tokens", "prompt_tokens", "turns")
+_NEEDED = (
+    "seconds/rollout",
+    "seconds/train",
+    "seconds/weights",
+    "sampled_tokens",
+    "prompt_tokens",
+    "turns",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over the steps of a run, without the first step, which starts everything, if there are more."""
+    """Means over the steps of a run, without the first step, which starts everything, if there are
+    more.
+    """
 
     config: RunConfig
     steps: int
@@ -42,9 +52,15 @@ def measured(folder: Path) -> Measured:
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"--from: {str(folder)!r} holds no run (no config.yaml in it)")
     config = load_config(folder / "config.yaml").config
-    rows = [row for row in MetricsFile(folder / "metrics.jsonl").rows() if all(key in row for key in _NEEDED)]
+    rows = [
+        row
+        for row in MetricsFile(folder / "metrics.jsonl").rows()
+        if all(key in row for key in _NEEDED)
+    ]
     if not rows:
-        raise ConfigError(f"--from: {folder} has no step in its metrics.jsonl with {', '.join(_NEEDED)}")
+        raise ConfigError(
+            f"--from: {folder} has no step in its metrics.jsonl with {', '.join(_NEEDED)}"
+        )
     rows = rows[1:] or rows
     means = {key: fmean(row[key] for row in rows) for key in _NEEDED}
     episodes = config.rollout.groups_per_step * config.rollout.group_size
@@ -54,12 +70,18 @@ def measured(folder: Path) -> Measured:
         means["seconds/rollout"],
         means["seconds/train"],
         means["seconds/weights"],
-        Workload(episodes, means["turns"], means["sampled_tokens"] / episodes, means["prompt_tokens"] / episodes),
+        Workload(
+            episodes,
+            means["turns"],
+            means["sampled_tokens"] / episodes,
+            means["prompt_tokens"] / episodes,
+        ),
     )
 
 
 def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> RunConfig:
-    """The config with a run's episodes in its section `simulation`, and the run's speeds in `placement.assume`.
+    """The config with a run's episodes in its section `simulation`, and the run's speeds in
+    `placement.assume`.
 
     The run must have been on devices of the inventory's kind, which cannot be checked.
 
@@ -72,11 +94,15 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
     was = found.config.placement.assume
     assume = was.model_copy(
         update={
-            "trainer_flops": was.trainer_flops * stages.train(found.work, devices).total / found.train,
+            "trainer_flops": was.trainer_flops
+            * stages.train(found.work, devices).total
+            / found.train,
             "links": was.links * stages.update_seconds(devices) / max(found.weights, 1e-6),
         }
     )
-    if found.config.rollout.max_staleness == 0:  # else rollouts overlap with training, and only the rest was measured
+    if (
+        found.config.rollout.max_staleness == 0
+    ):  # else rollouts overlap with training, and only the rest was measured
         factor = _seconds(found, stages, devices) / found.rollout
         assume = assume.model_copy(
             update={
@@ -94,7 +120,9 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
 
 
 def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
-    """The measured episodes as settings of the simulation; tokens beyond the prompt are the later observations."""
+    """The measured episodes as settings of the simulation; tokens beyond the prompt are the later
+    observations.
+    """
     first = min(config.simulation.prompt_tokens, round(work.observed / 2)) or 1
     later = (work.observed - first) / max(1e-9, work.turns - 1) if work.turns > 1 else 1
     answer = Constant(value=work.sampled / work.turns)

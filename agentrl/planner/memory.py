@@ -36,25 +36,30 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
     fullest = sorted(loads(stages, work, devices), key=lambda load: load.limit - load.peak)
     for load in fullest:
         if load.peak > load.limit:
-            parts = " and ".join(f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items())
+            parts = " and ".join(
+                f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items()
+            )
             turns = ", in turns" if devices.time_shared else ""
             kind = devices.inventory.kind
             yield (
-                f"{' and '.join(load.awake)} need {load.peak / GIB:.1f} GiB on device {load.device}"
-                f"{f' ({parts}{turns})' if len(load.awake) > 1 else ''}, which has {kind.memory / GIB:.1f} "
-                f"({load.limit / GIB:.1f} usable)"
+                f"{' and '.join(load.awake)} need {load.peak / GIB:.1f} GiB on device"
+                f" {load.device}{f' ({parts}{turns})' if len(load.awake) > 1 else ''}, which has"
+                f" {kind.memory / GIB:.1f} ({load.limit / GIB:.1f} usable)"
             )
             break
     for node, share in _host_shares(fullest, devices).items():
         if share > 1:
             whole = devices.inventory.per_node * fullest[0].host_limit / GIB
             yield (
-                f"the memory of node {node}'s host would hold {share * whole:.0f} GiB of its devices' data and of "
-                f"checkpoints, but has only {whole:.0f} usable"
+                f"the memory of node {node}'s host would hold {share * whole:.0f} GiB of its"
+                f" devices' data and of checkpoints, but has only {whole:.0f} usable"
             )
             break
     if devices.time_shared and not stages.engine.sleeps:
-        yield "this engine cannot sleep while the trainer works (vllm can, with engine.sleep_mode=true)"
+        yield (
+            "this engine cannot sleep while the trainer works (vllm can, with"
+            " engine.sleep_mode=true)"
+        )
     if devices.time_shared and not stages.trainer.sleeps:
         yield "this trainer cannot sleep while the engine works"
     yield from _undivided_heads(stages, devices)
@@ -62,8 +67,8 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
 
 
 def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
-    """Memory use of the fullest device or host, as a share of its usable memory; also more than 1 if memory suffices
-    but something else does not fit.
+    """Memory use of the fullest device or host, as a share of its usable memory; also more than 1
+    if memory suffices but something else does not fit.
     """
     held = loads(stages, work, devices)
     shares = [*(load.peak / load.limit for load in held), *_host_shares(held, devices).values()]
@@ -84,17 +89,21 @@ def _host_shares(held: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, fl
     shares: dict[int, float] = {}
     for load in held:
         node = devices.inventory.node(load.device)
-        shares[node] = shares.get(node, 0.0) + load.host / load.host_limit / devices.inventory.per_node
+        shares[node] = (
+            shares.get(node, 0.0) + load.host / load.host_limit / devices.inventory.per_node
+        )
     return shares
 
 
 def _undivided_heads(stages: Stages, devices: DeviceMap) -> Iterator[str]:
-    """Tensor parallelism gives each device equally many heads, or several devices the same head of keys."""
+    """Tensor parallelism gives each device equally many heads, or several devices the same head of
+    keys.
+    """
     heads, split = stages.facts.kv.heads, devices.tensor_parallel()
     if heads.queries % split or (heads.keys % split and split % heads.keys):
         yield (
-            f"a copy of the model cannot be spread over {split} devices: it has {heads.queries} attention heads and "
-            f"{heads.keys} heads of keys"
+            f"a copy of the model cannot be spread over {split} devices: it has {heads.queries}"
+            f" attention heads and {heads.keys} heads of keys"
         )
 
 
@@ -109,8 +118,8 @@ def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator
     if tokens < longest:
         taken = (size.total - size.parts["kv cache"]) / GIB
         yield (
-            f"an engine's KV cache would hold {tokens} tokens beside {taken:.1f} GiB of weights and workspace, but one "
-            f"context has up to {longest}"
+            f"an engine's KV cache would hold {tokens} tokens beside {taken:.1f} GiB of weights and"
+            f" workspace, but one context has up to {longest}"
         )
 
 
@@ -119,10 +128,14 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
     kind = devices.inventory.kind
     ranks = len(devices.of("trainer"))
     trainer = _learners(stages, work, max(1, ranks))
-    engine = engine_footprint(stages.facts, stages.engine, devices.tensor_parallel(), kind, round(work.episode_tokens))
+    engine = engine_footprint(
+        stages.facts, stages.engine, devices.tensor_parallel(), kind, round(work.episode_tokens)
+    )
     found = []
     for device in range(len(devices.inventory)):
-        counts = {role: sum(r.role == role for r in devices.on(device)) for role in ("engine", "trainer")}
+        counts = {
+            role: sum(r.role == role for r in devices.on(device)) for role in ("engine", "trainer")
+        }
         counts["engine"] *= 1 + stages.frozen
         awake = {
             role: _times(size, counts[role])
@@ -134,7 +147,9 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         totals = [size.total for size in awake.values()]
         turns = devices.time_shared and len(awake) > 1
         host = sum(size.host for size in awake.values())
-        gathers = ranks > 1 and any(r.role == "trainer" and r.number == 0 for r in devices.on(device))
+        gathers = ranks > 1 and any(
+            r.role == "trainer" and r.number == 0 for r in devices.on(device)
+        )
         # The first rank publishes what is trained.
         host += 4 * trained_parameters(stages.facts, stages.trainer) if gathers else 0
         if not kind.is_gpu:
@@ -142,18 +157,27 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         elif turns:
             peak = max(totals) + ASLEEP
             host += counts["engine"] * engine.parts["weights"] + sum(
-                trainer.parts.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference", "critic")
+                trainer.parts.get(part, 0)
+                for part in ("weights", "gradients", "optimizer", "reference", "critic")
             )
         else:
             peak = sum(totals)
-        found.append(DeviceLoad(device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)))
+        found.append(
+            DeviceLoad(
+                device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)
+            )
+        )
     return tuple(found)
 
 
 def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
-    """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same device."""
+    """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same
+    device.
+    """
     longest = stages.longest(work)
-    whole = trainer_footprint(stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks), longest)
+    whole = trainer_footprint(
+        stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks), longest
+    )
     parts, host = dict(whole.parts), whole.host
     for helper, layout, kept in (
         ("reference", stages.reference, {"weights"}),

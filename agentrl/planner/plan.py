@@ -1,9 +1,11 @@
-"""The plan of a run before it starts: what runs on which device, whether it fits, the time of a step, and the reasons.
+"""The plan of a run before it starts: what runs on which device, whether it fits, the time of a
+step, and the reasons.
 
     facts = model_of(config)
     plan = make_plan(config, Inventory(gpu_named("H100"), per_node=8), facts)
 
-Nothing is loaded: memory and times are computed from the model's shape, and the rollout is simulated.
+Nothing is loaded: memory and times are computed from the model's shape, and the rollout is
+simulated.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +30,9 @@ _STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """Predicted seconds of a step by stage, as means: waiting for groups, training, switching, new weights."""
+    """Predicted seconds of a step by stage, as means: waiting for groups, training, switching, new
+    weights.
+    """
 
     rollout: float
     train: float
@@ -45,8 +49,8 @@ class StepEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A map that was considered: why it does not fit, or how long a step takes; `rough` is not simulated. `filled`:
-    memory use of the fullest device, as a share of its usable memory.
+    """A map that was considered: why it does not fit, or how long a step takes; `rough` is not
+    simulated. `filled`: memory use of the fullest device, as a share of its usable memory.
     """
 
     devices: DeviceMap
@@ -58,7 +62,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The chosen map, the memory of its devices, its step, the reason, and all maps that were considered."""
+    """The chosen map, the memory of its devices, its step, the reason, and all maps that were
+    considered.
+    """
 
     facts: ModelFacts
     work: Workload
@@ -73,8 +79,8 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     """The fastest map that the config allows and that fits.
 
     Raises:
-        ConfigError: none fits; says what is missing where, and which settings would fit. Or the engine's context is
-            longer than the model's.
+        ConfigError: none fits; says what is missing where, and which settings would fit. Or the
+            engine's context is longer than the model's.
     """
     _check_context(config, facts)
     config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
@@ -83,14 +89,18 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         _looked_at(config, stages, work, devices)
         for devices in device_maps(config.placement, placement_request_of(config), inventory)
     ]
-    fitting = sorted((found for found in looked_at if not found.problems), key=lambda found: found.rough)
+    fitting = sorted(
+        (found for found in looked_at if not found.problems), key=lambda found: found.rough
+    )
     if not fitting:
         raise ConfigError(_refusal(config, inventory, facts, looked_at))
     simulated = [_simulated(config, stages, work, found) for found in fitting[:_SIMULATED]]
     simulated.sort(key=lambda found: found.step.seconds if found.step else float("inf"))
     chosen = simulated[0]
     if chosen.step is None:
-        raise ConfigError(f"no step could be simulated on {chosen.devices}: {'; '.join(chosen.problems)}")
+        raise ConfigError(
+            f"no step could be simulated on {chosen.devices}: {'; '.join(chosen.problems)}"
+        )
     unfit = [found for found in looked_at if found.problems]
     return Plan(
         facts,
@@ -107,15 +117,19 @@ def _check_context(config: RunConfig, facts: ModelFacts) -> None:
     context = layouts(config)[0].max_context
     if context is not None and context > facts.max_positions:
         raise ConfigError(
-            f"engine.max_context={context}, but {facts.name} knows {facts.max_positions} positions: write "
-            f"engine.max_context={facts.max_positions}, or take a model whose config extends them (rope_scaling)"
+            f"engine.max_context={context}, but {facts.name} knows {facts.max_positions} positions:"
+            f" write engine.max_context={facts.max_positions}, or take a model whose config extends"
+            " them (rope_scaling)"
         )
 
 
 def _looked_at(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
     found = tuple(problems(stages, work, devices))
     return Candidate(
-        devices, overfull(stages, work, devices), found, 0.0 if found else _rough(config, stages, work, devices)
+        devices,
+        overfull(stages, work, devices),
+        found,
+        0.0 if found else _rough(config, stages, work, devices),
     )
 
 
@@ -141,7 +155,10 @@ def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candida
     bound = config.rollout.max_staleness
     if not devices.of("engine"):
         simulation = config.simulation.model_copy(
-            update={"train_seconds": simulation.train_seconds, "update_seconds": simulation.update_seconds}
+            update={
+                "train_seconds": simulation.train_seconds,
+                "update_seconds": simulation.update_seconds,
+            }
         )
     try:
         report = World(
@@ -158,7 +175,9 @@ def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candida
     switch = stages.switch_seconds(devices)
     rollout = max(0.0, fmean(seconds) - train - weights - switch)
     rate = max(1, len(devices.of("engine"))) * report.tokens / report.seconds
-    return replace(found, step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness))
+    return replace(
+        found, step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness)
+    )
 
 
 def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int) -> str:
@@ -172,12 +191,15 @@ def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_map
     if first is None or second is None:
         return "the only one that could be simulated"
     return (
-        f"the fastest of {fitting} maps that fit into memory ({all_maps} considered): {first.seconds:.1f} s a step; "
-        f"the next one ({simulated[1].devices}) takes {second.seconds:.1f} s"
+        f"the fastest of {fitting} maps that fit into memory ({all_maps} considered):"
+        f" {first.seconds:.1f} s a step; the next one ({simulated[1].devices}) takes"
+        f" {second.seconds:.1f} s"
     )
 
 
-def _refusal(config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]) -> str:
+def _refusal(
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]
+) -> str:
     """The error message: what does not fit on the closest map, and what would."""
     closest = min(looked_at, key=lambda found: found.filled)
     listed = (
@@ -186,6 +208,7 @@ def _refusal(config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_
     )
     mode = config.placement.name if not config.placement.lists else "its lists"
     return (
-        f"{facts.name} ({facts.parameters / 1e9:.2f} billion parameters) does not fit on {inventory} with "
-        f"placement={mode}. Closest is {closest.devices}: {'; '.join(closest.problems)}.\nWhat would fit:\n{listed}"
+        f"{facts.name} ({facts.parameters / 1e9:.2f} billion parameters) does not fit on"
+        f" {inventory} with placement={mode}. Closest is {closest.devices}:"
+        f" {'; '.join(closest.problems)}.\nWhat would fit:\n{listed}"
     )

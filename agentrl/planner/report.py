@@ -16,12 +16,14 @@ _SHOWN = 8
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the map, the memory of its devices, the step by stage, the reason, and the other candidates."""
+    """Print the map, the memory of its devices, the step by stage, the reason, and the other
+    candidates.
+    """
     facts, work = plan.facts, plan.work
     console.print(
-        f"[bold]{facts.name}[/bold]: {facts.parameters / 1e6:,.1f} million parameters, on {plan.devices.inventory}\n"
-        f"a step trains on {work.episodes} episodes of {work.turns:.1f} turns, {work.episode_tokens:,.0f} tokens each "
-        f"({work.sampled:,.0f} sampled)\n",
+        f"[bold]{facts.name}[/bold]: {facts.parameters / 1e6:,.1f} million parameters, on"
+        f" {plan.devices.inventory}\na step trains on {work.episodes} episodes of {work.turns:.1f}"
+        f" turns, {work.episode_tokens:,.0f} tokens each ({work.sampled:,.0f} sampled)\n",
         highlight=False,
         soft_wrap=True,
     )
@@ -37,7 +39,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _table(*columns: str, title: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    table = Table(
+        box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold"
+    )
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
@@ -71,15 +75,24 @@ def _memory(plan: Plan) -> Table:
         load, devices = alike[0], format_devices([load.device for load in alike])
         for role, footprint in load.awake.items():
             table.add_row(devices, role, f"{footprint.total / GIB:.2f}", _parts(footprint))
-        table.add_row(devices, "at the peak", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} usable")
+        table.add_row(
+            devices, "at the peak", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} usable"
+        )
     host, usable = fullest_host(plan.loads, plan.devices)
     if host:
-        table.add_row("", "in the host", f"{host / GIB:.2f}", f"of {usable / GIB:.2f} usable, for all of its devices")
+        table.add_row(
+            "",
+            "in the host",
+            f"{host / GIB:.2f}",
+            f"of {usable / GIB:.2f} usable, for all of its devices",
+        )
     return table
 
 
 def _parts(footprint: Footprint) -> str:
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in footprint.parts.items() if size >= GIB / 200)
+    return ", ".join(
+        f"{name} {size / GIB:.2f}" for name, size in footprint.parts.items() if size >= GIB / 200
+    )
 
 
 def _step(plan: Plan) -> Table:
@@ -113,18 +126,44 @@ def as_json(plan: Plan) -> dict[str, Any]:
     step = plan.step
     return {
         "model": {"name": plan.facts.name, "parameters": plan.facts.parameters},
-        "devices": {"kind": plan.devices.inventory.kind.name, "per_node": plan.devices.inventory.per_node,
-                    "nodes": plan.devices.inventory.nodes},
+        "devices": {
+            "kind": plan.devices.inventory.kind.name,
+            "per_node": plan.devices.inventory.per_node,
+            "nodes": plan.devices.inventory.nodes,
+        },
         "mode": plan.devices.mode,
         "time_shared": plan.devices.time_shared,
-        "replicas": [{"role": r.role, "number": r.number, "devices": list(r.devices), "node": r.node}
-                     for r in plan.devices.replicas],
+        "replicas": [
+            {"role": r.role, "number": r.number, "devices": list(r.devices), "node": r.node}
+            for r in plan.devices.replicas
+        ],
         "settings": plan.devices.settings(),
-        "memory": [{"device": load.device, "peak": load.peak, "limit": load.limit, "host": load.host,
-                    "awake": {role: dict(size.parts) for role, size in load.awake.items()}} for load in plan.loads],
-        "step": {"seconds": step.seconds, "rollout": step.rollout, "train": step.train, "switch": step.switch,
-                 "weights": step.weights, "tokens_per_second": step.tokens_per_second, "staleness": step.staleness},
+        "memory": [
+            {
+                "device": load.device,
+                "peak": load.peak,
+                "limit": load.limit,
+                "host": load.host,
+                "awake": {role: dict(size.parts) for role, size in load.awake.items()},
+            }
+            for load in plan.loads
+        ],
+        "step": {
+            "seconds": step.seconds,
+            "rollout": step.rollout,
+            "train": step.train,
+            "switch": step.switch,
+            "weights": step.weights,
+            "tokens_per_second": step.tokens_per_second,
+            "staleness": step.staleness,
+        },
         "reason": plan.reason,
-        "considered": [{"map": str(found.devices), "problems": list(found.problems),
-                        "seconds": found.step.seconds if found.step else None} for found in plan.considered],
-    }  # fmt: skip
+        "considered": [
+            {
+                "map": str(found.devices),
+                "problems": list(found.problems),
+                "seconds": found.step.seconds if found.step else None,
+            }
+            for found in plan.considered
+        ],
+    }

@@ -18,7 +18,8 @@ from agentrl.simulate.stages import Stages
 
 
 def model_of(config: RunConfig) -> ModelFacts:
-    """The shape of a run's model; a randomly initialised one counts with the largest vocabulary that it can have.
+    """The shape of a run's model; a randomly initialised one counts with the largest vocabulary
+    that it can have.
 
     Of some published models, the package has the configs, so that a plan needs no network.
 
@@ -29,19 +30,30 @@ def model_of(config: RunConfig) -> ModelFacts:
     if name in SIZES:
         return facts_of(model_config(SIZES[name]), name)
     known = PUBLISHED / name
-    if not Path(name).exists() and config.model.revision is None and (known / "config.json").is_file():
+    if (
+        not Path(name).exists()
+        and config.model.revision is None
+        and (known / "config.json").is_file()
+    ):
         return replace(model_facts(known), name=name)
     return model_facts(description_folder(name, config.model.revision))
 
 
 def with_defaults(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> RunConfig:
-    """The config with what its trainers choose by the model and the devices, where the settings say nothing."""
-    context = min(getattr(config.engine.settings, "max_context", None) or facts.max_positions, facts.max_positions)
+    """The config with what its trainers choose by the model and the devices, where the settings say
+    nothing.
+    """
+    context = min(
+        getattr(config.engine.settings, "max_context", None) or facts.max_positions,
+        facts.max_positions,
+    )
     sections = {}
     for section in ("trainer", "reference", "critic"):
         component: Component | None = getattr(config, section)
         if component is not None and hasattr(component.settings, "chosen"):
-            settings = component.settings.chosen(parameters=facts.parameters, context=context, gpu=gpu)
+            settings = component.settings.chosen(
+                parameters=facts.parameters, context=context, gpu=gpu
+            )
             sections[section] = replace(component, settings=settings)
     return config.model_copy(update=sections)
 
@@ -57,7 +69,10 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
     others = len(frozen) + (recipe.num_engines if isinstance(recipe, OpponentsConfig) else 0)
     others += getattr(recipe, "teacher", None) is not None  # its engine counts as one more
     engine, trainer = layouts(config)
-    reference, critic = _layout_of("reference", config.reference), _layout_of("critic", config.critic)
+    reference, critic = (
+        _layout_of("reference", config.reference),
+        _layout_of("critic", config.critic),
+    )
     return Stages(facts, engine, trainer, config.placement.assume, reference, critic, others)
 
 
@@ -73,8 +88,9 @@ def _layout_of(section: str, chosen: Component | None) -> Any:
     layout = getattr(chosen.settings, "layout", None)
     if layout is None:
         raise ConfigError(
-            f"{section} {chosen.name!r} does not declare its layout on devices, so nothing can be planned: give its "
-            "Config a method `layout`, as agentrl/placement/footprint.py describes, or write placement=local"
+            f"{section} {chosen.name!r} does not declare its layout on devices, so nothing can be"
+            " planned: give its Config a method `layout`, as agentrl/placement/footprint.py"
+            " describes, or write placement=local"
         )
     return layout()
 

@@ -1,4 +1,6 @@
-"""ArCHer: a critic of turns that learns from earlier episodes too, beside the loop of `policy_gradient`."""
+"""ArCHer: a critic of turns that learns from earlier episodes too, beside the loop of
+`policy_gradient`.
+"""
 
 from typing import Annotated
 
@@ -24,7 +26,9 @@ class ArcherSettings(Settings):
     replayed: Annotated[float, Field(ge=0)] = 1.0
     """How many earlier episodes each update of the critic draws, for each new one."""
     critic_updates: Annotated[int, Field(gt=0)] = 4
-    """How often the critic is updated in a step: on the new episodes and those that are drawn, with new targets."""
+    """How often the critic is updated in a step: on the new episodes and those that are drawn, with
+    new targets.
+    """
     critic_warmup: Annotated[int, Field(ge=0)] = 10
     """Steps before the policy starts to learn. Until then the critic learns alone."""
     demonstrations: DemonstrationsConfig | None = None
@@ -34,23 +38,25 @@ class ArcherSettings(Settings):
         """Refuse what does not fit the other settings of a run.
 
         Raises:
-            ValueError: the algorithm has no critic of answers, the policy would never learn, or parts of episodes would
-                be replayed.
+            ValueError: the algorithm has no critic of answers, the policy would never learn, or
+                parts of episodes would be replayed.
         """
         if not getattr(config.algorithm.factory, "values_answers", False):
             raise ValueError(
-                f"recipe=archer teaches a critic what answers are worth, and algorithm={config.algorithm.name} has "
-                "none: set algorithm=archer, or recipe=policy_gradient"
+                "recipe=archer teaches a critic what answers are worth, and"
+                f" algorithm={config.algorithm.name} has none: set algorithm=archer, or"
+                " recipe=policy_gradient"
             )
         if config.rollout.staleness_rule == "segment":
             raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of episodes, and recipe=archer uses tasks again only "
-                "when they have been trained on whole: choose another staleness_rule, or recipe=policy_gradient"
+                "rollout.staleness_rule=segment trains on parts of episodes, and recipe=archer uses"
+                " tasks again only when they have been trained on whole: choose another"
+                " staleness_rule, or recipe=policy_gradient"
             )
         if self.critic_warmup >= config.steps:
             raise ValueError(
-                f"recipe.critic_warmup is {self.critic_warmup}, and the run has {config.steps} steps, so the policy "
-                "would never learn: lower it, or raise steps"
+                f"recipe.critic_warmup is {self.critic_warmup}, and the run has {config.steps}"
+                " steps, so the policy would never learn: lower it, or raise steps"
             )
 
 
@@ -63,4 +69,9 @@ async def archer(run: Run, settings: ArcherSettings) -> None:
     seed = derive_seed(run.config.seed, "replay")
     replay = Replay(settings.replay, settings.replayed, seed=seed, reused=run.ledger.reused)
     training = CriticTraining(settings.critic_updates, settings.critic_warmup, replay)
-    await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations), training=training)
+    await train(
+        run,
+        run.config.algorithm.make(),
+        await starting_model(run, settings.demonstrations),
+        training=training,
+    )

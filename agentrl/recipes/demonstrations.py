@@ -1,4 +1,6 @@
-"""Demonstrations: episodes of a scripted player, and a model that imitates them before reinforcement learning."""
+"""Demonstrations: episodes of a scripted player, and a model that imitates them before
+reinforcement learning.
+"""
 
 import asyncio
 import inspect
@@ -37,22 +39,26 @@ class DemonstrationsConfig(Settings):
     """Episodes of a scripted player that the model imitates before reinforcement learning."""
 
     player: str
-    """`package.module:function`, called with (environment, random.Random), returning the next action. For a program
-    (`env: agent:...`) it is called with the text of the prompt instead of an environment."""
+    """`package.module:function`, called with (environment, random.Random), returning the next
+    action. For a program (`env: agent:...`) it is called with the text of the prompt instead of an
+    environment."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the player, such as `{skill: 0.7}` of the weak players of the built-in environments."""
+    """Keyword arguments of the player, such as `{skill: 0.7}` of the weak players of the built-in
+    environments.
+    """
     episodes: int = Field(512, gt=0)
     """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
-    """Episodes in one supervised batch, which `trainer.minibatches` divides into as many updates: with 4 episodes and 4
-    minibatches each update sees one, and copying, for example, may never be learned."""
+    """Episodes in one supervised batch, which `trainer.minibatches` divides into as many updates:
+    with 4 episodes and 4 minibatches each update sees one, and copying, for example, may never be
+    learned."""
     epochs: int = Field(1, gt=0)
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
     temperature: float = Field(1.0, ge=COLDEST)
-    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature` is; the loss that is
-    reported is at this temperature too."""
+    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature`
+    is; the loss that is reported is at this temperature too."""
     successes_only: bool = False
     """Imitate only the episodes that succeeded."""
 
@@ -62,33 +68,45 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     config = run.config
     played = await demonstrate(config, demonstrations, base)
     verdicts = await judged(config, played)
-    known = [trajectory for trajectory, verdict in zip(played, verdicts, strict=True) if verdict is not None]
+    known = [
+        trajectory
+        for trajectory, verdict in zip(played, verdicts, strict=True)
+        if verdict is not None
+    ]
     right = [trajectory for trajectory, verdict in zip(played, verdicts, strict=True) if verdict]
     trajectories = right if demonstrations.successes_only else played
-    unknown = f" ({_episodes(played) - _episodes(known)} unknown)" if len(known) < len(played) else ""
+    unknown = (
+        f" ({_episodes(played) - _episodes(known)} unknown)" if len(known) < len(played) else ""
+    )
     run.display.say(
-        f"{_episodes(right)} of {_episodes(played)} episodes of {demonstrations.player} were successful{unknown}; "
-        f"imitating {'these' if demonstrations.successes_only else 'all'}"
+        f"{_episodes(right)} of {_episodes(played)} episodes of {demonstrations.player} were"
+        f" successful{unknown}; imitating {'these' if demonstrations.successes_only else 'all'}"
     )
     if known:
         run.record_metrics(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
     if not trajectories:
         raise ConfigError(
-            f"no episode of {demonstrations.player} was successful{unknown}, so "
-            "recipe.demonstrations.successes_only leaves nothing to imitate: choose another player, or imitate all"
+            f"no episode of {demonstrations.player} was successful{unknown}, so"
+            " recipe.demonstrations.successes_only leaves nothing to imitate: choose another"
+            " player, or imitate all"
         )
     loss = await learn(run, trajectories, base, into, demonstrations)
     run.record_metrics(0, {"demonstrations/loss": loss})
 
 
 async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:
-    """Whether each episode succeeded. The run's reward is asked where the environment gives no verdict."""
+    """Whether each episode succeeded. The run's reward is asked where the environment gives no
+    verdict.
+    """
     scores = [UNSCORED] * len(played)
     asked = [number for number, trajectory in enumerate(played) if trajectory.success is None]
     if asked:
         async with reward_of(config) as reward, Flow("scoring") as flow:
             scoring = {n: flow.start(reward.score(played[n]), name=played[n].id) for n in asked}
-        scores = [scoring[number].result() if number in scoring else score for number, score in enumerate(scores)]
+        scores = [
+            scoring[number].result() if number in scoring else score
+            for number, score in enumerate(scores)
+        ]
     return [succeeded(*pair) for pair in zip(played, scores, strict=True)]
 
 
@@ -113,22 +131,35 @@ async def learn(
     async with (
         open_cluster(run.config) as placed,
         make_trainer(
-            placed, base, steps=len(batches), temperature=how.temperature, lr=how.lr, old_logprobs="engine"
+            placed,
+            base,
+            steps=len(batches),
+            temperature=how.temperature,
+            lr=how.lr,
+            old_logprobs="engine",
         ) as trainer,
     ):
         for number, played in enumerate(batches, 1):
-            batch = collate(sample for trajectory in played for sample in to_samples(trajectory, 1.0))
+            batch = collate(
+                sample for trajectory in played for sample in to_samples(trajectory, 1.0)
+            )
             metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
             losses.append(metrics["loss"])
             if number % max(1, len(batches) // 4) == 0:
                 lately = losses[-max(1, len(batches) // 8) :]
-                run.display.say(f"imitation: {number} of {len(batches)} steps, loss {fmean(lately):.3f} nats a token")
+                run.display.say(
+                    f"imitation: {number} of {len(batches)} steps, loss {fmean(lately):.3f} nats a"
+                    " token"
+                )
         await trainer.save(into)
     return fmean(losses[-max(1, len(batches) // 8) :])
 
 
-async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, model: Path) -> list[Trajectory]:
-    """Episodes of the scripted player, as the tokens that `model` would read and write. Failed ones are left out.
+async def demonstrate(
+    config: RunConfig, demonstrations: DemonstrationsConfig, model: Path
+) -> list[Trajectory]:
+    """Episodes of the scripted player, as the tokens that `model` would read and write. Failed ones
+    are left out.
 
     Raises:
         EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
@@ -142,7 +173,10 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
-        text = f"{_episodes(failed)} of {len(tasks)} demonstrations failed, the first with {failed[0].status}"
+        text = (
+            f"{_episodes(failed)} of {len(tasks)} demonstrations failed, the first with"
+            f" {failed[0].status}"
+        )
         if not whole or _episodes(failed) > config.rollout.max_failed_tasks:
             raise EnvError(f"{text} (rollout.max_failed_tasks={config.rollout.max_failed_tasks})")
         logger.warning("%s; they are left out", text)
@@ -159,7 +193,8 @@ def _player(demonstrations: DemonstrationsConfig) -> ScriptedPlayer:
     except TypeError as error:
         taken = ", ".join(list(inspect.signature(player).parameters)[2:]) or "none"
         raise ConfigError(
-            f"recipe.demonstrations.options do not fit {demonstrations.player}: {error}. Its options: {taken}"
+            f"recipe.demonstrations.options do not fit {demonstrations.player}: {error}. Its"
+            f" options: {taken}"
         ) from error
     return _PlayerWithOptions(player, demonstrations.options)
 
@@ -181,12 +216,16 @@ async def _played(
     if config.env.is_agent:
         async with agent_player(config, renderer) as agents:
             sampling = SamplingParams(stop_token_ids=renderer.stop_token_ids)
-            policy = EnginePolicy(PlayerEngine(cast(Any, player), renderer), sampling, 3600.0, trained=False)
+            policy = EnginePolicy(
+                PlayerEngine(cast(Any, player), renderer), sampling, 3600.0, trained=False
+            )
             return await play_all(agents(policy), tasks, config)
     scripted = ScriptedPolicy(player, renderer)
     async with env_host(config, shown=False) as envs:
         limits = config.rollout.budget, config.rollout.deadlines.episode
-        runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_budgets=config.own_budgets())
+        runner = EnvEpisodeRunner(
+            scripted, renderer, envs, *limits, own_budgets=config.own_budgets()
+        )
         return await play_all(runner, tasks, config, scripted.turnstile)
 
 

@@ -1,10 +1,11 @@
-"""On-policy distillation: the policy plays, and learns from a teacher's engine what that would have sampled.
+"""On-policy distillation: the policy plays, and learns from a teacher's engine what that would have
+sampled.
 
     rollouts ──▶ batch ──▶ teacher's engine: logprobs of the sampled tokens ──▶ advantages log q - log p ──▶ trainer
 
-The loss and the advantages are those of `algorithm: distill` (`agentrl/algorithms/distill.py`), whose teacher is
-computed by a trainer. Here it is an engine, so it may be as large as an engine can serve; and with `teacher.refresh`
-it is an earlier version of the policy itself.
+The loss and the advantages are those of `algorithm: distill` (`agentrl/algorithms/distill.py`),
+whose teacher is computed by a trainer. Here it is an engine, so it may be as large as an engine can
+serve; and with `teacher.refresh` it is an earlier version of the policy itself.
 """
 
 import asyncio
@@ -23,8 +24,8 @@ from agentrl.runs.run import Run
 
 
 class DistillSettings(DistillLoss):
-    """Settings of `recipe: distill`: the teacher, and those of `algorithm: distill`. The section `algorithm` is not
-    used.
+    """Settings of `recipe: distill`: the teacher, and those of `algorithm: distill`. The section
+    `algorithm` is not used.
     """
 
     own_algorithm: ClassVar[bool] = True
@@ -50,20 +51,22 @@ class DistillSettings(DistillLoss):
             raise ValueError(str(error)) from error
         if config.rollout.sampling.truncated:
             raise ValueError(
-                "rollout.sampling leaves tokens out (top_p, top_k or min_p), and an engine scores tokens over the "
-                "whole vocabulary, so teacher and policy could not be compared: leave them out, or write "
-                "recipe=policy_gradient algorithm=distill, whose teacher is computed over the same tokens"
+                "rollout.sampling leaves tokens out (top_p, top_k or min_p), and an engine scores"
+                " tokens over the whole vocabulary, so teacher and policy could not be compared:"
+                " leave them out, or write recipe=policy_gradient algorithm=distill, whose teacher"
+                " is computed over the same tokens"
             )
         if self.reward_weight and config.rollout.group_size == 1:
             raise ValueError(
-                "recipe.reward_weight compares the members of a group, and rollout.group_size is 1: set it to 2 or "
-                "more, or leave reward_weight out"
+                "recipe.reward_weight compares the members of a group, and rollout.group_size is 1:"
+                " set it to 2 or more, or leave reward_weight out"
             )
         refresh = self.teacher.refresh
         if refresh and config.checkpoint.every % refresh:
             raise ValueError(
-                f"recipe.teacher.refresh ({refresh}) must divide checkpoint.every ({config.checkpoint.every}), or a "
-                "resumed run would have another teacher than an uninterrupted one"
+                f"recipe.teacher.refresh ({refresh}) must divide checkpoint.every"
+                f" ({config.checkpoint.every}), or a resumed run would have another teacher than an"
+                " uninterrupted one"
             )
 
 
@@ -71,7 +74,8 @@ async def distill(run: Run, settings: DistillSettings) -> None:
     """Train `run.config.steps` steps towards the teacher.
 
     Raises:
-        ConfigError: the teacher has other tokens, or its engine cannot score them as they are sampled.
+        ConfigError: the teacher has other tokens, or its engine cannot score them as they are
+        sampled.
     """
     check_trains(run.config)
     base, teacher = await base_model(run), settings.teacher

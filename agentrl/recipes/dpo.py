@@ -3,8 +3,9 @@
     preferences ─▶ pairs ─▶ tokens ─▶ the first model's logprobs, once ─┐
                                 └────▶ the model's logprobs ─▶ weights of the pairs ─▶ trainer, step by step
 
-Nothing is sampled and no engine is started. The reference is the model that training begins with. Online DPO, on pairs
-that the policy plays itself, is `algorithm: dpo`. The trained model is saved in the run's folder `dpo`.
+Nothing is sampled and no engine is started. The reference is the model that training begins with.
+Online DPO, on pairs that the policy plays itself, is `algorithm: dpo`. The trained model is saved
+in the run's folder `dpo`.
 """
 
 import asyncio
@@ -27,7 +28,13 @@ from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.protocols import COLDEST, Settings, SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
-from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
+from agentrl.recipes.preferences import (
+    Preference,
+    PreferencesConfig,
+    in_batches,
+    read_preferences,
+    split,
+)
 from agentrl.recipes.recordings import same_tokens
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
@@ -39,16 +46,20 @@ Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]
 
 
 class DpoSettings(Settings):
-    """Settings of `recipe: dpo`. Nothing is played, so the sections `algorithm`, `engine`, `reward`,
-    `evaluation`, `batch_processing` and `weights` are not used."""
+    """Settings of `recipe: dpo`. Nothing is played, so the sections `algorithm`, `engine`,
+    `reward`, `evaluation`, `batch_processing` and `weights` are not used."""
 
     own_algorithm: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = PLAYED
 
     preferences: PreferencesConfig
-    """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer` has its own."""
+    """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer`
+    has its own.
+    """
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held to the model that training begins with: the smaller, the further it may move."""
+    """How strongly the policy is held to the model that training begins with: the smaller, the
+    further it may move.
+    """
     temperature: Annotated[float, Field(ge=COLDEST)] = 1.0
     """What logits are divided by, of the model and of the one that training begins with, whatever
     `rollout.sampling.temperature` is."""
@@ -72,16 +83,19 @@ def check_trainer(config: RunConfig) -> None:
     """
     name, factory = config.trainer.name, config.trainer.factory
     if not (isinstance(factory, type) and issubclass(factory, SupportsPredict)):
-        raise ValueError(f"the trainer {name!r} has no method `predict`, which recipe={config.recipe.name} needs")
+        raise ValueError(
+            f"the trainer {name!r} has no method `predict`, which recipe={config.recipe.name} needs"
+        )
     if getattr(config.trainer.settings, "minibatches", 1) != 1:
         raise ValueError(
-            f"trainer.minibatches is above 1, and recipe={config.recipe.name} weighs pairs before each update: leave "
-            "it out, and set pairs_per_step in the section `recipe`"
+            f"trainer.minibatches is above 1, and recipe={config.recipe.name} weighs pairs before"
+            " each update: leave it out, and set pairs_per_step in the section `recipe`"
         )
 
 
 async def dpo(run: Run, settings: DpoSettings) -> None:
-    """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on held-out pairs.
+    """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on
+    held-out pairs.
 
     Raises:
         ConfigError: there is nothing to train on.
@@ -95,16 +109,25 @@ async def dpo(run: Run, settings: DpoSettings) -> None:
     preferences = read_preferences(config, rng)
     base = await starting_model(run, settings.demonstrations)
     renderer = await asyncio.to_thread(renderer_of, base, run.config.model)
-    training, held_out = (_within(run, part, renderer, config) for part in split(preferences, config.held_out, rng))
+    training, held_out = (
+        _within(run, part, renderer, config) for part in split(preferences, config.held_out, rng)
+    )
     if not training:
-        raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
+        raise ConfigError(
+            f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out"
+        )
     mixed = in_batches(training, rng, epochs=config.epochs, size=config.pairs_per_step)
     await _learn(run, settings, base, batches=[_batch(pairs) for pairs in mixed], held_out=held_out)
     run.display.say(f"the model is in {final}")
 
 
 async def _learn(
-    run: Run, settings: DpoSettings, base: Path, *, batches: Sequence[TrainBatch], held_out: Sequence[Pair]
+    run: Run,
+    settings: DpoSettings,
+    base: Path,
+    *,
+    batches: Sequence[TrainBatch],
+    held_out: Sequence[Pair],
 ) -> None:
     algorithm = OnlineDpo(OnlineDpo.Config(beta=settings.beta))
     run.metrics.rewind(0)  # drop the metrics of a stopped run: its training starts over
@@ -123,36 +146,58 @@ async def _learn(
         references = [await trainer.predict(batch) for batch in batches]
         held_references = [await trainer.predict(batch) for batch in measured]
         for step, (pairs, reference_N) in enumerate(zip(batches, references, strict=True)):
-            metrics = await update(trainer, algorithm, replace(pairs, reference_logprobs_N=reference_N))
+            metrics = await update(
+                trainer, algorithm, replace(pairs, reference_logprobs_N=reference_N)
+            )
             run.record_metrics(step, metrics)
             if (step + 1) % max(1, len(batches) // 8) == 0:
-                run.display.say(f"{step + 1} of {len(batches)} steps: {metrics['accuracy']:.0%} in the right order")
+                run.display.say(
+                    f"{step + 1} of {len(batches)} steps: {metrics['accuracy']:.0%} in the right"
+                    " order"
+                )
         if measured:
             held = [
-                margins(replace(pair, rollout_logprobs_N=await trainer.predict(pair), reference_logprobs_N=first), 1.0)
+                margins(
+                    replace(
+                        pair,
+                        rollout_logprobs_N=await trainer.predict(pair),
+                        reference_logprobs_N=first,
+                    ),
+                    1.0,
+                )
                 for pair, first in zip(measured, held_references, strict=True)
             ]
             accuracy = float(np.mean(np.concatenate(held) > 0))
             run.record_metrics(len(batches), {"eval/preference_accuracy": accuracy})
-            run.display.say(f"of {len(measured)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order")
+            run.display.say(
+                f"of {len(measured)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right"
+                " order"
+            )
         await trainer.save(into)
     finish_folder(run.folder / "dpo")
 
 
-async def update(trainer: SupportsPredict, algorithm: OnlineDpo, pairs: TrainBatch) -> Mapping[str, float]:
-    """Make an update on pairs with the reference's logprobs. Its metrics include the pairs' own, before the update.
+async def update(
+    trainer: SupportsPredict, algorithm: OnlineDpo, pairs: TrainBatch
+) -> Mapping[str, float]:
+    """Make an update on pairs with the reference's logprobs. Its metrics include the pairs' own,
+    before the update.
 
     The model's logprobs are computed first, because the weight of each pair depends on them.
     """
     batch = replace(pairs, rollout_logprobs_N=await trainer.predict(pairs))
-    metrics = await trainer.step(algorithm.prepared(batch), algorithm.loss, algorithm.normalizer(batch))
+    metrics = await trainer.step(
+        algorithm.prepared(batch), algorithm.loss, algorithm.normalizer(batch)
+    )
     return {**metrics, **_of_pairs(margins(batch, algorithm.config.beta))}
 
 
 def margins(batch: TrainBatch, beta: float) -> FloatArray:
-    """m of each pair: beta times how much likelier the chosen half became than the rejected one, against the reference.
+    """m of each pair: beta times how much likelier the chosen half became than the rejected one,
+    against the reference.
 
-    The samples of a pair have the same group number, and the sign of their advantages tells its halves apart.
+    The samples of a pair have the same group number, and the sign of their advantages tells its
+    halves apart.
     """
     moved_N = (batch.rollout_logprobs_N - batch.reference_logprobs_N) * np.sign(batch.advantages_N)
     groups_N = np.repeat(batch.groups_M, batch.loss_tokens_M)
@@ -172,18 +217,29 @@ def _batch(pairs: Sequence[Pair]) -> TrainBatch:
     return collate(replace(sample, group=number) for number, half in numbered for sample in half)
 
 
-def _within(run: Run, pairs: Sequence[Preference], renderer: TemplateRenderer, config: PreferencesConfig) -> list[Pair]:
-    """The samples of the pairs that are short enough: their exact tokens, if these mean the same to the model."""
-    exact = same_tokens([trajectory for pair in pairs for trajectory in pair.played or ()], renderer)
+def _within(
+    run: Run, pairs: Sequence[Preference], renderer: TemplateRenderer, config: PreferencesConfig
+) -> list[Pair]:
+    """The samples of the pairs that are short enough: their exact tokens, if these mean the same to
+    the model.
+    """
+    exact = same_tokens(
+        [trajectory for pair in pairs for trajectory in pair.played or ()], renderer
+    )
     made: list[Pair] = []
     for pair in pairs:
         played = pair.played if exact else None
         better, worse = played or (spoken(pair.chosen, renderer), spoken(pair.rejected, renderer))
         made.append((to_samples(better, 1.0), to_samples(worse, -1.0)))
-    short = [pair for pair in made if all(sum(len(s.token_ids) for s in half) <= config.max_tokens for half in pair)]
+    short = [
+        pair
+        for pair in made
+        if all(sum(len(s.token_ids) for s in half) <= config.max_tokens for half in pair)
+    ]
     if len(short) < len(made):
         run.display.say(
-            f"{len(made) - len(short)} of {len(made)} pairs are longer than {config.max_tokens} tokens: left out"
+            f"{len(made) - len(short)} of {len(made)} pairs are longer than {config.max_tokens}"
+            " tokens: left out"
         )
     return short
 
@@ -200,7 +256,9 @@ def spoken(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajector
             news.append(message)
             continue
         if not news:
-            raise ConfigError("a conversation of a pair has an answer of the assistant to nothing: give a prompt")
+            raise ConfigError(
+                "a conversation of a pair has an answer of the assistant to nothing: give a prompt"
+            )
         prompt = conversation.prompt(news)
         news = []
         ids = renderer.quoted_answer_ids(message.content)
@@ -208,5 +266,7 @@ def spoken(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajector
         conversation.answer(completion)
         turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked))
     if not turns:
-        raise ConfigError("a conversation of a pair has no answer of the assistant, so there is nothing to learn")
+        raise ConfigError(
+            "a conversation of a pair has no answer of the assistant, so there is nothing to learn"
+        )
     return Trajectory("pair", Task("pair", 0), tuple(turns), Terminated())

@@ -14,8 +14,21 @@ from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile, now
 from agentrl.hosting.wrappers import address
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
-from agentrl.observe.metrics import by_agent, by_env, same_answers, success_share, verdicts, wilson_interval
-from agentrl.observe.reports import HELD_OUT, Conditions, EpisodeResult, EvaluationReport, PlayedTask
+from agentrl.observe.metrics import (
+    by_agent,
+    by_env,
+    same_answers,
+    success_share,
+    verdicts,
+    wilson_interval,
+)
+from agentrl.observe.reports import (
+    HELD_OUT,
+    Conditions,
+    EpisodeResult,
+    EvaluationReport,
+    PlayedTask,
+)
 from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
@@ -25,7 +38,9 @@ from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.trajectory import Failed, Score, Task, Trajectory, Unscored
 
 LAST = 1 << 30
-"""The priority of an evaluation's requests: those of training, if there are any, are served before them."""
+"""The priority of an evaluation's requests: those of training, if there are any, are served before
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +53,9 @@ class Evaluation:
     """The environments of a mixture."""
 
     def metrics(self) -> dict[str, float]:
-        """Success, reward and turns of the scored episodes, and how many episodes failed. What is unknown is NaN."""
+        """Success, reward and turns of the scored episodes, and how many episodes failed. What is
+        unknown is NaN.
+        """
         played = [trajectory for trajectory, _ in self.scored]
         known = verdicts(self.scored)
         low, high = wilson_interval(sum(known), len(known))
@@ -48,7 +65,9 @@ class Evaluation:
             "eval/success_low": low,
             "eval/success_high": high,
             "eval/reward": fmean(values) if values else float("nan"),
-            "eval/reward_error": stdev(values) / math.sqrt(len(values)) if len(values) > 1 else float("nan"),
+            "eval/reward_error": (
+                stdev(values) / math.sqrt(len(values)) if len(values) > 1 else float("nan")
+            ),
             "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
             "eval/episodes": float(len(played)),
             "eval/failed": float(len(self.failed)),
@@ -64,19 +83,25 @@ def _values(scored: Iterable[tuple[Trajectory, Score]]) -> list[float]:
 
 
 async def play_all(
-    runner: EpisodeRunner, tasks: Iterable[Task], config: RunConfig, turnstile: Turnstile | None = None
+    runner: EpisodeRunner,
+    tasks: Iterable[Task],
+    config: RunConfig,
+    turnstile: Turnstile | None = None,
 ) -> list[Trajectory]:
-    """Play each task once, at most `rollout.max_live_episodes` at a time. One trajectory for each trained agent, in
-    order of the tasks.
+    """Play each task once, at most `rollout.max_live_episodes` at a time. One trajectory for each
+    trained agent, in order of the tasks.
 
-    An episode that fails is not played again, unless the environments' server could not be reached: it waits for up to
-    `rollout.deadlines.outage`. If there is a turnstile, each episode passes it before it begins.
+    An episode that fails is not played again, unless the environments' server could not be reached:
+    it waits for up to `rollout.deadlines.outage`. If there is a turnstile, each episode passes it
+    before it begins.
     """
     slots = asyncio.Semaphore(config.rollout.max_live_episodes)
     outages = Outages(config.rollout.deadlines.outage)
 
     async def play(task: Task) -> Sequence[Trajectory]:
-        episode = Episode(task.id, task, derive_seed(config.seed, "sampling", task.id), priority=LAST)
+        episode = Episode(
+            task.id, task, derive_seed(config.seed, "sampling", task.id), priority=LAST
+        )
         rng = Random(derive_seed(config.seed, "pause", task.id))
         async with slots:
             failures = 0
@@ -85,7 +110,9 @@ async def play_all(
                     await turnstile.passes()
                 started = now()
                 played = await runner.play(episode)
-                failed = next((one.status for one in played if isinstance(one.status, Failed)), None)
+                failed = next(
+                    (one.status for one in played if isinstance(one.status, Failed)), None
+                )
                 if failed is None:
                     outages.episode_ended()
                 if failed is None or failed.final or not outages.caused(failed, started):
@@ -113,7 +140,9 @@ class SuiteEvaluation:
             by_task[trajectory.task.id.rpartition("/")[0]].append((trajectory, score))
         known = {task: told for task, own in by_task.items() if (told := verdicts(own))}
         success = share_over_tasks([fmean(told) for told in known.values()])
-        reward = mean_over_tasks([fmean(values) for own in by_task.values() if (values := _values(own))])
+        reward = mean_over_tasks(
+            [fmean(values) for own in by_task.values() if (values := _values(own))]
+        )
         found = {"success": success, "reward": reward}
         if self.suite.samples > 1:
             complete, by_k = passes(known, self.suite.samples)
@@ -129,14 +158,19 @@ class SuiteEvaluation:
         if self.suite.samples > 1:
             named["pass_tasks"] = float(complete)
         for name, interval in found.items():
-            named |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+            named |= {
+                name: interval.value,
+                f"{name}_low": interval.low,
+                f"{name}_high": interval.high,
+            }
         return {f"eval/{self.suite.name}/{name}": value for name, value in named.items()}
 
 
 async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evaluation:
     """Play the held-out tasks with the engine's current weights.
 
-    Each task is played once, so the scores exclude reward parts that compare the members of a group.
+    Each task is played once, so the scores exclude reward parts that compare the members of a
+    group.
     """
     config = rollouts.config
     held_out = held_out_tasks(config, config.evaluation.tasks if tasks is None else tasks)
@@ -153,17 +187,25 @@ async def evaluate_suite(rollouts: RolloutAssembly, suite: SuiteConfig) -> Suite
 async def evaluate_all(
     rollouts: RolloutAssembly, tasks: int | None, names: Collection[str]
 ) -> dict[str, Evaluation | SuiteEvaluation]:
-    """The evaluations with these names, by default all: on held-out tasks (`tasks` of them), and on each suite.
+    """The evaluations with these names, by default all: on held-out tasks (`tasks` of them), and on
+    each suite.
 
     Raises:
         ConfigError: there is no such suite.
     """
     suites = {suite.name: suite for suite in rollouts.config.evaluation.suites}
     if unknown := sorted(set(names) - {HELD_OUT, *suites}):
-        raise ConfigError(f"no suite {unknown[0]!r} in evaluation.suites; there is {', '.join([HELD_OUT, *suites])}")
+        raise ConfigError(
+            f"no suite {unknown[0]!r} in evaluation.suites; there is"
+            f" {', '.join([HELD_OUT, *suites])}"
+        )
     found: dict[str, Evaluation | SuiteEvaluation] = {}
     for name in names or ([HELD_OUT, *suites] if tasks != 0 else suites):
-        found[name] = await (evaluate(rollouts, tasks) if name == HELD_OUT else evaluate_suite(rollouts, suites[name]))
+        found[name] = await (
+            evaluate(rollouts, tasks)
+            if name == HELD_OUT
+            else evaluate_suite(rollouts, suites[name])
+        )
     return found
 
 
@@ -175,10 +217,19 @@ async def _played(
     _check_version(trajectories)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:
-        asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]
+        asked = [
+            flow.start(rollouts.reward.score(trajectory), name=trajectory.id)
+            for trajectory in ended
+        ]
     scores = [score.result() for score in asked]
-    scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
-    unscored = {(t.id, t.agent): s.status for t, s in zip(ended, scores, strict=True) if isinstance(s.status, Failed)}
+    scored = [
+        pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)
+    ]
+    unscored = {
+        (t.id, t.agent): s.status
+        for t, s in zip(ended, scores, strict=True)
+        if isinstance(s.status, Failed)
+    }
     lost = [replace(t, status=unscored.get((t.id, t.agent), t.status)) for t in trajectories]
     return tuple(scored), tuple(t for t in lost if isinstance(t.status, Failed))
 
@@ -189,10 +240,16 @@ def _check_version(trajectories: Iterable[Trajectory]) -> None:
     Raises:
         StalenessError: it has tokens of several (a defect).
     """
-    stamped = [turn.completion.policy_versions for trajectory in trajectories for turn in trajectory.turns]
-    versions = {int(version) for versions in stamped if len(versions) for version in versions[[0, -1]]}
+    stamped = [
+        turn.completion.policy_versions for trajectory in trajectories for turn in trajectory.turns
+    ]
+    versions = {
+        int(version) for versions in stamped if len(versions) for version in versions[[0, -1]]
+    }
     if len(versions) > 1:
-        raise StalenessError(f"an evaluation has tokens of the weights of {sorted(versions)}: they belong to no step")
+        raise StalenessError(
+            f"an evaluation has tokens of the weights of {sorted(versions)}: they belong to no step"
+        )
 
 
 async def evaluate_run(
@@ -232,34 +289,39 @@ def check_best(run: Run, step: int, evaluation: Evaluation | SuiteEvaluation) ->
         return
     if math.isnan(metrics[best]):
         text = (
-            f"checkpoint.best={best} is unknown, as neither the environment nor the reward says which episodes "
-            "succeeded"
+            f"checkpoint.best={best} is unknown, as neither the environment nor the reward says"
+            " which episodes succeeded"
         )
         if step == 0:
             raise ConfigError(
-                f"{text}: write checkpoint.best={best.rpartition('/')[0]}/reward with a part of the reward that "
-                'scores single episodes, or set info["success"] in the environment'
+                f"{text}: write checkpoint.best={best.rpartition('/')[0]}/reward with a part of the"
+                ' reward that scores single episodes, or set info["success"] in the environment'
             )
         run.display.say(f"{text}: no checkpoint is kept for it")
     elif not best.endswith("/reward") and _all_above_zero(scored):
         run.display.say(
-            f"checkpoint.best={best} cannot tell these weights from others: neither the environment nor the reward "
-            "gives a verdict, every score is above 0, and that counts as a success. Write success_at beside the part "
-            f"of the reward that knows, or checkpoint.best={best.rpartition('/')[0]}/reward"
+            f"checkpoint.best={best} cannot tell these weights from others: neither the environment"
+            " nor the reward gives a verdict, every score is above 0, and that counts as a"
+            " success. Write success_at beside the part of the reward that knows, or"
+            f" checkpoint.best={best.rpartition('/')[0]}/reward"
         )
 
 
 def _all_above_zero(scored: Iterable[tuple[Trajectory, Score]]) -> bool:
-    """Whether all episodes succeeded for no other reason than a score above zero, and the scores differ."""
+    """Whether all episodes succeeded for no other reason than a score above zero, and the scores
+    differ.
+    """
     scored = list(scored)
-    guessed = all(trajectory.success is None and score.success is None for trajectory, score in scored)
+    guessed = all(
+        trajectory.success is None and score.success is None for trajectory, score in scored
+    )
     values = _values(scored)
     return guessed and min(values, default=0.0) > 0 and min(values) < max(values)
 
 
 def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
-    """The names of the evaluations of these weights that have no result yet. `due`: only of those that are due, and of
-    those that an earlier launch has begun.
+    """The names of the evaluations of these weights that have no result yet. `due`: only of those
+    that are due, and of those that an earlier launch has begun.
     """
     config = run.config.evaluation
     every = {HELD_OUT: config.every} if config.tasks else {}
@@ -274,7 +336,11 @@ def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
 
 async def _record(run: Run, name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
     """Write the episodes of an evaluation, and its report."""
-    lost = [(one, Score(math.nan, status=one.status)) for one in evaluation.failed if isinstance(one.status, Failed)]
+    lost = [
+        (one, Score(math.nan, status=one.status))
+        for one in evaluation.failed
+        if isinstance(one.status, Failed)
+    ]
     await run.record_held_out(name, step, [*evaluation.scored, *lost])
     report_of(name, step, evaluation, run.config).write(run.folder / "evaluations")
     run.track_samples(name, step, evaluation.scored)
@@ -286,7 +352,9 @@ def report_of(
     """The report of an evaluation of the weights after `step` steps. `config`: how it was played."""
     sampled = isinstance(evaluation, SuiteEvaluation)
     episodes = tuple(
-        EpisodeResult.of(trajectory, score, sampled, None if config is None else _played_task(trajectory, config))
+        EpisodeResult.of(
+            trajectory, score, sampled, None if config is None else _played_task(trajectory, config)
+        )
         for trajectory, score in evaluation.scored
     )
     conditions = Conditions() if config is None else _conditions(name, config)
@@ -302,8 +370,14 @@ def _conditions(name: str, config: RunConfig) -> Conditions:
     """How the evaluation of this name is played and scored."""
     suite = next((suite for suite in config.evaluation.suites if suite.name == name), None)
     envs = dict(config.env.all) if suite is None else {suite.label: config.envs[suite.label]}
-    sampling = (suite or config.evaluation).sampling(config.rollout.sampling).model_dump(mode="json")
-    longest, budgets, rewards = config.own_max_tokens(), config.own_budgets(), config.rewards_by_env()
+    sampling = (
+        (suite or config.evaluation).sampling(config.rollout.sampling).model_dump(mode="json")
+    )
+    longest, budgets, rewards = (
+        config.own_max_tokens(),
+        config.own_budgets(),
+        config.rewards_by_env(),
+    )
     for env in envs:
         of = f" of {env}" if len(envs) > 1 else ""
         sampling[f"max_tokens{of}"] = longest.get(env, config.rollout.sampling.max_tokens)

@@ -1,5 +1,5 @@
-"""When a run is evaluated: in turn with training; while it goes on, on the same engines (`evaluation.overlap`); or
-beside it, on engines of its own (`evaluation.engines`).
+"""When a run is evaluated: in turn with training; while it goes on, on the same engines
+(`evaluation.overlap`); or beside it, on engines of its own (`evaluation.engines`).
 """
 
 import asyncio
@@ -21,7 +21,9 @@ class Evaluations(Protocol):
     """Evaluates the weights of a run."""
 
     async def evaluate(self, step: int, *, due: bool = False) -> None:
-        """Evaluate the trainer's weights after `step` steps, unless that was done before; see `evaluate_run`."""
+        """Evaluate the trainer's weights after `step` steps, unless that was done before; see
+        `evaluate_run`.
+        """
         ...
 
     async def before_update(self) -> None:
@@ -31,7 +33,9 @@ class Evaluations(Protocol):
 
 @asynccontextmanager
 async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIterator[Evaluations]:
-    """The evaluations of a run that goes on after `start` steps. Leaving the block waits for those that go on."""
+    """The evaluations of a run that goes on after `start` steps. Leaving the block waits for those
+    that go on.
+    """
     run.owed.go_back_to(start)
     if parts.evaluation_engine is None and not run.config.evaluation.overlap:
         yield _InTurn(run, parts)
@@ -39,8 +43,9 @@ async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIte
     if parts.evaluation_engine is None:
         if not isinstance(parts.sharing, NoSharing):
             raise ConfigError(
-                "evaluation.overlap needs engines that are awake while the trainer works, and in this placement they "
-                "share devices in turns: leave it out, or give each side devices of its own"
+                "evaluation.overlap needs engines that are awake while the trainer works, and in"
+                " this placement they share devices in turns: leave it out, or give each side"
+                " devices of its own"
             )
         async with Flow("evaluations") as flow:
             yield _Overlapping(run, parts, flow)
@@ -67,8 +72,8 @@ class _InTurn:
 class _Overlapping:
     """Evaluates on the engines of training while it goes on, until they get new weights.
 
-    The requests of evaluations come last (`agentrl.recipes.evaluate.LAST`). A run that is killed meanwhile has no
-    result for its newest weights, and evaluates them when it is resumed.
+    The requests of evaluations come last (`agentrl.recipes.evaluate.LAST`). A run that is killed
+    meanwhile has no result for its newest weights, and evaluates them when it is resumed.
     """
 
     def __init__(self, run: Run, parts: TrainingAssembly, flow: Flow) -> None:
@@ -95,17 +100,22 @@ class _Overlapping:
 class _Beside:
     """Evaluates snapshots of the weights one after another, while training goes on.
 
-    A checkpoint whose result is awaited is kept. What a killed run has left is evaluated when it is resumed.
+    A checkpoint whose result is awaited is kept. What a killed run has left is evaluated when it is
+    resumed.
     """
 
     def __init__(self, run: Run, parts: TrainingAssembly, engine: Router, flow: Flow) -> None:
         self._run, self._trainer, self._engine, self._flow = run, parts.trainer, engine, flow
-        self._rollouts = RolloutAssembly(parts.config, parts.model, engine, parts.runner, parts.reward, parts.frozen)
+        self._rollouts = RolloutAssembly(
+            parts.config, parts.model, engine, parts.runner, parts.reward, parts.frozen
+        )
         self._snapshots = Snapshots(run.folder.absolute() / "evaluation_weights", 1, 1)
         self._last: asyncio.Task[None] | None = None
 
     def take_up(self, start: int) -> None:
-        """Evaluate what an earlier launch has left, of steps before `start`; later ones will be trained again."""
+        """Evaluate what an earlier launch has left, of steps before `start`; later ones will be
+        trained again.
+        """
         self._snapshots.go_back_to(start)
         there = {0, *self._snapshots.versions()}  # the engine begins with version 0
         for step in sorted(there & {*self._run.owed.steps(), *self._snapshots.versions()}):

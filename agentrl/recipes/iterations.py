@@ -10,10 +10,12 @@ from agentrl.runs.run import Run
 
 
 class Iterations:
-    """The models of a run: the first one, and that of each iteration in `iterations/iteration_000001` and so on.
+    """The models of a run: the first one, and that of each iteration in
+    `iterations/iteration_000001` and so on.
 
-    The model of an iteration is a copy of its checkpoint, without the optimizer: it is made after the checkpoint, and
-    once more if the run was killed between both. `by_first`: the reference of all is the first model, else the parent.
+    The model of an iteration is a copy of its checkpoint, without the optimizer: it is made after
+    the checkpoint, and once more if the run was killed between both. `by_first`: the reference of
+    all is the first model, else the parent.
 
     Raises:
         CheckpointError: the first model, or a model that the reward uses, has no weights.
@@ -27,12 +29,15 @@ class Iterations:
         self._config_sha256 = hashlib.sha256(run.config.to_yaml().encode()).hexdigest()
 
     def latest_by_updates(self) -> tuple[int, Path] | None:
-        """(updates of the optimizer, folder) of the newest checkpoint: what a restarted trainer continues from."""
+        """(updates of the optimizer, folder) of the newest checkpoint: what a restarted trainer
+        continues from.
+        """
         newest = self._run.checkpoints.latest()
         return None if newest is None else (read_lineage(newest[1]).updates, newest[1])
 
     def continue_after(self, iteration: int) -> None:
-        """Set aside the folders of later iterations, which are repeated, and make that of this one if it is missing.
+        """Set aside the folders of later iterations, which are repeated, and make that of this one
+        if it is missing.
 
         Raises:
             CheckpointError: this iteration has no checkpoint.
@@ -44,7 +49,9 @@ class Iterations:
             self.add(iteration)
 
     def lineage(self, iteration: int, tasks: Sequence[str], *, pairs: int, updates: int) -> Lineage:
-        """How the model of an iteration came to be, after so many updates. The checksum of its weights is left out."""
+        """How the model of an iteration came to be, after so many updates. The checksum of its
+        weights is left out.
+        """
         parent, before = self._first, 0
         if iteration > 1:
             last = read_lineage(self._folder(iteration - 1))
@@ -70,7 +77,9 @@ class Iterations:
         """A model as a file names it that lies two folders below the run's, which may be moved."""
         folder, run = model.resolve(), self._run.folder.resolve()
         inside = folder.is_relative_to(run)
-        return ModelRecord(folder=Path("../..") / folder.relative_to(run) if inside else folder, sha256=sha256)
+        return ModelRecord(
+            folder=Path("../..") / folder.relative_to(run) if inside else folder, sha256=sha256
+        )
 
     def _folder(self, iteration: int) -> Path:
         return self._run.folder / "iterations" / f"iteration_{iteration:06d}"

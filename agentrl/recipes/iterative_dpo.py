@@ -1,13 +1,14 @@
-"""Online iterative DPO: play, rank, learn from the pairs, and play again (RLHF Workflow, arXiv:2405.07863).
+"""Online iterative DPO: play, rank, learn from the pairs, and play again (RLHF Workflow,
+arXiv:2405.07863).
 
     Rollouts ─▶ groups ─▶ pairs ─▶ the reference's logprobs, once ─▶ epochs of updates ─▶ weights, version k + 1
        ▲                                                                      │               │
        │                     iterations/iteration_000001: model, pairs.jsonl, lineage.json    │
        └──────────────────────────────────────────────────────────────────────────────────────┘
 
-A step of the run is an iteration: `steps` of them, each of `rollout.groups_per_step` groups and many updates. Each ends
-with a checkpoint, so a run that is killed repeats the iteration it was in, and none before. Its folder is a copy of the
-checkpoint without the optimizer.
+A step of the run is an iteration: `steps` of them, each of `rollout.groups_per_step` groups and
+many updates. Each ends with a checkpoint, so a run that is killed repeats the iteration it was in,
+and none before. Its folder is a copy of the checkpoint without the optimizer.
 """
 
 import asyncio
@@ -23,7 +24,14 @@ import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.batch_processing import BatchProcessing
-from agentrl.algorithms.dpo import Labels, OnlineDpo, Pairing, RankedPair, batch_of_pairs, ranked_pairs
+from agentrl.algorithms.dpo import (
+    Labels,
+    OnlineDpo,
+    Pairing,
+    RankedPair,
+    batch_of_pairs,
+    ranked_pairs,
+)
 from agentrl.algorithms.policy_loss import scored
 from agentrl.assembly import TrainingAssembly, assemble_training, check_trains
 from agentrl.batch import collate, to_samples
@@ -44,20 +52,24 @@ from agentrl.trajectory import Group, Trajectory
 
 
 class IterativeDpoSettings(Settings):
-    """Settings of `recipe: iterative_dpo`. `steps` is the number of iterations. The section `algorithm` is not used."""
+    """Settings of `recipe: iterative_dpo`. `steps` is the number of iterations. The section
+    `algorithm` is not used.
+    """
 
     own_algorithm: ClassVar[bool] = True
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held to the reference: the smaller, the further it may move."""
     labels: Labels = "hard"
-    """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the probability sigmoid(difference of
-    the rewards), as the model of Bradley and Terry says; for a reward on that scale, as `reward_model` is."""
+    """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the probability
+    sigmoid(difference of the rewards), as the model of Bradley and Terry says; for a reward on that
+    scale, as `reward_model` is."""
     pairs: Pairing = "best_worst"
     """The pairs of a group: its best episode and its worst, or all whose rewards differ."""
     reference: Literal["last", "first"] = "last"
-    """The model that the policy is held to: the one with which the iteration began, so that the policy moves on with
-    every iteration; or the one with which the run began, which the section `reference` configures."""
+    """The model that the policy is held to: the one with which the iteration began, so that the
+    policy moves on with every iteration; or the one with which the run began, which the section
+    `reference` configures."""
     epochs: int = Field(1, gt=0)
     """Passes over the pairs of an iteration."""
     pairs_per_step: int = Field(32, gt=0)
@@ -83,29 +95,32 @@ class IterativeDpoSettings(Settings):
         check_trainer(config)
         if config.rollout.group_size == 1:
             raise ValueError(
-                "rollout.group_size is 1, and recipe=iterative_dpo compares the members of a group: there would be no "
-                "pairs. Set rollout.group_size to 2 or more (8 is usual)"
+                "rollout.group_size is 1, and recipe=iterative_dpo compares the members of a group:"
+                " there would be no pairs. Set rollout.group_size to 2 or more (8 is usual)"
             )
         if config.rollout.max_staleness:
             raise ValueError(
-                f"rollout.max_staleness is {config.rollout.max_staleness}, and recipe=iterative_dpo plays each "
-                "iteration with the model that the last one has trained: write rollout.max_staleness=0"
+                f"rollout.max_staleness is {config.rollout.max_staleness}, and recipe=iterative_dpo"
+                " plays each iteration with the model that the last one has trained: write"
+                " rollout.max_staleness=0"
             )
         if config.rollout.staleness_rule == "segment":
             raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of episodes, and recipe=iterative_dpo compares whole "
-                "ones: choose another rule"
+                "rollout.staleness_rule=segment trains on parts of episodes, and"
+                " recipe=iterative_dpo compares whole ones: choose another rule"
             )
         if config.batch_processing.normalize != "group":
             raise ValueError(
-                f"batch_processing.normalize={config.batch_processing.normalize} normalises advantages, and "
-                "recipe=iterative_dpo has none, but pairs: leave it out"
+                f"batch_processing.normalize={config.batch_processing.normalize} normalises"
+                " advantages, and recipe=iterative_dpo has none, but pairs: leave it out"
             )
 
     def most_updates(self, config: RunConfig) -> int:
         """The updates of a run of which every group gives all its pairs."""
         size = config.rollout.group_size
-        pairs = config.rollout.groups_per_step * (size * (size - 1) // 2 if self.pairs == "all" else 1)
+        pairs = config.rollout.groups_per_step * (
+            size * (size - 1) // 2 if self.pairs == "all" else 1
+        )
         return config.steps * self.epochs * -(-pairs // self.pairs_per_step)
 
 
@@ -117,7 +132,9 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     algorithm = settings.trains_with()
     iterations = await asyncio.to_thread(Iterations, run, first, by_first=settings.uses_reference)
     most = settings.most_updates(config)
-    async with assemble_training(config, algorithm, first, iterations.latest_by_updates, updates=most) as parts:
+    async with assemble_training(
+        config, algorithm, first, iterations.latest_by_updates, updates=most
+    ) as parts:
         start = await parts.resume(run)
         await asyncio.to_thread(iterations.continue_after, start)
         async with evaluations(run, parts, start) as evaluating:
@@ -140,7 +157,9 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                     with clock("weights"):
                         await evaluating.before_update()
                         async with rollouts.new_weights(iteration + 1):
-                            published = await parts.weights.publish(parts.trainer, version=iteration + 1)
+                            published = await parts.weights.publish(
+                                parts.trainer, version=iteration + 1
+                            )
                     metrics = {
                         **learned,
                         **published.metrics(),
@@ -148,9 +167,13 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                         **processing.update(groups),
                         **loop_metrics(),
                     }
-                    await run.record_step(iteration, groups, metrics, clock.seconds, rollouts.take_untrained())
+                    await run.record_step(
+                        iteration, groups, metrics, clock.seconds, rollouts.take_untrained()
+                    )
                     tasks, updates = [group.task.id for group in groups], int(learned["updates"])
-                    lineage = iterations.lineage(iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates)
+                    lineage = iterations.lineage(
+                        iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates
+                    )
                     await run.save_checkpoint(iteration + 1, _Trained(parts, ranking, lineage))
                     await asyncio.to_thread(iterations.add, iteration + 1)
                     await evaluating.evaluate(iteration + 1, due=True)
@@ -160,7 +183,8 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The episodes of an iteration that are in a pair, and their rewards; and the pairs, which know them by number.
+    """The episodes of an iteration that are in a pair, and their rewards; and the pairs, which know
+    them by number.
 
     `without_pairs`: the share of the groups that gave none (with several agents, of each agent's).
     """
@@ -179,32 +203,53 @@ class Ranking:
         """The pairs as text, with their rewards and labels."""
         for pair in self.pairs:
             better, worse = self.trajectories[pair.better], self.trajectories[pair.worse]
-            rewards = {"chosen_reward": self.rewards[pair.better], "rejected_reward": self.rewards[pair.worse]}
-            yield Preference(better.task.id, better.messages, worse.messages), {**rewards, "label": pair.label}
+            rewards = {
+                "chosen_reward": self.rewards[pair.better],
+                "rejected_reward": self.rewards[pair.worse],
+            }
+            yield (
+                Preference(better.task.id, better.messages, worse.messages),
+                {**rewards, "label": pair.label},
+            )
 
 
-def rank(groups: Sequence[Group], settings: IterativeDpoSettings, processing: BatchProcessing) -> Ranking:
-    """Rank the members of each group, and make its pairs. If several agents are trained, each is compared with itself.
+def rank(
+    groups: Sequence[Group], settings: IterativeDpoSettings, processing: BatchProcessing
+) -> Ranking:
+    """Rank the members of each group, and make its pairs. If several agents are trained, each is
+    compared with itself.
 
     Raises:
         ValueError: a member has no score.
     """
     parts = [of_agent for group in processing.scores(groups) for of_agent in group.by_agent()]
     trajectories, rewards, pairs, without = list[Trajectory](), list[float](), list[RankedPair](), 0
-    trained = iter(processing.trained([trajectory for part in parts for trajectory in part.trajectories]))
+    trained = iter(
+        processing.trained([trajectory for part in parts for trajectory in part.trajectories])
+    )
     for part, informative in zip(parts, processing.informative(parts), strict=True):
-        members = [member for member in zip(part.trajectories, scored(part), strict=True) if next(trained)]
-        found = ranked_pairs([reward for _, reward in members], settings.pairs, settings.labels) if informative else []
+        members = [
+            member for member in zip(part.trajectories, scored(part), strict=True) if next(trained)
+        ]
+        found = (
+            ranked_pairs([reward for _, reward in members], settings.pairs, settings.labels)
+            if informative
+            else []
+        )
         paired = sorted({half for pair in found for half in (pair.better, pair.worse)})
         numbers = {member: len(trajectories) + place for place, member in enumerate(paired)}
         trajectories += [members[member][0] for member in paired]
         rewards += [members[member][1] for member in paired]
-        pairs += [replace(pair, better=numbers[pair.better], worse=numbers[pair.worse]) for pair in found]
+        pairs += [
+            replace(pair, better=numbers[pair.better], worse=numbers[pair.worse]) for pair in found
+        ]
         without += not found
     return Ranking(trajectories, rewards, pairs, without / len(parts))
 
 
-def unpaired(groups: Sequence[Group], ranking: Ranking, settings: IterativeDpoSettings) -> dict[str, str]:
+def unpaired(
+    groups: Sequence[Group], ranking: Ranking, settings: IterativeDpoSettings
+) -> dict[str, str]:
     """Why each episode that is in no pair carries no loss, by its id."""
     paired = {trajectory.id for trajectory in ranking.trajectories}
     why = f"it is in no pair of its group (recipe.pairs={settings.pairs})"
@@ -212,40 +257,60 @@ def unpaired(groups: Sequence[Group], ranking: Ranking, settings: IterativeDpoSe
 
 
 async def _learn(
-    parts: TrainingAssembly, algorithm: OnlineDpo, ranking: Ranking, settings: IterativeDpoSettings, iteration: int
+    parts: TrainingAssembly,
+    algorithm: OnlineDpo,
+    ranking: Ranking,
+    settings: IterativeDpoSettings,
+    iteration: int,
 ) -> Mapping[str, float]:
     """Train on an iteration's pairs. The metrics are means over its updates."""
-    counts = {"pairs": float(len(ranking.pairs)), "groups_without_pairs": ranking.without_pairs, "updates": 0.0}
+    counts = {
+        "pairs": float(len(ranking.pairs)),
+        "groups_without_pairs": ranking.without_pairs,
+        "updates": 0.0,
+    }
     if not ranking.pairs:
         return counts
     trainer = cast(SupportsPredict, parts.trainer)  # the config's validation has checked it
     played = await asyncio.to_thread(
-        lambda: collate(sample for trajectory in ranking.trajectories for sample in to_samples(trajectory, 0.0))
+        lambda: collate(
+            sample for trajectory in ranking.trajectories for sample in to_samples(trajectory, 0.0)
+        )
     )
     own_N = await trainer.predict(played)
     gap_N = np.abs(own_N - played.rollout_logprobs_N)
     model = parts.advisors.reference
-    played = replace(played, reference_logprobs_N=own_N if model is None else await model.predict(played))
+    played = replace(
+        played, reference_logprobs_N=own_N if model is None else await model.predict(played)
+    )
     rng = Random(derive_seed(parts.config.seed, "pairs", iteration))
     updates = [
         await update(trainer, algorithm, batch_of_pairs(played, pairs))
-        for pairs in in_batches(ranking.pairs, rng, epochs=settings.epochs, size=settings.pairs_per_step)
+        for pairs in in_batches(
+            ranking.pairs, rng, epochs=settings.epochs, size=settings.pairs_per_step
+        )
     ]
     gaps = {"logprob_gap_mean": float(gap_N.mean()), "logprob_gap_max": float(gap_N.max())}
     return {**_over_updates(updates), **gaps, **counts, "updates": float(len(updates))}
 
 
 def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates; sums of tokens and seconds, and the largest norm of a gradient."""
+    """Each metric's mean over the updates; sums of tokens and seconds, and the largest norm of a
+    gradient.
+    """
     by_name = {name: [metrics[name] for metrics in updates] for name in updates[0]}
-    totals = {name for name in by_name if name in ("tokens", "loss_tokens") or name.startswith("seconds_")}
+    totals = {
+        name for name in by_name if name in ("tokens", "loss_tokens") or name.startswith("seconds_")
+    }
     means = {name: (sum if name in totals else fmean)(values) for name, values in by_name.items()}
     return {**means, "grad_norm": max(by_name["grad_norm"])} if "grad_norm" in by_name else means
 
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """What the checkpoint of an iteration has: the trainers' state, the pairs, and the lineage of the weights."""
+    """What the checkpoint of an iteration has: the trainers' state, the pairs, and the lineage of
+    the weights.
+    """
 
     parts: TrainingAssembly
     ranking: Ranking

@@ -1,4 +1,5 @@
-"""Lineage: what a model was trained from, on which pairs and by which reward, back to the first model.
+"""Lineage: what a model was trained from, on which pairs and by which reward, back to the first
+model.
 
 iterations/iteration_000002/        a Hugging Face folder, and beside the model:
   pairs.jsonl                       the pairs that it was trained on (`recipe.preferences.path` reads them)
@@ -41,10 +42,12 @@ class RewardRecord(_Record):
 
 
 class Lineage(_Record):
-    """How a model came to be. `sha256` is that of its own weights, `parent` the model that played and was trained on.
+    """How a model came to be. `sha256` is that of its own weights, `parent` the model that played
+    and was trained on.
 
-    `reference` is DPO's. `tasks` are the ids of all tasks that were played, `pairs` is the number of pairs, `updates`
-    that of the optimizer's updates since the run began. `config_sha256` is the SHA-256 of the run's config as YAML.
+    `reference` is DPO's. `tasks` are the ids of all tasks that were played, `pairs` is the number
+    of pairs, `updates` that of the optimizer's updates since the run began. `config_sha256` is the
+    SHA-256 of the run's config as YAML.
     """
 
     iteration: int
@@ -61,7 +64,9 @@ class Lineage(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A model of a lineage: its folder, the checksum of its weights, and its `Lineage`; the first model has none."""
+    """A model of a lineage: its folder, the checksum of its weights, and its `Lineage`; the first
+    model has none.
+    """
 
     folder: Path
     sha256: str
@@ -71,11 +76,12 @@ class Generation:
 def verified_lineage(folder: Path) -> list[Generation]:
     """The model in a folder, its parent, and so on: the last one is the first model.
 
-    All weights are read, those of references and reward models too, and compared with what was recorded.
+    All weights are read, those of references and reward models too, and compared with what was
+    recorded.
 
     Raises:
-        CheckpointError: a folder or its weights are missing, weights are not those that were recorded, or a
-            `lineage.json` cannot be read.
+        CheckpointError: a folder or its weights are missing, weights are not those that were
+            recorded, or a `lineage.json` cannot be read.
     """
     found, checksum = list[Generation](), cache(weights_sha256)
     folder = folder.resolve()
@@ -86,14 +92,17 @@ def verified_lineage(folder: Path) -> list[Generation]:
             return found
         if lineage.sha256 != checksum(folder):
             raise CheckpointError(
-                f"the weights in {folder} are not those that were trained there: their SHA-256 is {checksum(folder)}, "
-                f"and its {LINEAGE} has {lineage.sha256}. Restore the folder from a copy"
+                f"the weights in {folder} are not those that were trained there: their SHA-256 is"
+                f" {checksum(folder)}, and its {LINEAGE} has {lineage.sha256}. Restore the folder"
+                " from a copy"
             )
         for role, model in _models(lineage):
             _check(folder, role, model, checksum)
         folder = (folder / lineage.parent.folder).resolve()
         if any(folder == generation.folder for generation in found):
-            raise CheckpointError(f"the lineage of {found[0].folder} goes in a circle: {folder} descends from itself")
+            raise CheckpointError(
+                f"the lineage of {found[0].folder} goes in a circle: {folder} descends from itself"
+            )
 
 
 def read_lineage(folder: Path) -> Lineage:
@@ -106,12 +115,15 @@ def read_lineage(folder: Path) -> Lineage:
         return Lineage.model_validate_json((folder / LINEAGE).read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} has no {LINEAGE}: name a folder iterations/iteration_... of a run of recipe=iterative_dpo"
+            f"{folder} has no {LINEAGE}: name a folder iterations/iteration_... of a run of"
+            " recipe=iterative_dpo"
         ) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise CheckpointError(f"{folder / LINEAGE} cannot be read: {where}: {first['msg']}") from error
+        raise CheckpointError(
+            f"{folder / LINEAGE} cannot be read: {where}: {first['msg']}"
+        ) from error
 
 
 def weights_sha256(folder: Path) -> str:
@@ -122,7 +134,9 @@ def weights_sha256(folder: Path) -> str:
     """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
-        raise CheckpointError(f"{folder} holds no weights (no *.safetensors in it): restore it from a copy")
+        raise CheckpointError(
+            f"{folder} holds no weights (no *.safetensors in it): restore it from a copy"
+        )
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0")
@@ -160,10 +174,12 @@ def _check(folder: Path, role: str, model: ModelRecord, checksum: Callable[[Path
     named = (folder / model.folder).resolve()
     if not named.is_dir():
         raise CheckpointError(
-            f"{folder / LINEAGE} names {named} as the {role}, and there is no such folder: restore it"
+            f"{folder / LINEAGE} names {named} as the {role}, and there is no such folder:"
+            " restore it"
         )
     if checksum(named) != model.sha256:
         raise CheckpointError(
-            f"the weights in {named} are not those with which {folder} was trained, as the {role}: their SHA-256 is "
-            f"{checksum(named)}, and {LINEAGE} has {model.sha256}. Restore the folder from a copy"
+            f"the weights in {named} are not those with which {folder} was trained, as the {role}:"
+            f" their SHA-256 is {checksum(named)}, and {LINEAGE} has {model.sha256}. Restore the"
+            " folder from a copy"
         )

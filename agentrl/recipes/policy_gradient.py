@@ -5,8 +5,9 @@
     Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ trainer
      (agentrl/rollout)                       next_batch    (algorithm)   collate    (agentrl/trainers)
 
-One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights of the last step are
-live. With 1 or more, the episodes of the next steps are played while the trainer works.
+One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights
+of the last step are live. With 1 or more, the episodes of the next steps are played while the
+trainer works.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ class PolicyGradientSettings(Settings):
 async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
     check_trains(run.config)
-    await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations))
+    await train(
+        run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations)
+    )
 
 
 async def train(
@@ -54,8 +57,8 @@ async def train(
 ) -> None:
     """The loop of the drawing above, from the model in this folder.
 
-    `teacher`: what an algorithm of distillation asks, if an engine serves it. `training`: that of the critic, if any.
-    `matches`: who plays whom in self-play.
+    `teacher`: what an algorithm of distillation asks, if an engine serves it. `training`: that of
+    the critic, if any. `matches`: who plays whom in self-play.
     """
     config = run.config
     latest = run.checkpoints.latest
@@ -67,10 +70,20 @@ async def train(
         async with evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
-            by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
-            processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm, by_env)
+            by_env = {
+                one.called: one.algorithm.make()
+                for one in config.env.mixture
+                if one.algorithm is not None
+            }
+            processing = BatchProcessing(
+                config.batch_processing, run.metrics.rows(), algorithm, by_env
+            )
             scheduler = parts.rollouts(run, start, processing.teaches)
-            async with scheduler as rollouts, run.keeping_episodes(rollouts.take_all), run.writing_checkpoints():
+            async with (
+                scheduler as rollouts,
+                run.keeping_episodes(rollouts.take_all),
+                run.writing_checkpoints(),
+            ):
                 for step in range(start, config.steps):
                     clock = Stopwatch(partial(run.begin_phase, step))
                     with clock("rollout"):
@@ -78,14 +91,20 @@ async def train(
                             groups = await rollouts.next_batch()
                     with clock("train"):
                         oldest = config.rollout.oldest_trained(step)
-                        make = partial(traced_batch_of, groups, algorithm, processing, oldest, by_env)
+                        make = partial(
+                            traced_batch_of, groups, algorithm, processing, oldest, by_env
+                        )
                         made = await asyncio.to_thread(make)  # millions of tokens take long
                         batch = await parts.advisors.taught(made.batch)
                         async with parts.sharing.training():
                             batch, advice = await parts.advisors.advise(batch, step, groups)
                             exact = await parts.exact.measured(groups, batch)
-                            metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
-                            health = await run.record_samples(step, groups, replace(made, batch=batch), trainer)
+                            metrics = await trainer.step(
+                                batch, algorithm.loss, algorithm.normalizer(batch)
+                            )
+                            health = await run.record_samples(
+                                step, groups, replace(made, batch=batch), trainer
+                            )
                     with clock("weights"):
                         await evaluating.before_update()
                         async with rollouts.new_weights(step + 1):
@@ -100,7 +119,9 @@ async def train(
                         **processing.update(groups),
                         **loop_metrics(),
                     }
-                    await run.record_step(step, groups, metrics, clock.seconds, rollouts.take_untrained())
+                    await run.record_step(
+                        step, groups, metrics, clock.seconds, rollouts.take_untrained()
+                    )
                     if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                         await run.begin_checkpoint(step + 1, parts)
                     async with run.saved_if_stopped(step + 1, parts):

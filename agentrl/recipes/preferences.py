@@ -29,15 +29,20 @@ class PreferencesConfig(Settings):
     """Pairs to learn from."""
 
     path: Path
-    """A file or folder of rows with `chosen` and `rejected`, of any kind that `tasks.data` may be: chats, texts that
-    answer a `prompt`, or texts of "Human:" and "Assistant:" (HH-RLHF). Rows of one `task` are held out together. Or the
-    folder of a run: of two episodes of one task, the one with the higher score is preferred."""
+    """A file or folder of rows with `chosen` and `rejected`, of any kind that `tasks.data` may be:
+    chats, texts that answer a `prompt`, or texts of "Human:" and "Assistant:" (HH-RLHF). Rows of
+    one `task` are held out together. Or the folder of a run: of two episodes of one task, the one
+    with the higher score is preferred."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """As `tasks.columns`: `{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}`."""
+    """As `tasks.columns`: `{prompt: input.messages, chosen: preferred_output, rejected:
+    non_preferred_output}`.
+    """
     pairs_per_task: int = Field(8, gt=0)
     """Most pairs of one task, drawn at random, if `path` is the folder of a run."""
     held_out: float = Field(0.1, ge=0, lt=1)
-    """Share of the pairs (of a run: of the tasks) that is not trained on, but used to measure accuracy."""
+    """Share of the pairs (of a run: of the tasks) that is not trained on, but used to measure
+    accuracy.
+    """
     epochs: int = Field(1, gt=0)
     """Passes over the pairs."""
     pairs_per_step: int = Field(32, gt=0)
@@ -84,16 +89,22 @@ def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]
     return pairs
 
 
-def split(pairs: Sequence[Preference], held_out: float, rng: Random) -> tuple[list[Preference], list[Preference]]:
+def split(
+    pairs: Sequence[Preference], held_out: float, rng: Random
+) -> tuple[list[Preference], list[Preference]]:
     """(pairs to train on, pairs to measure accuracy on): no task is in both."""
     tasks = sorted({pair.task for pair in pairs})
     rng.shuffle(tasks)
     measured = set(tasks[: round(held_out * len(tasks))])
-    return [pair for pair in pairs if pair.task not in measured], [pair for pair in pairs if pair.task in measured]
+    return [pair for pair in pairs if pair.task not in measured], [
+        pair for pair in pairs if pair.task in measured
+    ]
 
 
 def in_batches(pairs: Sequence[T], rng: Random, *, epochs: int, size: int) -> Iterator[list[T]]:
-    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
+    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be
+    smaller.
+    """
     for _ in range(epochs):
         mixed = rng.sample(pairs, len(pairs))
         for start in range(0, len(mixed), size):
@@ -101,7 +112,9 @@ def in_batches(pairs: Sequence[T], rng: Random, *, epochs: int, size: int) -> It
 
 
 def write_preferences(path: Path, pairs: Iterable[tuple[Preference, Mapping[str, float]]]) -> None:
-    """Write pairs to a `.jsonl` file that `read_preferences` reads. Each row also has remarks, which it ignores."""
+    """Write pairs to a `.jsonl` file that `read_preferences` reads. Each row also has remarks,
+    which it ignores.
+    """
     with path.open("w") as file:
         for pair, remarks in pairs:
             chosen, rejected = (
@@ -114,28 +127,44 @@ def write_preferences(path: Path, pairs: Iterable[tuple[Preference, Mapping[str,
 
 def _of_files(config: PreferencesConfig) -> Iterator[Preference]:
     try:
-        found = [source for source in sources(str(config.path), "train") if isinstance(source, Path)]
+        found = [
+            source for source in sources(str(config.path), "train") if isinstance(source, Path)
+        ]
     except ConfigError as error:
         raise ConfigError(f"recipe.preferences.path is no folder of a run, and: {error}") from error
     if not found:
-        raise ConfigError(f"recipe.preferences.path: {config.path} is no file of pairs, and no folder of a run")
-    rows = ((path, where, row) for path in found for where, row in rows_of(path, tuple(config.columns.values())))
+        raise ConfigError(
+            f"recipe.preferences.path: {config.path} is no file of pairs, and no folder of a run"
+        )
+    rows = (
+        (path, where, row)
+        for path in found
+        for where, row in rows_of(path, tuple(config.columns.values()))
+    )
     for number, (path, where, row) in enumerate(rows):
         try:
             if isinstance(row, BadRowError):
                 raise row
             yield _pair(number, row, config.columns)
         except ValueError as error:
-            raise ConfigError(f"recipe.preferences.path: {path}, {where}, row {number}: {error}") from error
+            raise ConfigError(
+                f"recipe.preferences.path: {path}, {where}, row {number}: {error}"
+            ) from error
 
 
 def _pair(number: int, row: Mapping[str, Any], columns: Mapping[str, str]) -> Preference:
-    if missing := [name for name in ("chosen", "rejected") if name not in row and name not in columns]:
+    if missing := [
+        name for name in ("chosen", "rejected") if name not in row and name not in columns
+    ]:
         raise ValueError(
-            f"{missing[0]}: Field required, and the columns are {listed(row)}: write recipe.preferences.columns="
-            "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
+            f"{missing[0]}: Field required, and the columns are {listed(row)}: write"
+            " recipe.preferences.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
         )
-    given = {name: column(row, columns.get(name, name)) for name in _COLUMNS if name in row or name in columns}
+    given = {
+        name: column(row, columns.get(name, name))
+        for name in _COLUMNS
+        if name in row or name in columns
+    }
     asked = _messages("prompt", given["prompt"], "user") if given.get("prompt") else ()
     chosen, rejected = (_conversation(name, given[name], asked) for name in ("chosen", "rejected"))
     task = given.get("task")
@@ -147,7 +176,9 @@ _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
 def _conversation(name: str, content: Any, asked: tuple[Message, ...]) -> tuple[Message, ...]:
-    """A whole conversation: what was asked, and what is chosen or rejected, which may have what was asked in it."""
+    """A whole conversation: what was asked, and what is chosen or rejected, which may have what was
+    asked in it.
+    """
     said = _messages(name, content, "assistant")
     return asked + said if said[0].role == "assistant" else said
 
@@ -162,7 +193,9 @@ def _messages(name: str, content: Any, role: Literal["user", "assistant"]) -> tu
             return (Message(role, content),)
         _, *parts = _SPEAKER.split(content)  # what came before, and then speakers and what they say
         roles: Mapping[str, Role] = {"Human": "user", "Assistant": "assistant"}
-        return tuple(Message(roles[who], said) for who, said in zip(parts[::2], parts[1::2], strict=True))
+        return tuple(
+            Message(roles[who], said) for who, said in zip(parts[::2], parts[1::2], strict=True)
+        )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -174,7 +207,11 @@ def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preferen
             played[one.trajectory.task.id].append(one)
     for task, episodes in sorted(played.items()):
         differing = [
-            (one.trajectory, other.trajectory) if one.score > other.score else (other.trajectory, one.trajectory)
+            (
+                (one.trajectory, other.trajectory)
+                if one.score > other.score
+                else (other.trajectory, one.trajectory)
+            )
             for one, other in combinations(episodes, 2)
             if not constant((one.score, other.score))
         ]

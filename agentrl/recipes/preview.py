@@ -54,17 +54,23 @@ async def _opening(envs: EnvHost, task: Task) -> Opening:
         await envs.release(task.env, env)
 
 
-async def paid(config: RunConfig, answers: Sequence[tuple[Task, str]]) -> list[tuple[Score, bool | None]]:
+async def paid(
+    config: RunConfig, answers: Sequence[tuple[Task, str]]
+) -> list[tuple[Score, bool | None]]:
     """The score of each of these answers, as the first message, and whether it is a success."""
     renderer = TemplateRenderer(ByteTokenizer())
     found = []
     async with env_host(config, shown=False) as envs, reward_of(config) as reward:
         for number, (task, answer) in enumerate(answers):
             policy = ScriptedPolicy(_saying(answer), renderer)
-            runner = EnvEpisodeRunner(policy, renderer, envs, Budget(turns=1), config.rollout.deadlines.episode)
+            runner = EnvEpisodeRunner(
+                policy, renderer, envs, Budget(turns=1), config.rollout.deadlines.episode
+            )
             trajectory, *_ = await runner.play(Episode(f"answer/{number}", task, 0))
             failed = isinstance(trajectory.status, Failed)
-            score = Score.failed(str(trajectory.status)) if failed else await reward.score(trajectory)
+            score = (
+                Score.failed(str(trajectory.status)) if failed else await reward.score(trajectory)
+            )
             found.append((score, succeeded(trajectory, score)))
     return found
 

@@ -13,7 +13,16 @@ from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.protocols import COLDEST, Settings
-from agentrl.trajectory import SEGMENT, Completion, Message, Task, Terminated, ToolCall, Trajectory, Turn
+from agentrl.trajectory import (
+    SEGMENT,
+    Completion,
+    Message,
+    Task,
+    Terminated,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 
 
 class RecordingsConfig(Settings):
@@ -22,7 +31,9 @@ class RecordingsConfig(Settings):
     path: Path
     """The folder of recordings that `agentrl gateway RUN` has written, or that of a run."""
     least_score: float | None = None
-    """Imitate only conversations with at least this score. None: all, also those for which no reward came."""
+    """Imitate only conversations with at least this score. None: all, also those for which no
+    reward came.
+    """
     episodes_per_step: int = Field(32, gt=0)
     """Conversations in one supervised batch."""
     epochs: int = Field(1, gt=0)
@@ -30,7 +41,9 @@ class RecordingsConfig(Settings):
     lr: float = Field(1e-4, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
     temperature: float = Field(1.0, ge=COLDEST)
-    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature` is."""
+    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature`
+    is.
+    """
 
 
 class Recorded(NamedTuple):
@@ -63,12 +76,14 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
         scores = [one.score for one in found if not isnan(one.score)]
         best = f"the best has {max(scores):g}" if scores else "none has a score"
         raise ConfigError(
-            f"recipe.recordings: no conversation of {path} has a score of at least {least}: of {len(found)}, {best}"
+            f"recipe.recordings: no conversation of {path} has a score of at least {least}: of"
+            f" {len(found)}, {best}"
         )
     if not same_tokens(chosen, renderer):
         raise ConfigError(
-            f"recipe.recordings.path: the tokens of {path} mean something else to this run's model: they were recorded "
-            "with a model that has another tokenizer. Train that one (`model`), or one that is made from it"
+            f"recipe.recordings.path: the tokens of {path} mean something else to this run's model:"
+            " they were recorded with a model that has another tokenizer. Train that one"
+            " (`model`), or one that is made from it"
         )
     return chosen
 
@@ -84,15 +99,22 @@ def read_recordings(folder: Path) -> Iterator[Recorded]:
         with pq.ParquetFile(file) as opened:
             for batch in opened.iter_batches(columns=_COLUMNS):
                 rows = (row for row in batch.to_pylist() if row["detail"] != SEGMENT.limit)
-                yield from (Recorded(_trajectory(row), nan if row["score"] is None else row["score"]) for row in rows)
+                yield from (
+                    Recorded(_trajectory(row), nan if row["score"] is None else row["score"])
+                    for row in rows
+                )
 
 
 _COLUMNS = ["id", "agent", "task", "env", "seed", "detail", "score", "messages", "turns"]
 
 
 def same_tokens(trajectories: Iterable[Trajectory], renderer: TemplateRenderer) -> bool:
-    """Whether tokens mean to `renderer` what was said: whether most answers with a text are decoded to that text."""
-    alike = [_is_said(trajectory, renderer) for trajectory in trajectories if any(_texts(trajectory))]
+    """Whether tokens mean to `renderer` what was said: whether most answers with a text are decoded
+    to that text.
+    """
+    alike = [
+        _is_said(trajectory, renderer) for trajectory in trajectories if any(_texts(trajectory))
+    ]
     return sum(alike) * 2 >= len(alike)
 
 
@@ -125,7 +147,14 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         for turn in row["turns"] or ()
     ]
     task = Task(row["env"], row["seed"], {}, row["task"])
-    return Trajectory(row["id"], task, tuple(turns), Terminated(), _messages(row["messages"]), agent=row["agent"] or "")
+    return Trajectory(
+        row["id"],
+        task,
+        tuple(turns),
+        Terminated(),
+        _messages(row["messages"]),
+        agent=row["agent"] or "",
+    )
 
 
 def _messages(rows: Sequence[dict[str, Any]]) -> tuple[Message, ...]:

@@ -1,9 +1,10 @@
-"""Train a reward model: a sequence classifier with one output, on pairs of conversations, by Bradley and Terry.
+"""Train a reward model: a sequence classifier with one output, on pairs of conversations, by
+Bradley and Terry.
 
     preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference) ─▶ AdamW
 
-It starts from the configured causal model (its body and its chat template; the output layer is new), and is saved in
-the run's folder `reward_model`, which the reward `reward_model` loads.
+It starts from the configured causal model (its body and its chat template; the output layer is
+new), and is saved in the run's folder `reward_model`, which the reward `reward_model` loads.
 """
 
 import asyncio
@@ -17,7 +18,13 @@ from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.protocols import Settings
-from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
+from agentrl.recipes.preferences import (
+    Preference,
+    PreferencesConfig,
+    in_batches,
+    read_preferences,
+    split,
+)
 from agentrl.recipes.starting_model import base_model
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
@@ -27,8 +34,9 @@ if TYPE_CHECKING:
 
 
 class RewardModelSettings(Settings):
-    """Settings of `recipe: reward_model`. Nothing is played, and it trains by itself: the sections `algorithm`,
-    `engine`, `trainer`, `reward`, `evaluation`, `batch_processing`, `weights` and `rollout` are not used."""
+    """Settings of `recipe: reward_model`. Nothing is played, and it trains by itself: the sections
+    `algorithm`, `engine`, `trainer`, `reward`, `evaluation`, `batch_processing`, `weights` and
+    `rollout` are not used."""
 
     own_algorithm: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = (*PLAYED, "trainer", "rollout")
@@ -38,7 +46,8 @@ class RewardModelSettings(Settings):
 
 
 async def reward_model(run: Run, settings: RewardModelSettings) -> None:
-    """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on held-out pairs.
+    """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on
+    held-out pairs.
 
     Raises:
         ConfigError: there is nothing to train on.
@@ -52,9 +61,13 @@ async def reward_model(run: Run, settings: RewardModelSettings) -> None:
     rng = Random(derive_seed(run.config.seed, "preferences"))
     pairs = read_preferences(config, rng)
     base = await base_model(run)
-    training, held_out = (_tokens(run, base, part, config) for part in split(pairs, config.held_out, rng))
+    training, held_out = (
+        _tokens(run, base, part, config) for part in split(pairs, config.held_out, rng)
+    )
     if not training:
-        raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
+        raise ConfigError(
+            f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out"
+        )
     batches = list(in_batches(training, rng, epochs=config.epochs, size=config.pairs_per_step))
     await _train(run, config, base, batches=batches, held_out=held_out, into=new_unfinished(final))
     finish_folder(final)
@@ -86,12 +99,18 @@ async def _train(
     if held_out:
         accuracy = await asyncio.to_thread(core.accuracy, held_out)
         run.record_metrics(len(batches), {"eval/preference_accuracy": accuracy})
-        run.display.say(f"of {len(held_out)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order")
+        run.display.say(
+            f"of {len(held_out)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order"
+        )
     await asyncio.to_thread(core.save, into)
 
 
-def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig) -> list["Pair"]:
-    """The tokens of each pair, by the model's chat template, up to where the assistant would continue."""
+def _tokens(
+    run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig
+) -> list["Pair"]:
+    """The tokens of each pair, by the model's chat template, up to where the assistant would
+    continue.
+    """
     renderer = renderer_of(base, run.config.model)
     encoded = [
         (
@@ -103,6 +122,7 @@ def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: Preferenc
     short = [pair for pair in encoded if max(map(len, pair)) <= config.max_tokens]
     if len(short) < len(encoded):
         run.display.say(
-            f"{len(encoded) - len(short)} of {len(encoded)} pairs are longer than {config.max_tokens} tokens: left out"
+            f"{len(encoded) - len(short)} of {len(encoded)} pairs are longer than"
+            f" {config.max_tokens} tokens: left out"
         )
     return short

@@ -1,4 +1,5 @@
-"""Self-play: the policy plays all seats of a game, against itself and against earlier versions of itself.
+"""Self-play: the policy plays all seats of a game, against itself and against earlier versions of
+itself.
 
 The loop is that of `policy_gradient`; `agentrl/rollout/opponents.py` draws who plays each episode.
 """
@@ -30,11 +31,14 @@ class SelfPlaySettings(OpponentsConfig):
             ValueError: the run does not have one environment.
         """
         if config.env.mixture:
-            raise ValueError("recipe=self_play plays one environment: name it in env, instead of a list")
+            raise ValueError(
+                "recipe=self_play plays one environment: name it in env, instead of a list"
+            )
         if config.env.is_agent:
             raise ValueError(
-                f"recipe=self_play needs an environment of several agents, and {config.env.name!r} is a program, which "
-                "asks one model: take an environment such as kuhn_poker, or recipe=policy_gradient"
+                f"recipe=self_play needs an environment of several agents, and {config.env.name!r}"
+                " is a program, which asks one model: take an environment such as kuhn_poker, or"
+                " recipe=policy_gradient"
             )
 
 
@@ -42,17 +46,27 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
     """Train `run.config.steps` steps on games against itself and against a pool of snapshots.
 
     Raises:
-        ConfigError: the environment has no such seats, or nothing could be learned against opponents.
+        ConfigError: the environment has no such seats, or nothing could be learned against
+        opponents.
     """
     check_trains(run.config)
     matches = Matches(settings, await _agents(run.config))
     check_matches(matches, run.config)
-    await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations), matches=matches)
+    await train(
+        run,
+        run.config.algorithm.make(),
+        await starting_model(run, settings.demonstrations),
+        matches=matches,
+    )
 
 
 async def _agents(config: RunConfig) -> Sequence[str]:
     """The agents of the environment that `env.agents` leaves to the policy."""
-    routed = {agent: route for agent, route in config.env.agents.items() if not isinstance(route, PolicyRoute)}
+    routed = {
+        agent: route
+        for agent, route in config.env.agents.items()
+        if not isinstance(route, PolicyRoute)
+    }
     async with env_host(config) as envs:
         env = envs.acquire(config.env.name)
         try:
@@ -73,20 +87,28 @@ def check_matches(matches: Matches, config: RunConfig) -> None:
     """
     name, agents = config.env.name, matches.agents
     if len(agents) < 2:
-        there = "names no agents" if agents == list(ALONE) else f"leaves it only {', '.join(agents)}"
+        there = (
+            "names no agents" if agents == list(ALONE) else f"leaves it only {', '.join(agents)}"
+        )
         raise ConfigError(
-            f"recipe=self_play needs an environment in which the policy can play two agents or more, and {name} "
-            f"{there}: take an environment of several agents such as kuhn_poker, or recipe=policy_gradient"
+            "recipe=self_play needs an environment in which the policy can play two agents or"
+            f" more, and {name} {there}: take an environment of several agents such as kuhn_poker,"
+            " or recipe=policy_gradient"
         )
     if unknown := sorted(set(matches.own) - set(agents)):
         raise ConfigError(
-            f"recipe.seats names {', '.join(unknown)}, which the policy does not play in {name}: it plays "
-            f"{', '.join(agents)}"
+            f"recipe.seats names {', '.join(unknown)}, which the policy does not play in {name}: it"
+            f" plays {', '.join(agents)}"
         )
     size, needed = config.rollout.group_size, 2 * len(matches.own)
-    if matches.config.num_engines and size < needed and getattr(config.algorithm.make(), "compares_members", False):
+    if (
+        matches.config.num_engines
+        and size < needed
+        and getattr(config.algorithm.make(), "compares_members", False)
+    ):
         raise ConfigError(
-            f"rollout.group_size is {size}, and the algorithm {config.algorithm.name!r} compares episodes of a group "
-            f"that were played in the same seat: with {len(matches.own)} seats a group needs {needed} episodes or "
-            "more. Raise rollout.group_size, name fewer recipe.seats, or take algorithm=rae, which needs no group"
+            f"rollout.group_size is {size}, and the algorithm {config.algorithm.name!r} compares"
+            f" episodes of a group that were played in the same seat: with {len(matches.own)} seats"
+            f" a group needs {needed} episodes or more. Raise rollout.group_size, name fewer"
+            " recipe.seats, or take algorithm=rae, which needs no group"
         )

@@ -1,7 +1,8 @@
 """`agentrl gateway`: serves a model to any client of a chat API, and records what was said.
 
-The recordings are the folder of a run without training: `recipe: dpo` reads its pairs from there, and `agentrl view`
-shows it. Conversations for which a reward came are in `trajectories/`, all others in `unrewarded/`.
+The recordings are the folder of a run without training: `recipe: dpo` reads its pairs from there,
+and `agentrl view` shows it. Conversations for which a reward came are in `trajectories/`, all
+others in `unrewarded/`.
 """
 
 import asyncio
@@ -30,7 +31,9 @@ _UNREWARDED = Score(float("nan"))
 
 @dataclass(eq=False, slots=True)
 class Recordings:
-    """The conversations of ended episodes, in files of a folder. `waiting`: those that no file has yet."""
+    """The conversations of ended episodes, in files of a folder. `waiting`: those that no file has
+    yet.
+    """
 
     folder: Path
     waiting: dict[str, list[tuple[Trajectory, Score]]] = field(default_factory=dict)
@@ -47,7 +50,9 @@ class Recordings:
         for kind, rows in list(self.waiting.items()):
             if len(rows) >= least:
                 del self.waiting[kind]
-                await run_to_completion(asyncio.to_thread(write_trajectories, self._file(kind), rows))
+                await run_to_completion(
+                    asyncio.to_thread(write_trajectories, self._file(kind), rows)
+                )
 
     def _file(self, kind: str) -> Path:
         """A file that there is not yet: an earlier launch may have written into the same folder."""
@@ -70,7 +75,8 @@ async def serve_policy(
     """Serve `model` until `stopped`, and record into `folder`.
 
     Raises:
-        ConfigError: the model does not fit the engine, the address cannot be used, or `folder` is that of a run.
+        ConfigError: the model does not fit the engine, the address cannot be used, or `folder` is
+        that of a run.
     """
     recordings = Recordings(folder)
     _begin(folder, config, model)
@@ -99,14 +105,19 @@ async def serve_policy(
 def _begin(folder: Path, config: RunConfig, model: Path) -> None:
     """Say in the folder of the recordings which model has spoken, as the folder of a run does."""
     if (folder / "ledger.sqlite").exists():
-        raise ConfigError(f"--record: {folder} is the folder of a run: name another one, new or of earlier recordings")
+        raise ConfigError(
+            f"--record: {folder} is the folder of a run: name another one, new or of earlier"
+            " recordings"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     served = config.model.model_copy(update={"name": str(model.resolve())})
     write_whole(folder / "config.yaml", config.model_copy(update={"model": served}).to_yaml())
 
 
 async def write_regularly(recordings: Recordings) -> None:
-    """Write what waits: many conversations at once, or few after a while, so that a kill costs only these."""
+    """Write what waits: many conversations at once, or few after a while, so that a kill costs only
+    these.
+    """
     while True:
         for _ in range(_SECONDS_OF_A_FILE):
             await asyncio.sleep(1.0)

@@ -1,4 +1,6 @@
-"""Supervised fine-tuning: on the episodes of a scripted player, on recordings, on the model's own best episodes."""
+"""Supervised fine-tuning: on the episodes of a scripted player, on recordings, on the model's own
+best episodes.
+"""
 
 import asyncio
 from pathlib import Path
@@ -20,17 +22,22 @@ from agentrl.runs.run import Run
 
 
 class SftSettings(Settings):
-    """Settings of `recipe: sft`. The section `algorithm` is not used; without `rejection` nothing is played,
-    so `engine`, `reward`, `evaluation`, `batch_processing` and `weights` are not used either."""
+    """Settings of `recipe: sft`. The section `algorithm` is not used; without `rejection` nothing
+    is played, so `engine`, `reward`, `evaluation`, `batch_processing` and `weights` are not used
+    either."""
 
     own_algorithm: ClassVar[bool] = True
 
     demonstrations: DemonstrationsConfig | None = None
     """The episodes of a scripted player to imitate first."""
     recordings: RecordingsConfig | None = None
-    """Conversations that were recorded, by the gateway or by a run, to imitate next: their exact tokens."""
+    """Conversations that were recorded, by the gateway or by a run, to imitate next: their exact
+    tokens.
+    """
     rejection: RejectionSampling.Config | None = None
-    """Which of its own episodes the model then imitates, for `steps` steps of `rollout.groups_per_step` groups."""
+    """Which of its own episodes the model then imitates, for `steps` steps of
+    `rollout.groups_per_step` groups.
+    """
 
     def trains_with(self) -> RejectionSampling | None:
         """The algorithm that learns from what the model plays."""
@@ -45,14 +52,17 @@ class SftSettings(Settings):
     def _something_is_imitated(self) -> Self:
         if self.demonstrations is None and self.recordings is None and self.rejection is None:
             raise ValueError(
-                "there is nothing to imitate: name a player in recipe.demonstrations.player or a folder in "
-                "recipe.recordings.path, or write recipe.rejection={} to imitate the model's own best episodes"
+                "there is nothing to imitate: name a player in recipe.demonstrations.player or a"
+                " folder in recipe.recordings.path, or write recipe.rejection={} to imitate the"
+                " model's own best episodes"
             )
         return self
 
 
 async def sft(run: Run, settings: SftSettings) -> None:
-    """Imitate the demonstrations, the recordings, and the model's own best episodes, as far as the settings say so."""
+    """Imitate the demonstrations, the recordings, and the model's own best episodes, as far as the
+    settings say so.
+    """
     algorithm = settings.trains_with()
     if algorithm is not None:
         check_trains(run.config)

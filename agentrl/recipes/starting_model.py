@@ -1,4 +1,6 @@
-"""The model that a run starts from: a folder or a randomly initialised model, after its demonstrations, if any."""
+"""The model that a run starts from: a folder or a randomly initialised model, after its
+demonstrations, if any.
+"""
 
 import json
 import logging
@@ -24,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 async def starting_model(run: Run, demonstrations: DemonstrationsConfig | None) -> Path:
-    """The folder of the model that reinforcement learning starts from: the configured one, after its demonstrations."""
+    """The folder of the model that reinforcement learning starts from: the configured one, after
+    its demonstrations.
+    """
     base = await base_model(run)
     if demonstrations is None:
         return base
@@ -36,9 +40,11 @@ async def starting_model(run: Run, demonstrations: DemonstrationsConfig | None) 
 
 
 async def base_model(run: Run) -> Path:
-    """The folder of the model to start from; if the config names a size instead of a folder, the model is made first.
+    """The folder of the model to start from; if the config names a size instead of a folder, the
+    model is made first.
 
-    Its tokenizer is then learned from the environment's texts, so that the environment's words are single tokens.
+    Its tokenizer is then learned from the environment's texts, so that the environment's words are
+    single tokens.
     """
     name = run.config.model.name
     if name not in SIZES:
@@ -46,13 +52,16 @@ async def base_model(run: Run) -> Path:
     folder = run.folder / "model"
     if not folder.exists():
         corpus = await (texts_of_agent if run.config.env.is_agent else opening_texts)(run.config)
-        create_tiny_model(new_unfinished(folder), corpus=corpus, size=SIZES[name], seed=run.config.seed)
+        create_tiny_model(
+            new_unfinished(folder), corpus=corpus, size=SIZES[name], seed=run.config.seed
+        )
         finish_folder(folder)
     return folder
 
 
 async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
-    """The environment's texts at the start of some episodes of the split "corpus". Failed episodes are left out.
+    """The environment's texts at the start of some episodes of the split "corpus". Failed episodes
+    are left out.
 
     Raises:
         RolloutError: all failed, or more than `rollout.max_failed_tasks` in a row.
@@ -70,16 +79,21 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
                 in_a_row = 0
             except RolloutError as error:
                 in_a_row += 1
-                if in_a_row > config.rollout.max_failed_tasks or (index == episodes - 1 and not texts):
+                if in_a_row > config.rollout.max_failed_tasks or (
+                    index == episodes - 1 and not texts
+                ):
                     raise
-                logger.warning("reading the environment's texts for the tokenizer: %s; it is left out", error)
+                logger.warning(
+                    "reading the environment's texts for the tokenizer: %s; it is left out", error
+                )
             finally:
                 await envs.release(task.env, env)
     return texts
 
 
 async def texts_of_agent(config: RunConfig, episodes: int = 16) -> list[str]:
-    """What a program writes to the model in some episodes of the split "corpus", in which all answers are empty.
+    """What a program writes to the model in some episodes of the split "corpus", in which all
+    answers are empty.
 
     A program may fail over such answers; what it has written until then is kept.
 
@@ -90,9 +104,19 @@ async def texts_of_agent(config: RunConfig, episodes: int = 16) -> list[str]:
     engine = PlayerEngine(lambda prompt, rng: "", renderer)
     source = task_source(config, "corpus")
     async with agent_player(config, renderer) as agents:
-        runner = agents(EnginePolicy(engine, SamplingParams(), config.rollout.deadlines.generate, trained=False))
+        runner = agents(
+            EnginePolicy(engine, SamplingParams(), config.rollout.deadlines.generate, trained=False)
+        )
         played = await play_all(runner, [source.task(index) for index in range(episodes)], config)
-    texts = [message.content for trajectory in played for message in trajectory.messages if message.content]
+    texts = [
+        message.content
+        for trajectory in played
+        for message in trajectory.messages
+        if message.content
+    ]
     if not texts:
-        raise EnvError(f"{config.env.name} has asked the model nothing in {episodes} episodes: {played[0].status}")
+        raise EnvError(
+            f"{config.env.name} has asked the model nothing in {episodes} episodes:"
+            f" {played[0].status}"
+        )
     return texts

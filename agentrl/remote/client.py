@@ -24,7 +24,9 @@ _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
 _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
 FULL_SECONDS = 10.0
-"""How long a reset waits for a full server; then the episode waits outside of the deadline, as in an outage."""
+"""How long a reset waits for a full server; then the episode waits outside of the deadline, as in
+an outage.
+"""
 _ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
@@ -32,17 +34,21 @@ _suspicions: WeakKeyDictionary[asyncio.AbstractEventLoop, Suspicion] = WeakKeyDi
 
 
 def suspicion() -> Suspicion:
-    """The tasks that servers may have died of, for all environments of this event loop: a task that kills one server
-    would kill the next one too.
+    """The tasks that servers may have died of, for all environments of this event loop: a task that
+    kills one server would kill the next one too.
     """
-    return _suspicions.setdefault(asyncio.get_running_loop(), Suspicion(LethalTaskError, "servers of the environment"))
+    return _suspicions.setdefault(
+        asyncio.get_running_loop(), Suspicion(LethalTaskError, "servers of the environment")
+    )
 
 
 class RemoteEnv:
-    """An environment on one of the servers at `urls`: the one with the fewest sessions of this process.
+    """An environment on one of the servers at `urls`: the one with the fewest sessions of this
+    process.
 
-    The first `reset` opens a session, which serves all episodes of this instance. If the session has expired or its
-    server is draining, `reset` opens another. If all servers are full, `reset` retries for `FULL_SECONDS`.
+    The first `reset` opens a session, which serves all episodes of this instance. If the session
+    has expired or its server is draining, `reset` opens another. If all servers are full, `reset`
+    retries for `FULL_SECONDS`.
 
     Raises:
         ConfigError: an address or the token is wrong.
@@ -75,7 +81,8 @@ class RemoteEnv:
         Raises:
             EnvError: no server can be reached, or the environment failed.
             LethalTaskError: servers have died of this task.
-            ConfigError: the environment does not accept these options, or the server does not accept the token.
+            ConfigError: the environment does not accept these options, or the server does not
+            accept the token.
         """
         self.suspect = suspicion().suspect(
             f"the task of seed {seed} with the options {dict(options)!r:.200}",
@@ -109,7 +116,9 @@ class RemoteEnv:
         action = action.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
         reply = await self._ask(lease, "step", action=action)
         if reply.status == 404 and lease.link.connections > lease.connections:
-            raise UnreachableError(f"{lease.link.url} was gone for a while, and has lost the sessions of before")
+            raise UnreachableError(
+                f"{lease.link.url} was gone for a while, and has lost the sessions of before"
+            )
         stepped = _read(_STEPPED, reply)
         if stepped.terminated or stepped.truncated:
             suspicion().ended(self.suspect)
@@ -155,7 +164,8 @@ class RemoteEnvs:
 
 
 def remote(rest: str) -> RemoteEnvs:
-    """remote:http://one:8800,http://two:8800: an environment that `agentrl serve` runs on any of these servers.
+    """remote:http://one:8800,http://two:8800: an environment that `agentrl serve` runs on any of
+    these servers.
 
     Raises:
         ConfigError: one of them is not an address.
@@ -169,7 +179,9 @@ def http(rest: str) -> RemoteEnvs:
 
 
 def https(rest: str) -> RemoteEnvs:
-    """https://games.example.org: an environment that `agentrl serve` runs there, behind a TLS proxy."""
+    """https://games.example.org: an environment that `agentrl serve` runs there, behind a TLS
+    proxy.
+    """
     return remote(f"https:{rest}")
 
 
@@ -185,13 +197,17 @@ class _Lease:
 
 
 async def _open(links: Sequence[Link]) -> _Lease:
-    """Open a session at the least loaded server that has room; wait for some time if all that answer are full."""
+    """Open a session at the least loaded server that has room; wait for some time if all that
+    answer are full.
+    """
     began = now()
     while True:
         wait: float | None = None
         problems = []
         for link in sorted(links, key=lambda link: link.load):
-            link.sessions += 1  # count it now, so that sessions opened at the same time spread over the servers
+            link.sessions += (
+                1  # count it now, so that sessions opened at the same time spread over the servers
+            )
             leased = False
             try:
                 reply = await link.ask("open")
@@ -223,8 +239,12 @@ def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:
     if reply.status == 424:
         raise ConfigError(f"the remote environment: {reply.body.get('detail')}")
     if reply.status != 200:
-        raise EnvError(f"the remote environment answered {reply.status}: {reply.body.get('detail')}")
+        raise EnvError(
+            f"the remote environment answered {reply.status}: {reply.body.get('detail')}"
+        )
     try:
         return shape.validate_python(reply.body)
     except ValidationError as error:
-        raise EnvError(f"the remote environment sent an answer that it should not have: {error}") from error
+        raise EnvError(
+            f"the remote environment sent an answer that it should not have: {error}"
+        ) from error

@@ -1,7 +1,8 @@
-"""Environments on workers of the cluster. Each worker runs a server like `agentrl serve`; a dead one is replaced.
+"""Environments on workers of the cluster. Each worker runs a server like `agentrl serve`; a dead
+one is replaced.
 
-The cluster starts and supervises the workers. Episodes use the same link as to any server, so a step needs no cluster
-call. An episode whose worker dies fails and is repeated.
+The cluster starts and supervises the workers. Episodes use the same link as to any server, so a
+step needs no cluster call. An episode whose worker dies fails and is repeated.
 """
 
 import asyncio
@@ -41,10 +42,23 @@ class EnvWorker:
     """The worker: serves environments, in a thread, to clients that have the token."""
 
     def __init__(
-        self, make: MakeEnvs, limits: ServerLimits, host: str, token: str, rank: int, *, pictures: bool = False
+        self,
+        make: MakeEnvs,
+        limits: ServerLimits,
+        host: str,
+        token: str,
+        rank: int,
+        *,
+        pictures: bool = False,
     ) -> None:
         self._server = EnvServer(
-            make(), name=f"env-{rank}", host=host, token=token, limits=limits, options=None, pictures=pictures
+            make(),
+            name=f"env-{rank}",
+            host=host,
+            token=token,
+            limits=limits,
+            options=None,
+            pictures=pictures,
         )
         self._thread = threading.Thread(target=self._server.run, name="env-server", daemon=True)
         self._listening = threading.Event()
@@ -69,10 +83,14 @@ class EnvWorker:
 
 @asynccontextmanager
 async def env_workers(
-    start: StartWorker, count: int, make: Callable[[str, int], EnvWorker], *, restarts: int = RESTARTS
+    start: StartWorker,
+    count: int,
+    make: Callable[[str, int], EnvWorker],
+    *,
+    restarts: int = RESTARTS,
 ) -> AsyncIterator[Callable[[], Env]]:
-    """A factory of environments on `count` workers, each made by `make(token, rank)`. `restarts`: how often in a row
-    the worker of a rank may be replaced with no episode begun in between.
+    """A factory of environments on `count` workers, each made by `make(token, rank)`. `restarts`:
+    how often in a row the worker of a rank may be replaced with no episode begun in between.
 
     Raises:
         ConfigError: there is no such environment.
@@ -109,7 +127,8 @@ class _WorkerEnv(RemoteEnv):
         """Begin an episode; if its worker dies meanwhile, retry on another.
 
         Raises:
-            UnreachableError: no worker could be used for some time; the episode waits as in an outage.
+            UnreachableError: no worker could be used for some time; the episode waits as in an
+            outage.
         """
         began = now()
         while True:
@@ -145,10 +164,14 @@ class _Pool:
     def crew(self) -> Crew:
         """How many workers serve. Any thread may ask."""
         restarts = sum(one.total for one in self._restarts)
-        return Crew("env", len(self._urls), len(self._restarts), restarts, self._suspicion.set_aside)
+        return Crew(
+            "env", len(self._urls), len(self._restarts), restarts, self._suspicion.set_aside
+        )
 
     def works(self, url: str) -> None:
-        """Record that an episode has begun on a worker: its later death is not due to how it was started."""
+        """Record that an episode has begun on a worker: its later death is not due to how it was
+        started.
+        """
         self._worked = True
         for rank, own in self._urls.items():
             if own == url:
@@ -187,6 +210,8 @@ class _Pool:
             await worker.call("serve")
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
-            end_link(self._urls.pop(rank), self._token)  # a machine that vanished does not close its connections
+            end_link(
+                self._urls.pop(rank), self._token
+            )  # a machine that vanished does not close its connections
             if not self._urls:
                 self._one_lives.clear()

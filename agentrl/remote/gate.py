@@ -16,14 +16,18 @@ OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
 
 
 _MAX_HEAD_BYTES = 64 * 1024
-"""Most bytes of a request's head, or between the pieces of its body, that are kept while the rest is yet to come."""
+"""Most bytes of a request's head, or between the pieces of its body, that are kept while the rest
+is yet to come.
+"""
 
 
 def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
-    """A protocol for uvicorn that closes connections that send nothing, or only part of a request, for `seconds`.
+    """A protocol for uvicorn that closes connections that send nothing, or only part of a request,
+    for `seconds`.
 
-    After an answer it may take twice as long. It also refuses heads that are too long, which its parser would not, and
-    puts the connection's transport into each request's `state`, which tells applications whether the client is gone.
+    After an answer it may take twice as long. It also refuses heads that are too long, which its
+    parser would not, and puts the connection's transport into each request's `state`, which tells
+    applications whether the client is gone.
     """
 
     class IdleTimeout(HttpToolsProtocol):
@@ -68,13 +72,15 @@ def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
 
 
 class RequestGate:
-    """Middleware that answers 401, 403, 408 and 413: the application sees authorized requests with complete bodies.
+    """Middleware that answers 401, 403, 408 and 413: the application sees authorized requests with
+    complete bodies.
 
-    A browser names the site of the page that sends a request (`Origin`), and requests of other sites are refused. A
-    server without a token trusts its machine, and otherwise any page that is open in a browser there could play. The
-    name of a page's own site may lead here too (DNS rebinding), so without a token `Host` must be an address or
-    localhost; unless `any_host`, for applications that ask for a key of their own. Paths in `open_paths` need no token.
-    `said`: the body that says a refusal, by path and status.
+    A browser names the site of the page that sends a request (`Origin`), and requests of other
+    sites are refused. A server without a token trusts its machine, and otherwise any page that is
+    open in a browser there could play. The name of a page's own site may lead here too (DNS
+    rebinding), so without a token `Host` must be an address or localhost; unless `any_host`, for
+    applications that ask for a key of their own. Paths in `open_paths` need no token. `said`: the
+    body that says a refusal, by path and status.
     """
 
     def __init__(
@@ -101,28 +107,40 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._expected is None and not self._any_host and not _is_address(headers.get(b"host", b"")):
+        if (
+            self._expected is None
+            and not self._any_host
+            and not _is_address(headers.get(b"host", b""))
+        ):
             detail = "a server without a token must be called by its IP address or as localhost"
             await self._refuse(scope, receive, send, 403, detail)
             return
         origin = headers.get(b"origin")
         if origin is not None and origin.rpartition(b"://")[2] != headers.get(b"host"):
-            await self._refuse(scope, receive, send, 403, "a web page of another site may not send requests")
+            await self._refuse(
+                scope, receive, send, 403, "a web page of another site may not send requests"
+            )
             return
         if self._expected is not None and scope["path"] not in self._open:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
-                await self._refuse(scope, receive, send, 401, "the bearer token is missing or wrong")
+                await self._refuse(
+                    scope, receive, send, 401, "the bearer token is missing or wrong"
+                )
                 return
         if scope["type"] == "http":
             try:
                 async with asyncio.timeout(self._seconds):
                     body = await self._read(headers, receive)
             except TimeoutError:
-                await self._refuse(scope, receive, send, 408, f"the body took longer than {self._seconds:g} s")
+                await self._refuse(
+                    scope, receive, send, 408, f"the body took longer than {self._seconds:g} s"
+                )
                 return
             if body is None:
-                await self._refuse(scope, receive, send, 413, f"the body is longer than {self._max} bytes")
+                await self._refuse(
+                    scope, receive, send, 413, f"the body is longer than {self._max} bytes"
+                )
                 return
             receive = _again(body, receive)
         await self._app(scope, receive, send)
@@ -130,8 +148,8 @@ class RequestGate:
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body, or None if it is too long.
 
-        The rest of a long body is read and dropped, up to a bound: a client that is still writing when the connection
-        closes may never read the answer.
+        The rest of a long body is read and dropped, up to a bound: a client that is still writing
+        when the connection closes may never read the answer.
         """
         stated = headers.get(b"content-length", b"0")
         far_too_long = 16 * self._max
@@ -148,17 +166,23 @@ class RequestGate:
             if length > far_too_long or not message.get("more_body"):
                 return bytes(body) if length <= self._max else None
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, status: int, detail: str) -> None:
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, status: int, detail: str
+    ) -> None:
         if scope["type"] == "websocket":
             await receive()
-            await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the answer is 403
+            await send(
+                {"type": "websocket.close", "code": 1008}
+            )  # not accepted yet, so the answer is 403
             return
         body = self._said(scope["path"], status, detail)
         await JSONResponse(body, status, {"Connection": "close"})(scope, receive, send)
 
 
 def _is_address(host: bytes) -> bool:
-    """Whether a `Host` header is empty, an IP address or localhost: no name that someone else could point here."""
+    """Whether a `Host` header is empty, an IP address or localhost: no name that someone else could
+    point here.
+    """
     try:
         name = (urlsplit(b"//" + host).hostname or b"").decode("ascii")
         if name not in ("", "localhost"):

@@ -16,7 +16,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class HttpServer(uvicorn.Server):
     """Uvicorn, which calls `on_start` with its address when it listens."""
 
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None] = lambda url: None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_start: Callable[[str], None] = lambda url: None
+    ) -> None:
         super().__init__(config)
         self._on_start = on_start
 
@@ -26,7 +28,9 @@ class HttpServer(uvicorn.Server):
         return url_of(self.servers[0].sockets[0])
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Let all stop signals end the server, as `handle_exit` does it. What a signal has ended exits with 0."""
+        """Let all stop signals end the server, as `handle_exit` does it. What a signal has ended
+        exits with 0.
+        """
         return handled(self.handle_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -37,7 +41,9 @@ class HttpServer(uvicorn.Server):
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address of a listening socket. One that listens on all addresses is named by the loopback address."""
+    """The address of a listening socket. One that listens on all addresses is named by the loopback
+    address.
+    """
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -52,4 +58,6 @@ def check_reach(setting: str, host: str, token: str | None, way_out: str) -> Non
         ConfigError: others can.
     """
     if not token and host not in LOOPBACK:
-        raise ConfigError(f"other machines can reach {setting} {host}: {way_out}, or listen on 127.0.0.1")
+        raise ConfigError(
+            f"other machines can reach {setting} {host}: {way_out}, or listen on 127.0.0.1"
+        )

@@ -1,8 +1,10 @@
-"""The one WebSocket between this process and a server. It carries many requests at once, several in a frame.
+"""The one WebSocket between this process and a server. It carries many requests at once, several in
+a frame.
 
-A `_Line` is a connection. It is an `asyncio.Protocol`, so it needs no task to read: answers arrive in any order and go
-straight to their callers; an answer whose caller has gone is dropped. Requests made during one iteration of the event
-loop are sent as one frame at its end. A `Link` stands for a server: when its line breaks, it opens another and resends.
+A `_Line` is a connection. It is an `asyncio.Protocol`, so it needs no task to read: answers arrive
+in any order and go straight to their callers; an answer whose caller has gone is dropped. Requests
+made during one iteration of the event loop are sent as one frame at its end. A `Link` stands for a
+server: when its line breaks, it opens another and resends.
 """
 
 import asyncio
@@ -57,10 +59,12 @@ class Asker(Protocol):
 
 
 class Link:
-    """A server, and the line to it. `sessions` counts this process's sessions on it, `connections` the lines so far.
+    """A server, and the line to it. `sessions` counts this process's sessions on it, `connections`
+    the lines so far.
 
-    The server keeps sessions for `reconnect_seconds` after a line broke. So while there are any, a new line is opened
-    at once, and not at the next request: all episodes may be waiting for the model.
+    The server keeps sessions for `reconnect_seconds` after a line broke. So while there are any, a
+    new line is opened at once, and not at the next request: all episodes may be waiting for the
+    model.
     """
 
     def __init__(self, url: str, token: str | None) -> None:
@@ -87,7 +91,8 @@ class Link:
     def load(self) -> tuple[bool, int]:
         """Sort key: open a session at the server with the lowest load.
 
-        A server in doubt ranks last until it has rested, and then while a request is waiting for its answer.
+        A server in doubt ranks last until it has rested, and then while a request is waiting for
+        its answer.
         """
         return self._in_doubt and (self._asking > 0 or now() < self._rests_until), self.sessions
 
@@ -101,7 +106,10 @@ class Link:
         number = next(self._numbers)
         message = _encoded(number, op, what)
         if len(message) + 2 > self.max_bytes:
-            raise EnvError(f"{self.url} accepts messages of up to {self.max_bytes} bytes; this one has {len(message)}")
+            raise EnvError(
+                f"{self.url} accepts messages of up to {self.max_bytes} bytes; this one has"
+                f" {len(message)}"
+            )
         answered, lost = False, ""
         self._asking += 1
         try:
@@ -121,8 +129,8 @@ class Link:
         raise UnreachableError(f"{self.url} cannot be used: {lost}")
 
     def at_work(self, asker: "Asker") -> int:
-        """Note that the server will work on a request, and return the number of the line that carries it; 0 if there is
-        none now, so that the end of one tells nothing of the request.
+        """Note that the server will work on a request, and return the number of the line that
+        carries it; 0 if there is none now, so that the end of one tells nothing of the request.
         """
         line = self.connections if self._line is not None and self._line.is_open else 0
         self._at_work[asker] = line
@@ -142,7 +150,9 @@ class Link:
     async def give_back(self, session: str) -> None:
         """Close a session, without waiting for the answer."""
         if self._line is not None and self._line.is_open:
-            self._line.tell(_encoded(next(self._numbers), "close", {"session": session}), self.max_bytes)
+            self._line.tell(
+                _encoded(next(self._numbers), "close", {"session": session}), self.max_bytes
+            )
         await self.release()
 
     async def release(self) -> None:
@@ -171,7 +181,9 @@ class Link:
     async def _opened(self) -> "_Line":
         if not self._has_ended:
             async with Flow("connection") as flow:
-                self._opening = flow.start(_connect(self.url, self._token, self._name), name=self.url)
+                self._opening = flow.start(
+                    _connect(self.url, self._token, self._name), name=self.url
+                )
             if not self._opening.cancelled():
                 line = self._opening.result()
                 self.connections += 1
@@ -181,8 +193,14 @@ class Link:
 
     def _reopen(self, ended: asyncio.Future[None]) -> None:
         """Open another line in place of one that has ended, if there are sessions to keep."""
-        if self.sessions and not self._has_ended and (self._reopening is None or self._reopening.done()):
-            self._reopening = ended.get_loop().create_task(self._opened_again(), name=f"reopen {self.url}")
+        if (
+            self.sessions
+            and not self._has_ended
+            and (self._reopening is None or self._reopening.done())
+        ):
+            self._reopening = ended.get_loop().create_task(
+                self._opened_again(), name=f"reopen {self.url}"
+            )
 
     async def _opened_again(self) -> None:
         until, pause = now() + self.reconnect_seconds, 0.05
@@ -190,12 +208,17 @@ class Link:
             try:
                 await self._connected()
                 return
-            except (_LostError, ConfigError):  # the next request tries again, and says what is wrong
+            except (
+                _LostError,
+                ConfigError,
+            ):  # the next request tries again, and says what is wrong
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 5.0)
 
 
-_links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Link]] = WeakKeyDictionary()
+_links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Link]] = (
+    WeakKeyDictionary()
+)
 """The links of each event loop: one per server and token."""
 
 
@@ -206,7 +229,9 @@ def link_to(url: str, token: str | None) -> Link:
 
 
 def end_link(url: str, token: str | None) -> None:
-    """End the link of this event loop to a server that is gone; a new server at this address gets a new link."""
+    """End the link of this event loop to a server that is gone; a new server at this address gets a
+    new link.
+    """
     link = _links.get(asyncio.get_running_loop(), {}).pop((url, token), None)
     if link is not None:
         link.end()
@@ -225,7 +250,9 @@ async def _connect(url: str, token: str | None, name: str) -> "_Line":
     """
     address = urlsplit(url)
     secure = address.scheme == "https"
-    uri = parse_uri(f"{'wss' if secure else 'ws'}{url.removeprefix(address.scheme)}{SOCKET_PATH}?client={name}")
+    uri = parse_uri(
+        f"{'wss' if secure else 'ws'}{url.removeprefix(address.scheme)}{SOCKET_PATH}?client={name}"
+    )
     loop = asyncio.get_running_loop()
     try:
         _, line = await loop.create_connection(
@@ -244,10 +271,12 @@ async def _connect(url: str, token: str | None, name: str) -> "_Line":
             status = error.response.status_code
             if status in (401, 403):
                 raise ConfigError(
-                    f"{url} rejects the token: set {TOKEN_VARIABLE} to the server's token; without one, call it by "
-                    "its IP address or as localhost"
+                    f"{url} rejects the token: set {TOKEN_VARIABLE} to the server's token; without"
+                    " one, call it by its IP address or as localhost"
                 ) from error
-            raise _LostError(f"it answers {status} where {SOCKET_PATH} should be: is it `agentrl serve`?") from error
+            raise _LostError(
+                f"it answers {status} where {SOCKET_PATH} should be: is it `agentrl serve`?"
+            ) from error
         if isinstance(error, InvalidHandshake | OSError):
             raise _LostError(f"it has no WebSocket at {SOCKET_PATH}: {error}") from error
         raise
@@ -255,7 +284,9 @@ async def _connect(url: str, token: str | None, name: str) -> "_Line":
 
 
 class _Line(asyncio.Protocol):
-    """A WebSocket. `opened` is done when the server has accepted it, `ended` when the connection is gone."""
+    """A WebSocket. `opened` is done when the server has accepted it, `ended` when the connection is
+    gone.
+    """
 
     def __init__(self, wire: ClientProtocol, token: str | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -272,7 +303,9 @@ class _Line(asyncio.Protocol):
     def is_open(self) -> bool:
         """Whether messages can be sent."""
         transport = self._transport
-        return transport is not None and not transport.is_closing() and self._wire.state is State.OPEN
+        return (
+            transport is not None and not transport.is_closing() and self._wire.state is State.OPEN
+        )
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> ReplyFrame:
         """Send request `number` and return its answer. Raises `_LostError` if the line ends first."""
@@ -293,7 +326,9 @@ class _Line(asyncio.Protocol):
             self._loop.call_soon(self._flush, max_bytes)
 
     async def close(self) -> None:
-        """Send the pending messages and close; wait up to `CLOSE_SECONDS` for the server to confirm."""
+        """Send the pending messages and close; wait up to `CLOSE_SECONDS` for the server to
+        confirm.
+        """
         self._flush(LARGEST_ANSWER)
         if self.is_open:
             self._wire.send_close()

@@ -1,4 +1,6 @@
-"""The server's end of a WebSocket that carries many sessions: frames of requests in, frames of answers out."""
+"""The server's end of a WebSocket that carries many sessions: frames of requests in, frames of
+answers out.
+"""
 
 import asyncio
 import contextlib
@@ -34,9 +36,9 @@ _FRAME_BYTES = 1 << 20
 class Multiplexed:
     """One client's WebSocket.
 
-    A call continues when its socket is lost, because the client will repeat the request. At most twice
-    `ServerLimits.max_sessions` requests may be unanswered at a time; the server stops reading from a client that sends
-    more, or that does not read its answers.
+    A call continues when its socket is lost, because the client will repeat the request. At most
+    twice `ServerLimits.max_sessions` requests may be unanswered at a time; the server stops reading
+    from a client that sends more, or that does not read its answers.
     """
 
     def __init__(self, client: WebSocket, sessions: Sessions, flow: Flow) -> None:
@@ -66,14 +68,19 @@ class Multiplexed:
                 continue
             for frame in frames:
                 await self._room.acquire()
-                if not isinstance(frame, OpenFrame) and self._sessions.answers_at_once(frame.session):
+                if not isinstance(frame, OpenFrame) and self._sessions.answers_at_once(
+                    frame.session
+                ):
                     await self._answer(frame)
                 else:
                     self._flow.start(self._answer(frame), name=frame.op)
 
     async def _answer(self, frame: Frame) -> None:
         try:
-            answer = to_json({"id": frame.id, "status": 200, "body": await self._do(frame)}, inf_nan_mode="constants")
+            answer = to_json(
+                {"id": frame.id, "status": 200, "body": await self._do(frame)},
+                inf_nan_mode="constants",
+            )
         except Refusal as refusal:
             answer = self._refused(frame.id, refusal)
         except Exception as error:  # a bug must fail one request, not the server
@@ -94,7 +101,14 @@ class Multiplexed:
     def _refused(self, request: int | None, refusal: Refusal) -> bytes:
         self._sessions.metrics.refused.labels(refusal.status).inc()
         body = {"detail": refusal.detail}
-        return to_json({"id": request, "status": refusal.status, "body": body, "retry_after": refusal.retry_after})
+        return to_json(
+            {
+                "id": request,
+                "status": refusal.status,
+                "body": body,
+                "retry_after": refusal.retry_after,
+            }
+        )
 
     def _send(self, answer: bytes) -> None:
         self._answers.append(answer)
@@ -102,7 +116,9 @@ class Multiplexed:
             self._flow.start(self._flush(), name="answers")
 
     async def _flush(self) -> None:
-        """Send all answers that are ready when this task starts, which is after the running one yields."""
+        """Send all answers that are ready when this task starts, which is after the running one
+        yields.
+        """
         answers, self._answers = self._answers, []
         try:
             # The client may be gone; Starlette raises RuntimeError if this side has closed already.

@@ -7,15 +7,16 @@ Over plain HTTP, for any client:
     POST   /sessions/{session}/step   {"seq": 2, "action": ".."} -> Stepped
     DELETE /sessions/{session}                                   -> {}
 
-The WebSocket /sessions/ws offers the same for many sessions at once. In both directions, a frame is a list of messages:
-[{"id": 5, "op": "step", "session": .., "seq": .., "action": ..}, ..] is answered by [{"id": 5, "status": 200, "body":
-{..}}], in any order and in any frames. A server that owes many answers stops reading. (/ws is OpenEnv's.)
+The WebSocket /sessions/ws offers the same for many sessions at once. In both directions, a frame is
+a list of messages: [{"id": 5, "op": "step", "session": .., "seq": .., "action": ..}, ..] is
+answered by [{"id": 5, "status": 200, "body": {..}}], in any order and in any frames. A server that
+owes many answers stops reading. (/ws is OpenEnv's.)
 
-The sessions used over a WebSocket end when the client has had none for `reconnect_seconds`. A client that reconnects
-says so by the same text of its choice: /sessions/ws?client=TEXT.
+The sessions used over a WebSocket end when the client has had none for `reconnect_seconds`. A
+client that reconnects says so by the same text of its choice: /sessions/ws?client=TEXT.
 
-`seq` counts the resets and steps of a session from 1. Repeating the last number with the same content repeats the
-answer and has no other effect, so a client can resend a request that was lost.
+`seq` counts the resets and steps of a session from 1. Repeating the last number with the same
+content repeats the answer and has no other effect, so a client can resend a request that was lost.
 
 `STATUSES` explains each status.
 """
@@ -44,8 +45,14 @@ STATUSES = {
     401: "The token is missing or wrong (403 when opening a WebSocket)",
     404: "No such session: it expired, was deleted, failed or never existed",
     408: "The request was not written in time",
-    409: "`seq` is neither the last nor the next, or a step without a running episode; the session stays open",
-    413: "The body is larger than the server accepts (a WebSocket is closed with 1009); the session stays open",
+    409: (
+        "`seq` is neither the last nor the next, or a step without a running episode; the session"
+        " stays open"
+    ),
+    413: (
+        "The body is larger than the server accepts (a WebSocket is closed with 1009); the session"
+        " stays open"
+    ),
     422: "Not JSON, or JSON of another shape; the session stays open",
     424: "The environment does not accept these `options`; the session ended",
     429: "The server has as many sessions as it allows: retry after `Retry-After` seconds",
@@ -53,7 +60,9 @@ STATUSES = {
     503: "The server is draining: no new session, no new episode; running episodes may finish",
     504: "The environment did not answer in time; the session ended",
 }
-"""What each status other than 200 means, and what it does to the session. The body is a `ProblemDetail`."""
+"""What each status other than 200 means, and what it does to the session. The body is a
+`ProblemDetail`.
+"""
 
 
 def _whole(value: Any) -> Any:
@@ -184,7 +193,9 @@ class ReplyFrame:
 
 
 def packed(messages: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Pack the messages, in order, into frames of at most `max_bytes`; a longer message gets a frame to itself."""
+    """Pack the messages, in order, into frames of at most `max_bytes`; a longer message gets a
+    frame to itself.
+    """
     batch: list[bytes] = []
     size = 1
     for message in messages:
@@ -211,7 +222,8 @@ def server_url(url: str, like: str) -> str:
     """The address of a server, without trailing slashes.
 
     Raises:
-        ConfigError: `url` is not an address (the message asks for one `like` this), or contains credentials.
+        ConfigError: `url` is not an address (the message asks for one `like` this), or contains
+        credentials.
     """
     url = url.strip().rstrip("/")
     refuse_credentials(url, "the address of a server")

@@ -21,24 +21,37 @@ from agentrl.protocols import Env, Isolation
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.remote.multiplex import Multiplexed
-from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, ProblemDetail, Refusal, Reset, Step, Stepped
+from agentrl.remote.protocol import (
+    SOCKET_PATH,
+    STATUSES,
+    Began,
+    Opened,
+    ProblemDetail,
+    Refusal,
+    Reset,
+    Step,
+    Stepped,
+)
 from agentrl.remote.sessions import ServerLimits, Sessions
 
 logger = logging.getLogger(__name__)
 
 AddRoutes = Callable[[FastAPI, Sessions, str], None]
-"""Adds the routes of another protocol to an application, for these sessions and the environment of this name."""
+"""Adds the routes of another protocol to an application, for these sessions and the environment of
+this name.
+"""
 
 
 class EnvServer(HttpServer):
     """Serves the environment that `factory` makes.
 
-    A stop signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) drains the server: no session or episode begins any more, and the
-    server ends when the running episodes have ended, or after `limits.drain_seconds`. A second signal ends it
-    immediately. `on_start` is called with the address. `protocols` are served beside the server's own, for example
-    `agentrl.remote.openenv.server.add_openenv`. `options` says which options clients may choose; None: all, because the
-    clients may run code here anyway. `pictures`: environments that draw their states (`render_html`) send the pictures
-    in their infos.
+    A stop signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1) drains the server: no session or episode begins
+    any more, and the server ends when the running episodes have ended, or after
+    `limits.drain_seconds`. A second signal ends it immediately. `on_start` is called with the
+    address. `protocols` are served beside the server's own, for example
+    `agentrl.remote.openenv.server.add_openenv`. `options` says which options clients may choose;
+    None: all, because the clients may run code here anyway. `pictures`: environments that draw
+    their states (`render_html`) send the pictures in their infos.
 
     Raises:
         ConfigError: other machines could reach the server, and there is no token.
@@ -103,7 +116,9 @@ class EnvServer(HttpServer):
         return await super().on_tick(counter)
 
 
-def create_app(sessions: Sessions, name: str, token: str | None, protocols: Sequence[AddRoutes] = ()) -> FastAPI:
+def create_app(
+    sessions: Sessions, name: str, token: str | None, protocols: Sequence[AddRoutes] = ()
+) -> FastAPI:
     """The ASGI application."""
 
     @contextlib.asynccontextmanager
@@ -127,7 +142,10 @@ def create_app(sessions: Sessions, name: str, token: str | None, protocols: Sequ
 
     limits = sessions.limits
     app.add_middleware(
-        RequestGate, token=token, max_body_bytes=limits.max_body_bytes, request_seconds=limits.request_seconds
+        RequestGate,
+        token=token,
+        max_body_bytes=limits.max_body_bytes,
+        request_seconds=limits.request_seconds,
     )
     return app
 
@@ -150,7 +168,11 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     async def reset(session: str, request: Reset) -> Began:
         return await sessions.reset(session, request)
 
-    @app.post("/sessions/{session}/step", operation_id="step_session", responses=_refusals(404, 409, 422, 500, 504))
+    @app.post(
+        "/sessions/{session}/step",
+        operation_id="step_session",
+        responses=_refusals(404, 409, 422, 500, 504),
+    )
     async def step(session: str, request: Step) -> Stepped:
         return await sessions.step(session, request)
 
@@ -163,7 +185,12 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     async def health(response: Response) -> dict[str, Any]:
         response.status_code = 503 if sessions.draining else 200
         state = "draining" if sessions.draining else "healthy"
-        return {"status": state, "env": name, "sessions": len(sessions), "max_sessions": sessions.limits.max_sessions}
+        return {
+            "status": state,
+            "env": name,
+            "sessions": len(sessions),
+            "max_sessions": sessions.limits.max_sessions,
+        }
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -190,10 +217,16 @@ def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> JSONResponse:
-        # FastAPI answers 400 to a body that is not text, and 422 to all other bodies that are not JSON.
-        return say(422 if error.status_code == 400 else error.status_code, error.detail, error.headers)
+        # FastAPI answers 400 to a body that is not text, and 422 to all other bodies that are not
+        # JSON.
+        return say(
+            422 if error.status_code == 400 else error.status_code, error.detail, error.headers
+        )
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI descriptions of these statuses, and of those that any request may get."""
-    return {status: {"model": ProblemDetail, "description": STATUSES[status]} for status in (*statuses, 401, 408, 413)}
+    return {
+        status: {"model": ProblemDetail, "description": STATUSES[status]}
+        for status in (*statuses, 401, 408, 413)
+    }

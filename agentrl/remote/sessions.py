@@ -26,15 +26,20 @@ class ServerLimits(Settings):
     max_sessions: int = Field(1024, ge=1)
     """Most sessions at once; further clients get status 429 and retry later."""
     max_processes: int = Field(64, ge=1)
-    """The same limit when each session runs in its own process (`isolation = "process"`); the lower one applies."""
+    """The same limit when each session runs in its own process (`isolation = "process"`); the lower
+    one applies.
+    """
     idle_seconds: float = Field(900.0, gt=0)
     """A session without requests expires after this time."""
     reconnect_seconds: float = Field(60.0, gt=0)
-    """The sessions of a client expire when its WebSocket has been gone for this time; clients reconnect meanwhile."""
+    """The sessions of a client expire when its WebSocket has been gone for this time; clients
+    reconnect meanwhile.
+    """
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)
-    """How long a client may take to write a request; a connection that is idle this long is closed."""
+    """How long a client may take to write a request; a connection that is idle this long is closed.
+    """
     call_seconds: float = Field(60.0, gt=0)
     """How long the environment may take for one reset or step."""
     drain_seconds: float = Field(60.0, ge=0)
@@ -63,29 +68,40 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self.sessions = prometheus.Gauge("agentrl_env_sessions", "Sessions that are open", registry=self.registry)
+        self.sessions = prometheus.Gauge(
+            "agentrl_env_sessions", "Sessions that are open", registry=self.registry
+        )
         self.seconds = prometheus.Histogram(
             "agentrl_env_seconds", "Time in the environment", ["call"], registry=self.registry
         )
         self.repeated = prometheus.Counter(
             "agentrl_env_repeated", "Requests answered a second time", registry=self.registry
         )
-        self.expired = prometheus.Counter("agentrl_env_expired", "Sessions that expired", registry=self.registry)
+        self.expired = prometheus.Counter(
+            "agentrl_env_expired", "Sessions that expired", registry=self.registry
+        )
         self.refused = prometheus.Counter(
-            "agentrl_env_refused", "Requests not answered with 200", ["status"], registry=self.registry
+            "agentrl_env_refused",
+            "Requests not answered with 200",
+            ["status"],
+            registry=self.registry,
         )
         self.reset_seconds = self.seconds.labels("reset")
         self.step_seconds = self.seconds.labels("step")
 
 
 class Sessions:
-    """All sessions of a server, for the environment `name` of `host`. Every method raises `Refusal`.
+    """All sessions of a server, for the environment `name` of `host`. Every method raises
+    `Refusal`.
 
-    With `in_processes`, each session runs in its own process, so that a hang or a crash costs only its own episode.
-    Such a session uses megabytes instead of kilobytes, so fewer are allowed (`ServerLimits.max_processes`).
+    With `in_processes`, each session runs in its own process, so that a hang or a crash costs only
+    its own episode. Such a session uses megabytes instead of kilobytes, so fewer are allowed
+    (`ServerLimits.max_processes`).
     """
 
-    def __init__(self, host: EnvHost, name: str, limits: ServerLimits, *, in_processes: bool = False) -> None:
+    def __init__(
+        self, host: EnvHost, name: str, limits: ServerLimits, *, in_processes: bool = False
+    ) -> None:
         self._full = "no more are taken (--max-sessions)"
         if in_processes and limits.max_processes < limits.max_sessions:
             self._full = "each has a process of its own, and no more are started (--max-processes)"
@@ -133,14 +149,18 @@ class Sessions:
         """Open a session, over a WebSocket of `client` or by plain HTTP."""
         self._refuse_if_draining()
         if len(self) >= self.limits.max_sessions:
-            raise Refusal(429, f"{len(self)} sessions are open; {self._full}", self.limits.retry_seconds)
+            raise Refusal(
+                429, f"{len(self)} sessions are open; {self._full}", self.limits.retry_seconds
+            )
         self._opening += 1
         try:
             with deadline("environment", "reset", self.limits.call_seconds):
                 # A constructor may load for seconds, which would block the other sessions.
                 env = await asyncio.to_thread(self._host.acquire, self._name)
         except DeadlineError:
-            raise Refusal(504, f"making the environment took over {self.limits.call_seconds:g} s") from None
+            raise Refusal(
+                504, f"making the environment took over {self.limits.call_seconds:g} s"
+            ) from None
         except (EnvError, ConfigError) as error:
             raise Refusal(500, str(error)) from error
         finally:
@@ -150,7 +170,9 @@ class Sessions:
         self._sessions[session.id] = session
         self.metrics.sessions.set(len(self._sessions))
         limits = self.limits
-        return Opened(session.id, limits.idle_seconds, limits.max_body_bytes, limits.reconnect_seconds)
+        return Opened(
+            session.id, limits.idle_seconds, limits.max_body_bytes, limits.reconnect_seconds
+        )
 
     async def reset(self, session_id: str, request: Reset, client: str | None = None) -> Began:
         """Begin an episode; a repeated request gets the first answer."""
@@ -168,7 +190,9 @@ class Sessions:
                 tools=[dict(tool) for tool in session.env.tools],
             )
 
-        return await self._once(session_id, client, request.seq, ("reset", request.seed, request.options), begin)
+        return await self._once(
+            session_id, client, request.seq, ("reset", request.seed, request.options), begin
+        )
 
     async def step(self, session_id: str, request: Step, client: str | None = None) -> Stepped:
         """Take a step with the model's message; a repeated request gets the first answer."""
@@ -177,7 +201,9 @@ class Sessions:
             if not session.playing:
                 raise Refusal(409, "no episode is being played: reset the session first")
             started = now()
-            observation, reward, terminated, truncated, info = await session.env.step(request.action)
+            observation, reward, terminated, truncated, info = await session.env.step(
+                request.action
+            )
             self.metrics.step_seconds.observe(now() - started)
             session.playing = not (terminated or truncated)
             return Stepped(
@@ -195,26 +221,35 @@ class Sessions:
         await self._end(self._find(session_id))
 
     async def expire(self) -> None:
-        """End the sessions that were idle too long or whose client is gone; while draining, also those without an
-        episode.
+        """End the sessions that were idle too long or whose client is gone; while draining, also
+        those without an episode.
         """
         for session in list(self._sessions.values()):
             if self._has_lapsed(session) and not session.lock.locked():
                 self.metrics.expired.inc()
                 await self._end(session)
         living = {session.client for session in self._sessions.values()}
-        self._gone_since = {client: since for client, since in self._gone_since.items() if client in living}
+        self._gone_since = {
+            client: since for client, since in self._gone_since.items() if client in living
+        }
 
     def _has_lapsed(self, session: _Session) -> bool:
-        if session.used <= now() - self.limits.idle_seconds or (self.draining and not session.playing):
+        if session.used <= now() - self.limits.idle_seconds or (
+            self.draining and not session.playing
+        ):
             return True
         gone_since = self._gone_since.get(session.client or "")
-        return gone_since is not None and max(gone_since, session.used) <= now() - self.limits.reconnect_seconds
+        return (
+            gone_since is not None
+            and max(gone_since, session.used) <= now() - self.limits.reconnect_seconds
+        )
 
     async def sweep(self) -> None:
         """Call `expire` regularly until cancelled."""
         while True:
-            await asyncio.sleep(min(1.0, self.limits.idle_seconds / 4, self.limits.reconnect_seconds / 4))
+            await asyncio.sleep(
+                min(1.0, self.limits.idle_seconds / 4, self.limits.reconnect_seconds / 4)
+            )
             await self.expire()
 
     async def end_all(self) -> None:
@@ -225,12 +260,17 @@ class Sessions:
 
     def _refuse_if_draining(self) -> None:
         if self.draining:
-            raise Refusal(503, "the server is shutting down and begins nothing new", self.limits.retry_seconds)
+            raise Refusal(
+                503, "the server is shutting down and begins nothing new", self.limits.retry_seconds
+            )
 
     def _find(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
         if session is None:
-            raise Refusal(404, "no such session: it expired, was deleted, failed or never existed; open another")
+            raise Refusal(
+                404,
+                "no such session: it expired, was deleted, failed or never existed; open another",
+            )
         return session
 
     async def _once(
@@ -241,7 +281,9 @@ class Sessions:
         asked: tuple[Any, ...],
         work: Callable[[_Session], Awaitable[Answer]],
     ) -> Answer:
-        """Do the work of request `seq`, or repeat its answer if it was done. A session runs one call at a time."""
+        """Do the work of request `seq`, or repeat its answer if it was done. A session runs one
+        call at a time.
+        """
         session = self._find(session_id)
         async with session.lock:
             if session.gone:
@@ -262,7 +304,9 @@ class Sessions:
                 raise Refusal(_status_of(error), str(error)) from error
             except (TypeError, ValueError) as error:
                 session.env.broken = True
-                raise Refusal(500, f"the environment returned an invalid result: {error}") from error
+                raise Refusal(
+                    500, f"the environment returned an invalid result: {error}"
+                ) from error
             finally:
                 session.used = now()
                 if session.env.broken:
@@ -283,7 +327,9 @@ class Sessions:
         del self._sessions[session.id]
         self.metrics.sessions.set(len(self._sessions))
         if session.lock.locked():
-            session.env.broken = True  # a call is running or has failed, so this instance must not be reused
+            session.env.broken = (
+                True  # a call is running or has failed, so this instance must not be reused
+            )
         await self._host.release(self._name, session.env)
 
 

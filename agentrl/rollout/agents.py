@@ -59,7 +59,9 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-AgentRoute = Annotated[PolicyRoute | FrozenRoute | ScriptedRoute, Field(discriminator="name"), BeforeValidator(_named)]
+AgentRoute = Annotated[
+    PolicyRoute | FrozenRoute | ScriptedRoute, Field(discriminator="name"), BeforeValidator(_named)
+]
 """The player of an agent: `policy`, `frozen` or `scripted`."""
 
 
@@ -72,9 +74,13 @@ def agents_in(info: Mapping[str, Any]) -> Sequence[str]:
     agents = info.get("agents")
     if agents is None:
         return ALONE
-    named = isinstance(agents, list | tuple) and all(isinstance(agent, str) and agent for agent in agents)
+    named = isinstance(agents, list | tuple) and all(
+        isinstance(agent, str) and agent for agent in agents
+    )
     if not named or not agents or len(set(agents)) != len(agents):
-        raise EnvError(f'reset returned info["agents"] = {agents!r:.200}: write a list of different names')
+        raise EnvError(
+            f'reset returned info["agents"] = {agents!r:.200}: write a list of different names'
+        )
     return tuple(agents)
 
 
@@ -87,7 +93,9 @@ def system_prompt_in(info: Mapping[str, Any], agent: str, shared: str) -> str:
     prompts = info.get("system_prompts", {})
     prompt = prompts.get(agent, shared) if isinstance(prompts, Mapping) else None
     if not isinstance(prompt, str):
-        raise EnvError(f'reset returned info["system_prompts"] = {prompts!r:.200}: write a text for each agent')
+        raise EnvError(
+            f'reset returned info["system_prompts"] = {prompts!r:.200}: write a text for each agent'
+        )
     return prompt
 
 
@@ -101,11 +109,15 @@ def next_agent(info: Mapping[str, Any], agents: Sequence[str]) -> str:
         return ""
     agent = info.get("agent")
     if agent not in agents:
-        raise EnvError(f'info["agent"] = {agent!r:.80}: it must say who acts next, one of {", ".join(agents)}')
+        raise EnvError(
+            f'info["agent"] = {agent!r:.80}: it must say who acts next, one of {", ".join(agents)}'
+        )
     return str(agent)
 
 
-def earnings(info: Mapping[str, Any], actor: str, reward: float, agents: Sequence[str]) -> Mapping[str, float]:
+def earnings(
+    info: Mapping[str, Any], actor: str, reward: float, agents: Sequence[str]
+) -> Mapping[str, float]:
     """The reward of each agent in a step: `info["rewards"]`, and for the actor the reward that the step returned.
 
     Raises:
@@ -115,12 +127,16 @@ def earnings(info: Mapping[str, Any], actor: str, reward: float, agents: Sequenc
     rewards = info.get("rewards")
     if rewards is None:
         return {actor: reward}
-    if not isinstance(rewards, Mapping) or not all(_is_pay(agent, paid, agents) for agent, paid in rewards.items()):
-        raise EnvError(f'info["rewards"] = {rewards!r:.200}: write a number for each of {", ".join(agents)}')
+    if not isinstance(rewards, Mapping) or not all(
+        _is_pay(agent, paid, agents) for agent, paid in rewards.items()
+    ):
+        raise EnvError(
+            f'info["rewards"] = {rewards!r:.200}: write a number for each of {", ".join(agents)}'
+        )
     if rewards.get(actor, reward) != reward:
         raise EnvError(
-            f'step returned the reward {reward:g} and info["rewards"] = {rewards!r:.200}: the reward of a step is that '
-            f"of the agent who acted, {actor}"
+            f'step returned the reward {reward:g} and info["rewards"] = {rewards!r:.200}: the'
+            f" reward of a step is that of the agent who acted, {actor}"
         )
     return {actor: reward, **rewards}
 
@@ -140,10 +156,18 @@ def check_routes(routed: Mapping[str, object], agents: Sequence[str]) -> None:
         ConfigError: an agent does not exist, or none is left.
     """
     if unknown := sorted(routed.keys() - set(agents)):
-        there = f"its agents are {', '.join(agents)}" if agents is not ALONE else "it has no agents with names"
-        raise ConfigError(f"env.agents names {', '.join(unknown)}, which the environment does not have: {there}")
+        there = (
+            f"its agents are {', '.join(agents)}"
+            if agents is not ALONE
+            else "it has no agents with names"
+        )
+        raise ConfigError(
+            f"env.agents names {', '.join(unknown)}, which the environment does not have: {there}"
+        )
     if len(routed) == len(agents):
-        raise ConfigError(f"env.agents leaves no agent to the policy: one of {', '.join(agents)} must be `policy`")
+        raise ConfigError(
+            f"env.agents leaves no agent to the policy: one of {', '.join(agents)} must be `policy`"
+        )
 
 
 def _is_pay(agent: object, paid: object, agents: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """Whether trained episodes are as long as sampled ones.
 
-A rule that drops late groups silently favours short episodes, and so do extra members. So these metrics compare the
-mean length of the trained episodes with that of all sampled ones. A cancelled episode would have been longer than it
-is, and counts as such (`agentrl/rollout/durations.py`).
+A rule that drops late groups silently favours short episodes, and so do extra members. So these
+metrics compare the mean length of the trained episodes with that of all sampled ones. A cancelled
+episode would have been longer than it is, and counts as such (`agentrl/rollout/durations.py`).
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,9 @@ class Bias:
         self._sampled_tokens.add(trajectory.num_tokens)
 
     def cut(self, seconds: float, tokens: int) -> None:
-        """Count an episode that was cancelled after `seconds`, when it had answers of so many `tokens`."""
+        """Count an episode that was cancelled after `seconds`, when it had answers of so many
+        `tokens`.
+        """
         self._sampled_seconds.cut(seconds)
         self._sampled_tokens.cut(tokens)
 
@@ -37,7 +39,9 @@ class Bias:
             self._trained_tokens.add(trajectory.num_tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Mean length of trained over that of sampled episodes: 1 is unbiased; below 1, long episodes are missing."""
+        """Mean length of trained over that of sampled episodes: 1 is unbiased; below 1, long
+        episodes are missing.
+        """
         return {
             "bias/seconds": _ratio(self._trained_seconds, self._sampled_seconds),
             "bias/tokens": _ratio(self._trained_tokens, self._sampled_tokens),

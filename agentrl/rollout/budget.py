@@ -3,8 +3,8 @@
     budget: {turns: 40, tokens: 8192, seconds: 600}
 
 An episode that has used up any of these is truncated where it stands, and trained on. A deadline
-(`rollout.deadlines`) is something else: what misses one has failed, and is played again. The limit of a single answer
-is `rollout.sampling.max_tokens`.
+(`rollout.deadlines`) is something else: what misses one has failed, and is played again. The limit
+of a single answer is `rollout.sampling.max_tokens`.
 """
 
 from pydantic import Field
@@ -13,7 +13,9 @@ from agentrl.protocols import Settings
 
 
 class OwnBudget(Settings):
-    """The budget of the episodes of one environment, or one suite. What it leaves out is as `rollout.budget`."""
+    """The budget of the episodes of one environment, or one suite. What it leaves out is as
+    `rollout.budget`.
+    """
 
     turns: int | None = Field(None, gt=0)
     """As `rollout.budget.turns`."""
@@ -29,11 +31,12 @@ class Budget(Settings):
     turns: int = Field(16, gt=0)
     """Turns, of all agents together. Of a program (`env: agent:...`): its calls."""
     tokens: int | None = Field(None, gt=0)
-    """Tokens that models sample in all turns, of all agents together. The last answer gets no more than what is left;
-    a program's calls at the same time may each have that. By default, only the other limits hold."""
-    seconds: float | None = Field(None, gt=0)
-    """Seconds since the episode began. The turn that is under way then is played to its end. By default, only the
+    """Tokens that models sample in all turns, of all agents together. The last answer gets no more
+    than what is left; a program's calls at the same time may each have that. By default, only the
     other limits hold."""
+    seconds: float | None = Field(None, gt=0)
+    """Seconds since the episode began. The turn that is under way then is played to its end. By
+    default, only the other limits hold."""
 
     def with_own(self, own: OwnBudget) -> "Budget":
         """The same, with the limits of an environment or a suite in place of those that it sets."""

@@ -1,9 +1,11 @@
-"""How many episodes may run at once: a controller that follows the engine's load, and the slots that it limits.
+"""How many episodes may run at once: a controller that follows the engine's load, and the slots
+that it limits.
 
-With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few, the engine is idle
-while environments compute. So the limit grows slowly while the engine has room, and shrinks at once under pressure.
-After meeting pressure at some limit, the controller avoids that limit for a time that doubles each time, which keeps
-it from oscillating. It counts episodes, never seconds, so it behaves the same under both clocks.
+With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few,
+the engine is idle while environments compute. So the limit grows slowly while the engine has room,
+and shrinks at once under pressure. After meeting pressure at some limit, the controller avoids that
+limit for a time that doubles each time, which keeps it from oscillating. It counts episodes, never
+seconds, so it behaves the same under both clocks.
 """
 
 import asyncio
@@ -19,8 +21,8 @@ _ROOMY = 0.80
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's load: requests in its batch and waiting for it, share of the KV cache in use, preemptions since the
-    previous observation."""
+    """The engine's load: requests in its batch and waiting for it, share of the KV cache in use,
+    preemptions since the previous observation."""
 
     running: int
     waiting: int
@@ -42,8 +44,9 @@ class EngineLoad:
 class ConcurrencyController:
     """The controller's state; `observe` returns the next state.
 
-    `limit` is in [`low`, `high`]. `met` is the limit at which the engine was last overloaded (`high` + 1: never). The
-    limit is capped at 7/8 of it until the engine has had room there for `patience` observations.
+    `limit` is in [`low`, `high`]. `met` is the limit at which the engine was last overloaded
+    (`high` + 1: never). The limit is capped at 7/8 of it until the engine has had room there for
+    `patience` observations.
     """
 
     limit: int
@@ -63,7 +66,13 @@ class ConcurrencyController:
         """The next state, after observing the engine's `load` with `live` episodes running."""
         if load.pressed:
             met = max(self.low, min(self.limit, live))
-            return replace(self, limit=max(self.low, met * 3 // 4), met=met, patience=self.patience * 2, quiet=0)
+            return replace(
+                self,
+                limit=max(self.low, met * 3 // 4),
+                met=met,
+                patience=self.patience * 2,
+                quiet=0,
+            )
         if not load.roomy or live < self.limit:  # busy enough, or not limited by us
             return self
         ceiling = self.high if self.met > self.high else max(self.low, self.met * 7 // 8)
@@ -75,7 +84,9 @@ class ConcurrencyController:
 
 
 class EpisodeSlots:
-    """Lets at most `limit` episodes run at once. Earlier tickets go first; a lower limit ends no running episode."""
+    """Lets at most `limit` episodes run at once. Earlier tickets go first; a lower limit ends no
+    running episode.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -20,32 +20,37 @@ class Deadlines(EnvDeadlines):
     """Seconds of loop time that each phase may take before it counts as failed."""
 
     generate: float = Field(120.0, gt=0)
-    """One completion, including its wait for a place in the batch. By default 120, and 0.2 for each token that it may
-    have (`rollout.sampling.max_tokens`)."""
+    """One completion, including its wait for a place in the batch. By default 120, and 0.2 for each
+    token that it may have (`rollout.sampling.max_tokens`)."""
     score: float = Field(600.0, gt=0)
     """A teacher's logprobs of one sample, including its wait for others (`recipe: distill`)."""
     train: float | None = Field(None, gt=0)
-    """One call of the trainer: a step, its weights, a checkpoint. A missed deadline ends the run. By default 3600, and
-    0.01 for each token of the batch."""
+    """One call of the trainer: a step, its weights, a checkpoint. A missed deadline ends the run.
+    By default 3600, and 0.01 for each token of the batch."""
     reward: float = Field(60.0, gt=0)
     """One part of the reward scoring one trajectory, or one group."""
     episode: float = Field(900.0, gt=0)
-    """A whole episode, which has failed then; `rollout.budget.seconds` is when it is over. By default 900, and 0.2 for
-    each token that it may sample (`rollout.budget`), and at least the budget's seconds and the longest turn."""
+    """A whole episode, which has failed then; `rollout.budget.seconds` is when it is over. By
+    default 900, and 0.2 for each token that it may sample (`rollout.budget`), and at least the
+    budget's seconds and the longest turn."""
     group: float = Field(7200.0, gt=0)
-    """A whole group, including the episodes that are played again. By default 7200, and at least two episodes."""
+    """A whole group, including the episodes that are played again. By default 7200, and at least
+    two episodes.
+    """
     outage: float = Field(600.0, ge=0)
-    """How long episodes wait for a server of environments that cannot be reached. Until then these failures count in no
-    retry budget, and the deadline of a group stands still."""
+    """How long episodes wait for a server of environments that cannot be reached. Until then these
+    failures count in no retry budget, and the deadline of a group stands still."""
     stall: float = Field(1200.0, gt=0)
-    """How long the run may make no progress at all before it is ended; must exceed every phase of an episode. By
-    default 1200, and at least twice the longest phase."""
+    """How long the run may make no progress at all before it is ended; must exceed every phase of
+    an episode. By default 1200, and at least twice the longest phase."""
 
     def for_answers(self, tokens: int, budget: Budget) -> "Deadlines":
-        """The same, with more time for answers of so many `tokens` in an episode, where the settings say nothing.
+        """The same, with more time for answers of so many `tokens` in an episode, where the
+        settings say nothing.
 
         Raises:
-            ValueError: a deadline that the settings give is too short for the others, or for the budget.
+            ValueError: a deadline that the settings give is too short for the others, or for the
+            budget.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set}
         more = {
@@ -55,20 +60,27 @@ class Deadlines(EnvDeadlines):
         longest = max(self.reset, self.step, self.tool, more["generate"], self.reward)
         seconds = budget.seconds or 0.0
         if "episode" not in given:
-            more["episode"] = max(more["episode"], seconds + more["generate"] + max(self.step, self.tool))
+            more["episode"] = max(
+                more["episode"], seconds + more["generate"] + max(self.step, self.tool)
+            )
         elif more["episode"] <= seconds:
             raise ValueError(
-                f"an episode has failed after {more['episode']:g} s, and rollout.budget.seconds ends it after "
-                f"{seconds:g}: raise rollout.deadlines.episode, or leave it out"
+                f"an episode has failed after {more['episode']:g} s, and rollout.budget.seconds"
+                f" ends it after {seconds:g}: raise rollout.deadlines.episode, or leave it out"
             )
-        more = {"group": max(self.group, 2 * more["episode"]), "stall": max(self.stall, 2 * longest)} | more
+        more = {
+            "group": max(self.group, 2 * more["episode"]),
+            "stall": max(self.stall, 2 * longest),
+        } | more
         return Deadlines.model_validate({**self.model_dump(), **more})
 
     @model_validator(mode="after")
     def _a_stall_is_longer_than_a_phase(self) -> Self:
         longest = max(self.reset, self.step, self.tool, self.generate, self.reward)
         if self.stall <= longest:
-            raise ValueError(f"stall must be longer than every phase of an episode; the longest is {longest:g} s")
+            raise ValueError(
+                f"stall must be longer than every phase of an episode; the longest is {longest:g} s"
+            )
         return self
 
 
@@ -80,8 +92,9 @@ class RolloutConfig(Settings):
     group_size: int = Field(8, gt=0)
     """Episodes of one task in its group."""
     extra_members: int = Field(0, ge=0)
-    """Episodes played beyond `group_size`: the first to finish make the group, the rest are cancelled. Hides slow and
-    failing environments, and favours short episodes: watch the metric `bias/seconds`."""
+    """Episodes played beyond `group_size`: the first to finish make the group, the rest are
+    cancelled. Hides slow and failing environments, and favours short episodes: watch the metric
+    `bias/seconds`."""
     budget: Budget = Budget()
     context: Context = FULL
     """The part of its conversation that the model sees: `full`, `last_k`, `scratchpad` or `summary`
@@ -89,7 +102,9 @@ class RolloutConfig(Settings):
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained ones a token may be; 0 is synchronous training."""
     staleness_rule: StalenessRuleName = "deadline_first"
-    """Which groups are trained on next; `agentrl/rollout/staleness.py` lists the guarantees and costs of each rule."""
+    """Which groups are trained on next; `agentrl/rollout/staleness.py` lists the guarantees and
+    costs of each rule.
+    """
     max_live_episodes: int = Field(1024, gt=0)
     """Most episodes running at once; below this, the limit follows the engine's load
     (`agentrl/rollout/concurrency.py`)."""
@@ -99,37 +114,44 @@ class RolloutConfig(Settings):
     max_failed_tasks: int = Field(16, ge=0)
     """Tasks that may fail permanently before the run ends."""
     filter_zero_variance: bool = False
-    """Dynamic sampling (DAPO, arXiv 2503.14476): a group that teaches nothing, because all its advantages are 0, is
-    replaced by the next task. With algorithms that compare whole rewards, that is one whose members all earned the
-    same; with `reinforce`, one whose members earned nothing at all. Not for algorithms of which a group alone does not
-    tell (critics, statistics of the batch or of earlier ones, a teacher, `kl_reward`)."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group that teaches nothing, because all its
+    advantages are 0, is replaced by the next task. With algorithms that compare whole rewards, that
+    is one whose members all earned the same; with `reinforce`, one whose members earned nothing at
+    all. Not for algorithms of which a group alone does not tell (critics, statistics of the batch
+    or of earlier ones, a teacher, `kl_reward`)."""
     max_filtered_per_step: int = Field(256, ge=0)
     """Groups that may be filtered for one batch before the run ends with an error."""
     compare_routing: bool = False
-    """Of a mixture of experts: keep which experts the engine chose for each sampled token, so that the metric
-    `routing_difference` tells how often the trainer chooses others. It takes four bytes for each layer and expert of a
-    token. Only with `engine=local`."""
+    """Of a mixture of experts: keep which experts the engine chose for each sampled token, so that
+    the metric `routing_difference` tells how often the trainer chooses others. It takes four bytes
+    for each layer and expert of a token. Only with `engine=local`."""
     sampling: SamplingParams = SamplingParams()
     deadlines: Deadlines = Field(Deadlines(), validate_default=True)
     rules: RulePoolConfig = RulePoolConfig()
 
     def oldest_trained(self, step: int) -> int:
-        """Tokens sampled under an older version than this carry no loss at `step` (rules `mask` and `segment`)."""
-        return max(0, step - self.max_staleness) if STALENESS_RULES[self.staleness_rule].masks else 0
+        """Tokens sampled under an older version than this carry no loss at `step` (rules `mask` and
+        `segment`).
+        """
+        return (
+            max(0, step - self.max_staleness) if STALENESS_RULES[self.staleness_rule].masks else 0
+        )
 
     @model_validator(mode="after")
     def _a_group_of_one_does_not_vary(self) -> Self:
         if self.filter_zero_variance and self.group_size == 1:
             raise ValueError(
-                "filter_zero_variance filters every group of one member: set group_size to 2 or more, or leave "
-                "filter_zero_variance out"
+                "filter_zero_variance filters every group of one member: set group_size to 2 or"
+                " more, or leave filter_zero_variance out"
             )
         return self
 
     @field_validator("deadlines")
     @classmethod
     def _long_answers_take_longer(cls, deadlines: Deadlines, made: ValidationInfo) -> Deadlines:
-        if not {"sampling", "budget"} <= made.data.keys():  # they are wrong, which is an error already
+        if (
+            not {"sampling", "budget"} <= made.data.keys()
+        ):  # they are wrong, which is an error already
             return deadlines
         return deadlines.for_answers(made.data["sampling"].max_tokens, made.data["budget"])
 
@@ -141,7 +163,7 @@ class RolloutConfig(Settings):
         if sampling.top_k == 1 or sampling.min_p == 1:
             alone = "top_k=1" if sampling.top_k == 1 else "min_p=1"
             raise ValueError(
-                f"{alone} leaves the likeliest token alone, whose probability is then 1: nothing is learned. Write "
-                "it in the section evaluation, or leave more tokens"
+                f"{alone} leaves the likeliest token alone, whose probability is then 1: nothing is"
+                " learned. Write it in the section evaluation, or leave more tokens"
             )
         return sampling

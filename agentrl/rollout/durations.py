@@ -1,10 +1,12 @@
-"""The mean length of episodes of which some were cut off: they would have been longer, by nobody knows how much.
+"""The mean length of episodes of which some were cut off: they would have been longer, by nobody
+knows how much.
 
-The mean is the area under the survival curve of Kaplan and Meier (1958, doi:10.1080/01621459.1958.10501452), for which
-a length that was cut says that it is at least so long. Beyond the longest length, where the curve knows nothing if that
-one was cut, it goes on as the Weibull curve that is likeliest for all lengths (Moeschberger and Klein 1985,
-doi:10.2307/2530660). With nothing cut it is the plain mean. Nothing can be known of lengths that are always cut: if
-nearly all are, the mean is that of the curve which those that ended suggest.
+The mean is the area under the survival curve of Kaplan and Meier (1958,
+doi:10.1080/01621459.1958.10501452), for which a length that was cut says that it is at least so
+long. Beyond the longest length, where the curve knows nothing if that one was cut, it goes on as
+the Weibull curve that is likeliest for all lengths (Moeschberger and Klein 1985,
+doi:10.2307/2530660). With nothing cut it is the plain mean. Nothing can be known of lengths that
+are always cut: if nearly all are, the mean is that of the curve which those that ended suggest.
 
 Dimension suffix: B bins of lengths.
 """
@@ -20,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 _PER_E = 1000
-"""Bins of lengths that are e times as long: lengths that differ by less than a thousandth count as one."""
+"""Bins of lengths that are e times as long: lengths that differ by less than a thousandth count as
+one.
+"""
 _FEWEST = 2
 """Lengths that ended, without which a curve has no shape."""
 _SHAPES = 0.05, 50.0
@@ -89,11 +93,15 @@ class Durations:
 
 
 def _rest(lengths_B: Array, ended_B: Array, cut_B: Array) -> float:
-    """How much longer than the longest length those are that survive it: by the likeliest Weibull curve."""
+    """How much longer than the longest length those are that survive it: by the likeliest Weibull
+    curve.
+    """
     longest = lengths_B[-1]
     relative_B = lengths_B / longest
     shape = _shape(relative_B, ended_B, cut_B) if ended_B.sum() >= _FEWEST else 1.0
-    spent = float(ended_B.sum() / ((ended_B + cut_B) * relative_B**shape).sum())  # -log survival at the longest
+    spent = float(
+        ended_B.sum() / ((ended_B + cut_B) * relative_B**shape).sum()
+    )  # -log survival at the longest
     nodes, weights = _quadrature()
     beyond = float((weights * ((spent + nodes) / spent) ** (1 / shape)).sum()) - 1
     return float(longest) * beyond
@@ -107,7 +115,9 @@ def _quadrature() -> tuple[Array, Array]:
 
 
 def _shape(relative_B: Array, ended_B: Array, cut_B: Array) -> float:
-    """The shape for which the derivative of the likelihood is zero, by bisection: it falls with the shape."""
+    """The shape for which the derivative of the likelihood is zero, by bisection: it falls with the
+    shape.
+    """
     logs_B = np.log(relative_B)
     counts_B = ended_B + cut_B
     mean_log = float((ended_B * logs_B).sum() / ended_B.sum())

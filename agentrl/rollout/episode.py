@@ -1,7 +1,7 @@
 """One episode: environment and agents take turns until one of them, or a limit, ends it.
 
-Only here do failures of a rollout become data: a `RolloutError` ends the episode as `Failed(layer, error)`. Any other
-exception is a defect and propagates.
+Only here do failures of a rollout become data: a `RolloutError` ends the episode as `Failed(layer,
+error)`. Any other exception is a defect and propagates.
 """
 
 import json
@@ -33,7 +33,14 @@ from agentrl.protocols import (
     SamplingParams,
     ScriptedPlayer,
 )
-from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
+from agentrl.rollout.agents import (
+    agents_in,
+    check_routes,
+    earnings,
+    next_agent,
+    success_of,
+    system_prompt_in,
+)
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.seeds import derive_seed
@@ -56,8 +63,9 @@ from agentrl.trajectory import (
 class Progress:
     """What an episode has played so far, for a rule that trains on parts of it while it goes on.
 
-    The episode's runner sets `played`, which returns a trajectory for each trained agent, of the turns whose outcome is
-    known. A runner that cannot tell leaves it alone: then the episode is trained on when it is over.
+    The episode's runner sets `played`, which returns a trajectory for each trained agent, of the
+    turns whose outcome is known. A runner that cannot tell leaves it alone: then the episode is
+    trained on when it is over.
     """
 
     played: Callable[[], Sequence[Trajectory]] = tuple
@@ -76,14 +84,20 @@ class Progress:
 
     def longest_answer(self, most: int) -> int:
         """The tokens that the next answer may have: `most`, or fewer if less is left of the budget."""
-        return most if self.budget.tokens is None else max(1, min(most, self.budget.tokens - self.sampled_tokens))
+        return (
+            most
+            if self.budget.tokens is None
+            else max(1, min(most, self.budget.tokens - self.sampled_tokens))
+        )
 
     def next_segments(self) -> list[Trajectory]:
         """The part of each agent's episode since the last call, if it has any turn."""
         marked = [self.mark(trajectory) for trajectory in self.played()]
         segments = [trajectory for trajectory in marked if trajectory.new_turns]
         self.trained_turns |= {segment.agent: len(segment.turns) for segment in segments}
-        self.trained_tokens += sum(len(turn.completion.token_ids) for one in segments for turn in one.new_turns)
+        self.trained_tokens += sum(
+            len(turn.completion.token_ids) for one in segments for turn in one.new_turns
+        )
         return segments
 
     def mark(self, trajectory: Trajectory) -> Trajectory:
@@ -122,11 +136,13 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnginePolicy:
-    """The model that an engine serves. `trained`: on these answers, so what they were sampled from is kept.
+    """The model that an engine serves. `trained`: on these answers, so what they were sampled from
+    is kept.
 
-    `max_tokens`: longest answer in the environments of a mixture that have a limit of their own. `keep_experts`: keep
-    the experts that a mixture of experts chose, too (`rollout.compare_routing`). `formats`: the engine can constrain
-    answers. `vocab_size`: an answer with an id that is not below it is a failure of the engine.
+    `max_tokens`: longest answer in the environments of a mixture that have a limit of their own.
+    `keep_experts`: keep the experts that a mixture of experts chose, too
+    (`rollout.compare_routing`). `formats`: the engine can constrain answers. `vocab_size`: an
+    answer with an id that is not below it is a failure of the engine.
     """
 
     engine: Engine
@@ -152,7 +168,9 @@ class EnginePolicy:
     ) -> Completion:
         """Sample a completion within the deadline, wherever the prompt comes from."""
         sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
-        longest = episode.progress.longest_answer(self.max_tokens.get(episode.task.env, sampling.max_tokens))
+        longest = episode.progress.longest_answer(
+            self.max_tokens.get(episode.task.env, sampling.max_tokens)
+        )
         if longest != sampling.max_tokens:
             sampling = sampling.model_copy(update={"max_tokens": longest})
         request = GenerateRequest(
@@ -168,7 +186,9 @@ class EnginePolicy:
             format=answer_format,
         )
         with deadline("engine", "generate", self.deadline):
-            completion = checked_completion(await self.engine.generate(request), request, self.vocab_size)
+            completion = checked_completion(
+                await self.engine.generate(request), request, self.vocab_size
+            )
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
         episode.progress.sampled_tokens += len(completion.token_ids)
@@ -177,9 +197,11 @@ class EnginePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPolicy:
-    """`Policy` of a scripted player: its text as the tokens that a model would have sampled to write it.
+    """`Policy` of a scripted player: its text as the tokens that a model would have sampled to
+    write it.
 
-    If neither the player nor the environment waits for anything, the turnstile keeps the event loop responsive.
+    If neither the player nor the environment waits for anything, the turnstile keeps the event loop
+    responsive.
     """
 
     player: ScriptedPlayer
@@ -193,12 +215,16 @@ class ScriptedPolicy:
         rng = random.Random(derive_seed(episode.seed, turn))
         words = await env.consult(self.player, rng)
         token_ids = self.renderer.answer_ids(words)
-        return Completion(token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop")
+        return Completion(
+            token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """How an agent is played: its policy, its renderer, the context that it sees, and whether it is trained."""
+    """How an agent is played: its policy, its renderer, the context that it sees, and whether it is
+    trained.
+    """
 
     policy: Policy
     renderer: Renderer
@@ -207,7 +233,9 @@ class Role:
 
 
 class _Reply(NamedTuple):
-    """The new part of an agent's prompt, its answer in tokens and as an action, and the times of both."""
+    """The new part of an agent's prompt, its answer in tokens and as an action, and the times of
+    both.
+    """
 
     prompt: Prompt
     completion: Completion
@@ -215,20 +243,35 @@ class _Reply(NamedTuple):
     asked: float
     answered: float
 
-    def turn(self, reward: float, info: dict[str, Any], ended: float, state: str, picture: str = "") -> Turn:
+    def turn(
+        self, reward: float, info: dict[str, Any], ended: float, state: str, picture: str = ""
+    ) -> Turn:
         prompt, seconds = self.prompt, self.answered - self.asked
         waited = ended - self.answered
         ids, forked = prompt.new_ids, prompt.forked
         made, info = calls_taken(info)
         calls = None if made is None else tuple(made)
-        return Turn(ids, self.completion, reward, info, forked, seconds, waited, state, self.asked, picture, calls)
+        return Turn(
+            ids,
+            self.completion,
+            reward,
+            info,
+            forked,
+            seconds,
+            waited,
+            state,
+            self.asked,
+            picture,
+            calls,
+        )
 
 
 @dataclass(slots=True)
 class _AgentState:
     """An agent in an episode, with its own view of it.
 
-    `unanswered` are the messages that it has not seen yet. `asked` is the prompt of its turn in progress, if any.
+    `unanswered` are the messages that it has not seen yet. `asked` is the prompt of its turn in
+    progress, if any.
     """
 
     agent: str
@@ -255,7 +298,9 @@ class _AgentState:
             known = {} if success is None else {"success": success}
             self.turns[-1] = replace(self.turns[-1], info={**info, **known})
 
-    def trajectory(self, episode: Episode, status: Status, seconds: float, picture: str) -> Trajectory:
+    def trajectory(
+        self, episode: Episode, status: Status, seconds: float, picture: str
+    ) -> Trajectory:
         messages = (*self.conversation.messages, *self.unanswered)
         turns = tuple(self.turns)
         return Trajectory(
@@ -312,8 +357,9 @@ class _AgentState:
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """What has happened in an episode so far. `answers` counts the answers of all agents; `picture` is that of the
-    environment's present state. `begun` names what the environment showed at the beginning.
+    """What has happened in an episode so far. `answers` counts the answers of all agents; `picture`
+    is that of the environment's present state. `begun` names what the environment showed at the
+    beginning.
     """
 
     agents: dict[str, _AgentState] = field(default_factory=dict)
@@ -323,11 +369,16 @@ class _EpisodeState:
 
     def segments(self, episode: Episode, started: float) -> list[Trajectory]:
         """What each trained agent has played so far; see `Progress`."""
-        seconds, trained = elapsed() - started, [state for state in self.agents.values() if state.role.trained]
+        seconds, trained = (
+            elapsed() - started,
+            [state for state in self.agents.values() if state.role.trained],
+        )
         return [replace(state.segment(episode, seconds), begun=self.begun) for state in trained]
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
-        """Credit the other agents for a step (the actor's turn has its reward already), and mark each one's success."""
+        """Credit the other agents for a step (the actor's turn has its reward already), and mark
+        each one's success.
+        """
         for agent, earned in earnings(info, actor, reward, tuple(self.agents)).items():
             if agent != actor and earned:
                 self.agents[agent].earn(float(earned))
@@ -339,7 +390,8 @@ class EpisodeRunner(Protocol):
     """Plays episodes of any kind."""
 
     async def play(self, episode: Episode) -> Sequence[Trajectory]:
-        """Play `episode` to its end, however it ends: a trajectory for each trained agent, at least one.
+        """Play `episode` to its end, however it ends: a trajectory for each trained agent, at least
+        one.
 
         All have the same status. Only cancellation and defects are raised.
         """
@@ -363,9 +415,10 @@ class ObservesBatches(EpisodeRunner, Protocol):
 class EnvEpisodeRunner:
     """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
-    `others` are the agents that the policy does not play. `own_budgets` are those of environments that do not have the
-    usual `budget`. `picture_bytes`: the longest picture of a state that is kept; 0 keeps none. `without_others` names
-    environments that may have none of the `others`, as those of suites: the policy then plays alone.
+    `others` are the agents that the policy does not play. `own_budgets` are those of environments
+    that do not have the usual `budget`. `picture_bytes`: the longest picture of a state that is
+    kept; 0 keeps none. `without_others` names environments that may have none of the `others`, as
+    those of suites: the policy then plays alone.
     """
 
     policy: Policy
@@ -380,7 +433,9 @@ class EnvEpisodeRunner:
     without_others: Collection[str] = ()
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
-        """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
+        """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects
+        are raised.
+        """
         episode_state = _EpisodeState()
         started = elapsed()
         episode.progress.played = partial(episode_state.segments, episode, started)
@@ -393,7 +448,8 @@ class EnvEpisodeRunner:
             finally:
                 # From here on the last turn may have failed, or may earn the verdict on the whole.
                 episode.progress.played = tuple
-                # An environment left in mid-episode, but not in mid-call, is reusable: the next episode resets it.
+                # An environment left in mid-episode, but not in mid-call, is reusable: the next
+                # episode resets it.
                 await self.envs.release(episode.task.env, env)
         except RolloutError as error:
             status = Failed.by(error)
@@ -401,10 +457,14 @@ class EnvEpisodeRunner:
         if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)
         states = [state for state in episode_state.agents.values() if state.role.trained]
-        whole = [state.trajectory(episode, status, seconds, episode_state.picture) for state in states]
+        whole = [
+            state.trajectory(episode, status, seconds, episode_state.picture) for state in states
+        ]
         return tuple([replace(one, begun=episode_state.begun) for one in whole])
 
-    async def _take_turns(self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv) -> Status:
+    async def _take_turns(
+        self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv
+    ) -> Status:
         began = now()
         observation, info = await env.reset(episode.task.seed, episode.task.options)
         episode_state.picture, info = taken(info, self.picture_bytes)
@@ -463,23 +523,31 @@ class EnvEpisodeRunner:
             prompt = "\n\n".join(filter(None, prompts))
             opening = [Message("system", prompt)] if prompt else []
             own = replace(episode, id=f"{episode.id}/{agent}") if agent else episode
-            states[agent] = _AgentState(agent, role, own, role.renderer.conversation(env.tools), opening)
+            states[agent] = _AgentState(
+                agent, role, own, role.renderer.conversation(env.tools), opening
+            )
         return states
 
     async def _summarise(
         self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv, request: str
     ) -> Status | None:
-        """Play the context policy's request as a turn of its own; returns a status if that ends the episode."""
+        """Play the context policy's request as a turn of its own; returns a status if that ends the
+        episode.
+        """
         coming, state.unanswered = state.unanswered, [Message("user", request)]
         reply = await self._ask(episode_state, state, env)
         state.unanswered = coming
         if not isinstance(reply, _Reply):
             return reply
-        state.turns.append(reply.turn(0.0, {"context": state.role.context.name}, reply.answered, ""))
+        state.turns.append(
+            reply.turn(0.0, {"context": state.role.context.name}, reply.answered, "")
+        )
         state.asked = None
         return None
 
-    async def _ask(self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv) -> _Reply | Status:
+    async def _ask(
+        self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv
+    ) -> _Reply | Status:
         """The agent's answer to its unanswered messages; a status if its context is full."""
         conversation, policy = state.conversation, state.role.policy
         kept = state.role.context.keep(conversation.shown)
@@ -489,7 +557,11 @@ class EnvEpisodeRunner:
         state.unanswered = ()
         if len(prompt.ids) >= policy.max_context:
             state.keep_tail(prompt)
-            return Truncated("context") if state.turns else _too_long(len(prompt.ids), policy.max_context)
+            return (
+                Truncated("context")
+                if state.turns
+                else _too_long(len(prompt.ids), policy.max_context)
+            )
         asked, state.asked = elapsed(), prompt
         completion = await policy.answer(state.episode, episode_state.answers, prompt, env)
         episode_state.answers += 1
@@ -499,7 +571,11 @@ class EnvEpisodeRunner:
 
 def _spent(episode: Episode, turns: int, began: float) -> str:
     """The limit of its budget that an episode has reached, if any. Its first turn is always played."""
-    return episode.progress.budget.spent(turns, episode.progress.sampled_tokens, now() - began) if turns else ""
+    return (
+        episode.progress.budget.spent(turns, episode.progress.sampled_tokens, now() - began)
+        if turns
+        else ""
+    )
 
 
 def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:
@@ -515,7 +591,9 @@ def _state_key(info: Mapping[str, Any], observation: str) -> str:
 
 
 def _begun(observation: str, first: str, info: Mapping[str, Any], env: LiveEnv) -> str:
-    """A name of what a reset has shown: the observation and who sees it, the system prompts, the tools."""
+    """A name of what a reset has shown: the observation and who sees it, the system prompts, the
+    tools.
+    """
     prompts = [env.system_prompt, info.get("system_prompts"), info.get("history")]
     shown = json.dumps([observation, first, *prompts, list(env.tools)])
     return blake2b(shown.encode(), digest_size=8).hexdigest()
@@ -523,5 +601,7 @@ def _begun(observation: str, first: str, info: Mapping[str, Any], env: LiveEnv) 
 
 def _too_long(tokens: int, limit: int) -> Failed:
     return Failed(
-        "data", f"the first prompt has {tokens} tokens and the engine's context holds {limit}: raise engine.max_context"
+        "data",
+        f"the first prompt has {tokens} tokens and the engine's context holds {limit}: raise"
+        " engine.max_context",
     )

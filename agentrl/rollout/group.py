@@ -1,8 +1,8 @@
 """`GroupRunner`: plays the members of one group, with retries, until the group is complete.
 
-The layer at fault decides how many retries there are (`rollout.retries`). A failed reward is retried on the same
-trajectory (`agentrl/scoring/pipeline.py`); after any other failure the member's episode is played again, with the same
-environment seed and new sampling.
+The layer at fault decides how many retries there are (`rollout.retries`). A failed reward is
+retried on the same trajectory (`agentrl/scoring/pipeline.py`); after any other failure the member's
+episode is played again, with the same environment seed and new sampling.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ _Scored = tuple[tuple[Trajectory, Score], ...]
 
 
 class MembersLostError(AgentRLError):
-    """More members of a group have spent their retries than it can spare. The scheduler fails the group's task."""
+    """More members of a group have spent their retries than it can spare. The scheduler fails the
+    group's task.
+    """
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +55,8 @@ class _GroupState:
     live: dict[int, Episode] = field(default_factory=dict)  # the open attempt of each member
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    why: Reason = "stale"  # what those that play are cut off for: unless the group ends itself, it was given up
+    # what those that play are cut off for: unless the group ends itself, it was given up
+    why: Reason = "stale"
 
     @property
     def thrown_away_as(self) -> Reason:
@@ -63,7 +66,8 @@ class _GroupState:
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Plays the groups of a run. `episode_ended` is called whenever an episode has released its slot.
+    """Plays the groups of a run. `episode_ended` is called whenever an episode has released its
+    slot.
 
     `group_size_of`: how many members the group of a task has.
     """
@@ -89,11 +93,14 @@ class GroupRunner:
     def longest(self, count: int = 3) -> list[OpenGroup]:
         """The groups that have been played for the longest. Any thread may ask."""
         playing = list(self.playing.values())
-        found = [OpenGroup(one.task.id, one.task.env, one.loop.time() - one.began) for one in playing]
+        found = [
+            OpenGroup(one.task.id, one.task.env, one.loop.time() - one.began) for one in playing
+        ]
         return sorted(found, key=lambda one: -one.seconds)[:count]
 
     def take_segments(self, number: int, step: int) -> Group | None:
-        """What the members of a running group have played since the last call, to be trained on at `step`.
+        """What the members of a running group have played since the last call, to be trained on at
+        `step`.
 
         None if nothing of it can be trained on yet.
         """
@@ -105,19 +112,32 @@ class GroupRunner:
             if member in state.played:
                 segments = [pair for pair in state.played[member] if pair[0].new_turns]
                 state.played[member] = tuple(
-                    (replace(whole, trained_turns=len(whole.turns)), score) for whole, score in state.played[member]
+                    (replace(whole, trained_turns=len(whole.turns)), score)
+                    for whole, score in state.played[member]
                 )
             else:
                 progress = state.live[member].progress
-                segments = [(part, self.reward.score_turns(part)) for part in progress.next_segments()]
+                segments = [
+                    (part, self.reward.score_turns(part)) for part in progress.next_segments()
+                ]
             for part, _ in segments:
                 first, attempt = part.trained_turns, state.attempts[member]
                 self.ledger.segment(
-                    step, number, member, attempt, agent=part.agent, first=first, turns=len(part.new_turns)
+                    step,
+                    number,
+                    member,
+                    attempt,
+                    agent=part.agent,
+                    first=first,
+                    turns=len(part.new_turns),
                 )
             taken += segments
         parts, scores = tuple(part for part, _ in taken), tuple(score for _, score in taken)
-        return Group(state.task, parts, scores, state.ticket.admitted_version, partial=True) if taken else None
+        return (
+            Group(state.task, parts, scores, state.ticket.admitted_version, partial=True)
+            if taken
+            else None
+        )
 
     async def play(self, ticket: Ticket, number: int, task: Task, reserved_slots: int) -> Group:
         """The group of `task`: the first `group_size` members to finish, in order of member.
@@ -144,7 +164,9 @@ class GroupRunner:
                     return await self._play(state)
                 except BaseException as error:
                     why = "failed" if isinstance(error, MembersLostError) else state.thrown_away_as
-                    self.waste.episodes(why, (one for played in state.played.values() for one, _ in played))
+                    self.waste.episodes(
+                        why, (one for played in state.played.values() for one, _ in played)
+                    )
                     raise
         except TimeoutError:
             if not clock.expired():
@@ -167,29 +189,44 @@ class GroupRunner:
             raise MembersLostError("; ".join(state.lost))
         for member in state.live:
             attempt = state.attempts[member]
-            self.ledger.end(number, member, attempt, "cancelled", "its group was complete without it")
+            self.ledger.end(
+                number, member, attempt, "cancelled", "its group was complete without it"
+            )
         first = [pair for member in sorted(state.played) for pair in state.played[member]]
-        group = Group(task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version)
+        group = Group(
+            task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version
+        )
         compared = [await self._compared(of_agent) for of_agent in group.by_agent()]
-        trajectories = tuple(trajectory for of_agent in compared for trajectory in of_agent.trajectories)
+        trajectories = tuple(
+            trajectory for of_agent in compared for trajectory in of_agent.trajectories
+        )
         scores = tuple(score for of_agent in compared for score in of_agent.scores)
         return Group(task, trajectories, scores, ticket.admitted_version)
 
     async def _compared(self, group: Group) -> Group:
         """The group, with the scores of the reward parts that compare its members added."""
         began = elapsed()
-        scores = await self.reward.score_group(group.trajectories, group.scores, self._reward_failed)
+        scores = await self.reward.score_group(
+            group.trajectories, group.scores, self._reward_failed
+        )
         comparing = ((began, elapsed()),) if elapsed() > began else ()
-        if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
+        if failed := next(
+            (score.status for score in scores if isinstance(score.status, Failed)), None
+        ):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
-        timed = [replace(s, worked=b.worked + comparing) for s, b in zip(scores, group.scores, strict=True)]
+        timed = [
+            replace(s, worked=b.worked + comparing)
+            for s, b in zip(scores, group.scores, strict=True)
+        ]
         return replace(group, scores=tuple(timed))
 
     def _reward_failed(self, trajectory_id: str) -> None:
         self.events.record("reward failed", trajectory_id)
 
     async def _play_member(self, state: _GroupState, member: int) -> None:
-        """Repeat attempts until one is played and scored or the retries are spent; then end the group if decided."""
+        """Repeat attempts until one is played and scored or the retries are spent; then end the
+        group if decided.
+        """
         failures: Counter[Layer] = Counter()
         in_outages = 0
         rng = Random(derive_seed(self.seed, "pause", state.task.id, member))
@@ -206,11 +243,13 @@ class GroupRunner:
                 await self.outages.pause(in_outages, rng)
                 continue
             failures[outcome.layer] += 1
-            # A failed reward has already spent its retries on this trajectory: see `RewardPipeline`.
+            # A failed reward has already spent its retries on this trajectory: see
+            # `RewardPipeline`.
             spent = failures[outcome.layer] > self.config.retries.of(outcome.layer)
             if spent or outcome.final or outcome.layer == "reward":
                 state.lost.append(
-                    f"member {member} failed {failures.total()} times, finally by {outcome.layer}: {outcome.error}"
+                    f"member {member} failed {failures.total()} times, finally by {outcome.layer}:"
+                    f" {outcome.error}"
                 )
                 break
             if outcome.layer in ("engine", "environment"):

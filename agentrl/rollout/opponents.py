@@ -4,9 +4,10 @@
                                                                     ▲                                        │
                      wins and losses of the trained episodes ───────┘            episodes: one seat is the policy's
 
-The policy plays a share of the games against itself, in all seats. In the others it has one seat, and a snapshot plays
-the rest. A snapshot is a folder of the run, so the pool's size costs disk space only; each engine for opponents serves
-one snapshot at a time, and takes another one only while no episode is played against it.
+The policy plays a share of the games against itself, in all seats. In the others it has one seat,
+and a snapshot plays the rest. A snapshot is a folder of the run, so the pool's size costs disk
+space only; each engine for opponents serves one snapshot at a time, and takes another one only
+while no episode is played against it.
 """
 
 import asyncio
@@ -37,17 +38,23 @@ class OpponentsConfig(Settings):
     """Which opponents the policy meets in self-play."""
 
     latest: float = Field(0.5, ge=0, le=1)
-    """Share of the tasks that the policy plays against itself as it is now, learning from all seats. With 1 there are
-    no other opponents (SPIRAL, arXiv:2506.24119)."""
+    """Share of the tasks that the policy plays against itself as it is now, learning from all
+    seats. With 1 there are no other opponents (SPIRAL, arXiv:2506.24119)."""
     every: int = Field(10, ge=1)
-    """Steps between snapshots of the policy. The first snapshot is the model that the run began with."""
+    """Steps between snapshots of the policy. The first snapshot is the model that the run began
+    with.
+    """
     pool: int = Field(10, ge=1)
-    """How many of the latest snapshots opponents are drawn from. Each is a copy of the weights in the run's folder."""
+    """How many of the latest snapshots opponents are drawn from. Each is a copy of the weights in
+    the run's folder.
+    """
     draw: Literal["uniform", "prioritised"] = "uniform"
-    """How often each snapshot is drawn: equally, or the more often the less the policy wins against it (prioritised
-    fictitious self-play, weight (1 - success)^2)."""
+    """How often each snapshot is drawn: equally, or the more often the less the policy wins against
+    it (prioritised fictitious self-play, weight (1 - success)^2)."""
     engines: int = Field(1, ge=1)
-    """Engines for opponents: so many snapshots are met at a time. Each needs as much memory as the policy's own."""
+    """Engines for opponents: so many snapshots are met at a time. Each needs as much memory as the
+    policy's own.
+    """
     seats: tuple[str, ...] = ()
     """The agents that the policy plays against snapshots, equally often each; by default all."""
 
@@ -93,7 +100,8 @@ class Opponent:
     async def game(self) -> AsyncIterator[int]:
         """An episode against it; yields its version, which does not change meanwhile.
 
-        If another version is wanted, the episode waits for those that are being played, and begins with the new one.
+        If another version is wanted, the episode waits for those that are being played, and begins
+        with the new one.
 
         Raises:
             WeightsError: there is no such snapshot, or it is damaged.
@@ -114,7 +122,8 @@ class Opponent:
             self._idle.set()
 
     async def change_if_idle(self) -> None:
-        """Load the wanted version now if nothing is played against it; else the next episode does so.
+        """Load the wanted version now if nothing is played against it; else the next episode does
+        so.
 
         Raises:
             WeightsError: see `game`.
@@ -125,7 +134,9 @@ class Opponent:
                 await run_to_completion(self._load(self.wanted))
 
     async def _load(self, version: int) -> None:
-        number = self.engine.policy_version + 1  # an engine takes only what is newer than what it has
+        number = (
+            self.engine.policy_version + 1
+        )  # an engine takes only what is newer than what it has
         try:
             with deadline("engine", "update_weights", self.deadline):
                 weights = self.snapshots.open(version)
@@ -134,18 +145,20 @@ class Opponent:
                 await self.engine.update_weights(weights, number)
         except WeightsError as error:
             raise WeightsError(
-                f"version {version} of the policy cannot play as an opponent: {error}. Restore its snapshot from a "
-                "copy, or resume with recipe.latest=1, which needs none"
+                f"version {version} of the policy cannot play as an opponent: {error}. Restore its"
+                " snapshot from a copy, or resume with recipe.latest=1, which needs none"
             ) from error
         self.version = version
 
 
 @dataclass(eq=False, slots=True)
 class SelfPlay:
-    """`EpisodeRunner` of self-play: draws who plays each episode, and follows the policy's versions.
+    """`EpisodeRunner` of self-play: draws who plays each episode, and follows the policy's
+    versions.
 
-    `model` is the one that the run began with. `resumable` returns the steps that the run may resume from. The opponent
-    of an episode is a function of the run's seed, the task and the version under which the episode begins.
+    `model` is the one that the run began with. `resumable` returns the steps that the run may
+    resume from. The opponent of an episode is a function of the run's seed, the task and the
+    version under which the episode begins.
     """
 
     matches: Matches
@@ -160,13 +173,18 @@ class SelfPlay:
     _metrics: Mapping[str, float] = field(default_factory=dict)
 
     async def play(self, episode: Episode) -> Sequence[Trajectory]:
-        """See `EpisodeRunner`. Only the policy's agents have trajectories, which name their opponent."""
+        """See `EpisodeRunner`. Only the policy's agents have trajectories, which name their
+        opponent.
+        """
         rng = Random(derive_seed(self.seed, "opponent", episode.task.id))
         if rng.random() < self.matches.config.latest or not self._met:
             return await self.runner.play(episode)
         opponent, seats = rng.choice(self._met), self.matches.own
         own = seats[(rng.randrange(len(seats)) + episode.member) % len(seats)]
-        others = {**self.runner.others, **{agent: opponent.role for agent in self.matches.agents if agent != own}}
+        others = {
+            **self.runner.others,
+            **{agent: opponent.role for agent in self.matches.agents if agent != own},
+        }
         async with opponent.game() as version:
             played = await replace(self.runner, others=others).play(episode)
         return [replace(trajectory, opponent=version) for trajectory in played]
@@ -199,7 +217,8 @@ class SelfPlay:
             self.snapshots.write(0, LowRank(self.model.absolute(), {}))
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Follow the policy to a new version: keep a snapshot, if it is time, and draw opponents for its episodes.
+        """Follow the policy to a new version: keep a snapshot, if it is time, and draw opponents
+        for its episodes.
 
         Raises:
             OSError: the snapshot cannot be written.
@@ -214,14 +233,19 @@ class SelfPlay:
         for opponent in self._met:
             await opponent.change_if_idle()
         used = {v for opponent in self.opponents for v in (opponent.version, opponent.wanted)}
-        await run_to_completion(asyncio.to_thread(self.snapshots.thin_out, version, [*self.resumable()], used))
+        await run_to_completion(
+            asyncio.to_thread(self.snapshots.thin_out, version, [*self.resumable()], used)
+        )
 
     def _drawn(self, version: int) -> list[int]:
         """The snapshots to meet at this version, all different, at most one for each engine."""
         rng = Random(derive_seed(self.seed, "opponents", version))
         left, drawn = list(self.snapshots.needed(version)), list[int]()
         while left and len(drawn) < len(self.opponents):
-            weights = [self.results.weight(one) if self.matches.config.draw == "prioritised" else 1.0 for one in left]
+            weights = [
+                self.results.weight(one) if self.matches.config.draw == "prioritised" else 1.0
+                for one in left
+            ]
             (one,) = rng.choices(left, weights)
             left.remove(one)
             drawn.append(one)
@@ -229,7 +253,9 @@ class SelfPlay:
 
     def _assign(self, drawn: Sequence[int]) -> None:
         """Give each drawn version to an opponent; those that play as one of them already keep it."""
-        staying = {opponent.wanted: opponent for opponent in self.opponents if opponent.wanted in drawn}
+        staying = {
+            opponent.wanted: opponent for opponent in self.opponents if opponent.wanted in drawn
+        }
         free = iter([opponent for opponent in self.opponents if opponent not in staying.values()])
         self._met = [staying.get(version) or next(free) for version in drawn]
         for version, opponent in zip(drawn, self._met, strict=True):

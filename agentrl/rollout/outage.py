@@ -1,4 +1,5 @@
-"""`Outages`: the environments' server cannot be used, and episodes wait for it instead of spending their retries.
+"""`Outages`: the environments' server cannot be used, and episodes wait for it instead of spending
+their retries.
 
 attempt ──▶ OutageError ──▶ pause, doubled, with jitter ──▶ attempt ...      for `rollout.deadlines.outage` at most
 """
@@ -33,23 +34,30 @@ class Outages:
     _why: str = ""
 
     def caused(self, failed: Failed, started: float) -> bool:
-        """Whether an outage failed an attempt that began at `started`: such a failure counts in no retry budget.
+        """Whether an outage failed an attempt that began at `started`: such a failure counts in no
+        retry budget.
 
-        A server that is back has lost its sessions, so a failure of the environment also counts as caused by an outage
-        if the attempt began before the end of one.
+        A server that is back has lost its sessions, so a failure of the environment also counts as
+        caused by an outage if the attempt began before the end of one.
         """
         if not failed.outage:
             return failed.layer == "environment" and started <= self._last
         if now() - self._last > _OVER_AFTER:
             self._began = self._last = now()
-            logger.warning("%s; episodes wait for up to %g s (rollout.deadlines.outage)", failed.error, self.longest)
+            logger.warning(
+                "%s; episodes wait for up to %g s (rollout.deadlines.outage)",
+                failed.error,
+                self.longest,
+            )
         self._why = failed.error
         self.seconds += now() - self._last
         self._last = now()
         return now() - self._began <= self.longest
 
     def episode_ended(self) -> None:
-        """Record that an episode was played to its end: the server works, if not for all, and the wait begins again."""
+        """Record that an episode was played to its end: the server works, if not for all, and the
+        wait begins again.
+        """
         if self._began > -math.inf:
             self._began = now()
 
@@ -60,5 +68,7 @@ class Outages:
 
 
 def jittered(failures: int, rng: Random) -> float:
-    """Seconds to wait after the n-th failure in a row: doubled each time, and another for each member."""
+    """Seconds to wait after the n-th failure in a row: doubled each time, and another for each
+    member.
+    """
     return Retries.pause(failures) * rng.uniform(0.5, 1.0)

@@ -13,12 +13,15 @@ _DECAY = 0.5
 
 
 def results_of(groups: Sequence[Group]) -> dict[str, float]:
-    """A step's metrics of games against opponents: episodes and success, by version and seat, and of all together.
+    """A step's metrics of games against opponents: episodes and success, by version and seat, and
+    of all together.
 
     Episodes of which nothing tells whether they succeeded count in the share alone.
     """
     games: dict[tuple[int, str], list[bool]] = defaultdict(list)
-    pairs = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+    pairs = [
+        pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
+    ]
     met = [(trajectory, score) for trajectory, score in pairs if trajectory.opponent is not None]
     for trajectory, score in met:
         won = succeeded(trajectory, score)
@@ -54,14 +57,17 @@ class Results:
             )
 
     def success(self, version: int) -> float:
-        """The policy's success against a version: (won + 1) / (episodes + 2), which is 1/2 for an unknown one."""
+        """The policy's success against a version: (won + 1) / (episodes + 2), which is 1/2 for an
+        unknown one.
+        """
         won, episodes = self.tallies.get(version, (0.0, 0.0))
         return (won + 1) / (episodes + 2)
 
     def weight(self, version: int) -> float:
-        """How often a version is drawn, up to a factor: (1 - success)^2, the most often those that are hard to beat.
+        """How often a version is drawn, up to a factor: (1 - success)^2, the most often those that
+        are hard to beat.
 
-        Prioritised fictitious self-play: Vinyals et al., "Grandmaster level in StarCraft II using multi-agent
-        reinforcement learning" (Nature 575, 2019), Methods.
+        Prioritised fictitious self-play: Vinyals et al., "Grandmaster level in StarCraft II using
+        multi-agent reinforcement learning" (Nature 575, 2019), Methods.
         """
         return (1 - self.success(version)) ** 2

@@ -6,10 +6,10 @@
         │                                                                                             │
         └────────────── slots are free when the new weights are live ◀── trainer ◀── next_batch ◀─────┘
 
-A group is admitted when the rule has a slot for it *and* an episode slot is free, so no ticket ages in a queue. Each
-group is a task of the flow, each member a task of its group (`agentrl/rollout/group.py`). A group that loses too many
-members fails, and the next task replaces its task. If more tasks fail than the run allows, the run ends with an error
-that says why.
+A group is admitted when the rule has a slot for it *and* an episode slot is free, so no ticket ages
+in a queue. Each group is a task of the flow, each member a task of its group
+(`agentrl/rollout/group.py`). A group that loses too many members fails, and the next task replaces
+its task. If more tasks fail than the run allows, the run ends with an error that says why.
 """
 
 import asyncio
@@ -53,7 +53,9 @@ class _Playing:
 
 
 class _Ended(NamedTuple):
-    """A group that has ended. `group` is None if it was given up; the entry then only signals the change."""
+    """A group that has ended. `group` is None if it was given up; the entry then only signals the
+    change.
+    """
 
     playing: _Playing
     group: Group | None
@@ -62,12 +64,14 @@ class _Ended(NamedTuple):
 class Rollouts:
     """Plays the groups of a run. An async context manager; leaving it cancels all running groups.
 
-    `pending` are tasks to play first, with their numbers (the open tasks of a resumed run); `next_number` is the first
-    new number. `groups` is how many groups the run still trains on: no more are started, so none is left over at the
-    end. Of `engine`, only the statistics are used. `rescue` is called when nothing progresses any more, before the run
-    is ended; it returns whether it could help. `gives_up`: whether an environment of a mixture that has spent its
-    budget of failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`. `teaches`:
-    whether anything can be learned from a group; with `rollout.filter_zero_variance`, others are replaced.
+    `pending` are tasks to play first, with their numbers (the open tasks of a resumed run);
+    `next_number` is the first new number. `groups` is how many groups the run still trains on: no
+    more are started, so none is left over at the end. Of `engine`, only the statistics are used.
+    `rescue` is called when nothing progresses any more, before the run is ended; it returns whether
+    it could help. `gives_up`: whether an environment of a mixture that has spent its budget of
+    failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
+    `teaches`: whether anything can be learned from a group; with `rollout.filter_zero_variance`,
+    others are replaced.
     """
 
     def __init__(
@@ -96,13 +100,17 @@ class Rollouts:
         self._ledger = ledger
         self._rescue = rescue
         self._rule = STALENESS_RULES[config.staleness_rule](
-            max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, version=version
+            max_staleness=config.max_staleness,
+            groups_per_step=config.groups_per_step,
+            version=version,
         )
         self._groups_left = groups
         self._pending = deque(pending)
         self._next_number = next_number
         self._events = events or EventLog()
-        self._controller = ConcurrencyController.between(config.min_live_episodes, config.max_live_episodes)
+        self._controller = ConcurrencyController.between(
+            config.min_live_episodes, config.max_live_episodes
+        )
         self._slots = EpisodeSlots(self._controller.limit)
         self._preemptions = 0
         self._episodes_ended = 0
@@ -171,7 +179,9 @@ class Rollouts:
         while (tickets := self._rule.select()) is None:
             self._absorb([await self._finished.get(), *self._finished.drain()])
         self.blocked = False
-        chosen = [self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)]
+        chosen = [
+            self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)
+        ]
         step = self._rule.version
         self._report_outcomes(
             sorted(self._filtered, key=lambda played: played[0])
@@ -180,7 +190,10 @@ class Rollouts:
         self._filtered = []
         for _, group in chosen:
             if self._rule.bounded and staleness(group, step) > self._config.max_staleness:
-                raise StalenessError(f"{group.task.id} has tokens {staleness(group, step)} versions old at step {step}")
+                raise StalenessError(
+                    f"{group.task.id} has tokens {staleness(group, step)} versions old at step"
+                    f" {step}"
+                )
             self._events.record("trained", group.task.id)
             self._bias.trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
@@ -198,9 +211,11 @@ class Rollouts:
 
     @asynccontextmanager
     async def new_weights(self, version: int) -> AsyncIterator[None]:
-        """Publish the weights of the last batch inside; afterwards, the engine samples under `version`.
+        """Publish the weights of the last batch inside; afterwards, the engine samples under
+        `version`.
 
-        Entering waits if the staleness rule requires it (only `drain` does); leaving frees the batch's slots.
+        Entering waits if the staleness rule requires it (only `drain` does); leaving frees the
+        batch's slots.
         """
         self._absorb(self._finished.drain())
         while not self._rule.may_publish():
@@ -224,8 +239,9 @@ class Rollouts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed tasks; of scoring
-        since the last call, as the rewards report them; and of the last batch, as the runner reports them.
+        """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed
+        tasks; of scoring since the last call, as the rewards report them; and of the last batch, as
+        the runner reports them.
         """
         return {
             "live_episodes": float(self._slots.taken),
@@ -240,7 +256,9 @@ class Rollouts:
             "blocked_seconds": self._finished.snapshot().get_wait,
             "failed_tasks": float(self._failed_tasks.total()),
             **(
-                {f"envs/{env}/failed_tasks": float(n) for env, n in self._failed_tasks.items()} if self._mixture else {}
+                {f"envs/{env}/failed_tasks": float(n) for env, n in self._failed_tasks.items()}
+                if self._mixture
+                else {}
             ),
             "generated_tokens": self._generated_tokens(),
             **self._waste.metrics(),
@@ -251,23 +269,35 @@ class Rollouts:
         }
 
     def _generated_tokens(self) -> float:
-        """The tokens that the engines have sampled since the last call. Those of engines that died are not known."""
+        """The tokens that the engines have sampled since the last call. Those of engines that died
+        are not known.
+        """
         before, self._generated = self._generated, self._engine.stats().generated_tokens
         return float(max(0, self._generated - before))
 
     def take_untrained(self) -> list[tuple[Trajectory, Score]]:
-        """Trajectories that ended since the last call and are not trained on: at most `keep_untrained` of each kind."""
+        """Trajectories that ended since the last call and are not trained on: at most
+        `keep_untrained` of each kind.
+        """
         self._batch = []
         return self._groups.untrained.take()
 
     def take_all(self) -> list[tuple[Trajectory, Score]]:
-        """What a run that ends in the middle of a step has played and not recorded: `take_untrained`, the batch, the
-        groups of later ones, and members of groups that are not complete.
+        """What a run that ends in the middle of a step has played and not recorded:
+        `take_untrained`, the batch, the groups of later ones, and members of groups that are not
+        complete.
         """
         self._absorb(self._finished.drain())
         groups = [*self._batch, *(group for _, group in self._ready.values())]
-        whole = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
-        members = [pair for one in self._groups.playing.values() for played in one.played.values() for pair in played]
+        whole = [
+            pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
+        ]
+        members = [
+            pair
+            for one in self._groups.playing.values()
+            for played in one.played.values()
+            for pair in played
+        ]
         return [*whole, *members, *self.take_untrained()]
 
     def _segments(self, step: int) -> list[Group]:
@@ -284,17 +314,28 @@ class Rollouts:
 
     def _admit(self) -> None:
         """Start groups while the rule has a slot and an episode slot is free."""
-        while not self._closing and self._groups_left and self._slots.free and (ticket := self._rule.admit()):
+        while (
+            not self._closing
+            and self._groups_left
+            and self._slots.free
+            and (ticket := self._rule.admit())
+        ):
             self._groups_left -= 1
             number, task = self._next_task()
             self._ledger.admit(number, task, ticket.admitted_version)
             self._events.record("admitted", task.id)
             playing = _Playing(ticket, number, task)
-            work = self._play_group(playing, self._slots.reserve(self._group_size(task) + self._config.extra_members))
+            work = self._play_group(
+                playing, self._slots.reserve(self._group_size(task) + self._config.extra_members)
+            )
             self._playing[ticket] = (playing, self._flow.start(work, name=task.id))
 
     def _group_size(self, task: Task) -> int:
-        return self._mixture[task.env].group_size if self._mixture is not None else self._config.group_size
+        return (
+            self._mixture[task.env].group_size
+            if self._mixture is not None
+            else self._config.group_size
+        )
 
     def _next_task(self) -> tuple[int, Task]:
         if self._pending:
@@ -310,7 +351,8 @@ class Rollouts:
             self._fail_task(playing, str(error))
             group = None
         except Exception:
-            self._closing = True  # a defect, or wrong options: it ends the flow, and nothing may start meanwhile
+            # a defect, or wrong options: it ends the flow, and nothing may start meanwhile
+            self._closing = True
             raise
         if group is not None and self._config.filter_zero_variance and not self._teaches(group):
             self._filter(playing, group)
@@ -353,12 +395,16 @@ class Rollouts:
             return
         if self._mixture is not None and self._gives_up and self._mixture.give_up(env):
             if failed == allowed + 1:
-                logger.warning("%d tasks of %s failed; the others get its tasks (env.exhausted=others)", failed, env)
+                logger.warning(
+                    "%d tasks of %s failed; the others get its tasks (env.exhausted=others)",
+                    failed,
+                    env,
+                )
             return
         self._closing = True
         raise RetriesExhaustedError(
-            f"{failed} tasks failed permanently, but {setting} allows only {allowed}. The last ones:\n  "
-            + "\n  ".join(self._last_failures)
+            f"{failed} tasks failed permanently, but {setting} allows only {allowed}. The last"
+            " ones:\n  " + "\n  ".join(self._last_failures)
         )
 
     def _lose(self, task: Task) -> None:
@@ -379,11 +425,11 @@ class Rollouts:
         if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
             raise FilterBudgetError(
-                f"{len(self._filtered)} groups were filtered for one batch, but rollout.max_filtered_per_step allows "
-                f"only {self._config.max_filtered_per_step}: all advantages of a group are 0, the last time because "
-                f"{why}. The tasks are too hard or too easy for this policy, or the reward is "
-                "constant: look at the run's untrained/, choose other tasks, or leave rollout.filter_zero_variance "
-                "off"
+                f"{len(self._filtered)} groups were filtered for one batch, but"
+                f" rollout.max_filtered_per_step allows only {self._config.max_filtered_per_step}:"
+                f" all advantages of a group are 0, the last time because {why}. The tasks are too"
+                " hard or too easy for this policy, or the reward is constant: look at the run's"
+                " untrained/, choose other tasks, or leave rollout.filter_zero_variance off"
             )
         self._replace(playing.ticket)
 
@@ -406,7 +452,11 @@ class Rollouts:
             self._lose(playing.task)
             work.cancel("its weights are too old")
             work.add_done_callback(lambda task: self._admit())
-        self._ledger.end_task(number, "stale", f"its weights would be older than {self._config.max_staleness} versions")
+        self._ledger.end_task(
+            number,
+            "stale",
+            f"its weights would be older than {self._config.max_staleness} versions",
+        )
         self._events.record("stale", str(number))
         self._groups_left += 1
 
@@ -422,12 +472,16 @@ class Rollouts:
         return self.blocked or self._slots.taken > 0
 
     def _episode_ended(self) -> None:
-        """After the release of a slot: now and then observe the engine's load, and admit new groups."""
+        """After the release of a slot: now and then observe the engine's load, and admit new
+        groups.
+        """
         self._episodes_ended += 1
         if self._episodes_ended >= self._observe_at:
             self._observe_at = self._episodes_ended + max(8, self._controller.limit // 4)
             stats = self._engine.stats()
-            load = EngineLoad(stats.running, stats.waiting, stats.kv_use, stats.preemptions - self._preemptions)
+            load = EngineLoad(
+                stats.running, stats.waiting, stats.kv_use, stats.preemptions - self._preemptions
+            )
             self._preemptions = stats.preemptions
             self._controller = self._controller.observe(load, self._slots.taken + 1)
             self._slots.limit = self._controller.limit

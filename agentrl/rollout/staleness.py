@@ -1,40 +1,46 @@
 """The staleness rules: which group may start, and which groups are trained on next.
 
-The rules are pure objects that handle only tickets, not tasks, clocks or tokens. All have the same interface. A ticket
-is *playing* from `admit`, *ready* from `finish`, *training* from `select`, and gone at the next `publish`, or at once
-by `forfeit`. With K = `max_staleness`, a ticket admitted while version v is live has the deadline step v + K. G is
-`groups_per_step`.
+The rules are pure objects that handle only tickets, not tasks, clocks or tokens. All have the same
+interface. A ticket is *playing* from `admit`, *ready* from `finish`, *training* from `select`, and
+gone at the next `publish`, or at once by `forfeit`. With K = `max_staleness`, a ticket admitted
+while version v is live has the deadline step v + K. G is `groups_per_step`.
 
 `DeadlineFirst`, the default, keeps the bound, drops nothing, and waits least:
 
 - **admit**: at most (K + 1) G tickets exist at once.
-- **select**: step s takes G ready tickets, earliest deadline first. It waits exactly while every choice of G ready
-  tickets would leave a deadline that can no longer be met: after the choice, for every d >= s, at most (d - s) G
-  tickets with a deadline <= d may remain.
+- **select**: step s takes G ready tickets, earliest deadline first. It waits exactly while every
+  choice of G ready tickets would leave a deadline that can no longer be met: after the choice, for
+  every d >= s, at most (d - s) G tickets with a deadline <= d may remain.
 - **publish**: when version s + 1 is live, the trained tickets' slots are free.
 
-Theorem: no group is ever trained at a step after its deadline, so no token is older than K versions, and nothing is
-dropped. Proof: a ticket admitted at v raises the counts only for d >= v + K, where at most (K + 1) G <= (d - v + 1) G
-tickets exist in all; so after every admission at most (d - s + 1) G tickets have a deadline <= d, for every d >= s.
-Hence the G earliest of *all* tickets are always a legal choice, and a legal choice of ready ones exists at the latest
-when those are ready. Each choice leaves at most (d - s) G = (d - (s + 1) + 1) G for the next step. With d = s: none
-with deadline s remains after step s. The rule waits only when the bound would otherwise break: no rule can wait less.
+Theorem: no group is ever trained at a step after its deadline, so no token is older than K
+versions, and nothing is dropped. Proof: a ticket admitted at v raises the counts only for d >= v +
+K, where at most (K + 1) G <= (d - v + 1) G tickets exist in all; so after every admission at most
+(d - s + 1) G tickets have a deadline <= d, for every d >= s. Hence the G earliest of *all* tickets
+are always a legal choice, and a legal choice of ready ones exists at the latest when those are
+ready. Each choice leaves at most (d - s) G = (d - (s + 1) + 1) G for the next step. With d = s:
+none with deadline s remains after step s. The rule waits only when the bound would otherwise break:
+no rule can wait less.
 
-The other rules are values of the same setting, for comparison. Except `Mask`, they are what other systems do:
+The other rules are values of the same setting, for comparison. Except `Mask`, they are what other
+systems do:
 
 - `Wait`: strictly in order of admission. Bounded; waits for every straggler.
-- `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are admitted in total by step s; finished groups
-  are taken first come, first served. Never waits for stragglers, which may therefore be older than the bound.
-- `Mask` (ours): admits as `Gate`, takes the ready tickets with the earliest deadlines, and never waits; tokens older
-  than the bound carry no loss. Every group is trained on, and no gradient comes from a token older than K versions; the
-  price is that the first tokens of some stragglers are not trained on.
-- `Segment` (ours): as `DeadlineFirst`, but instead of waiting for a straggler it trains on what the straggler has
-  played so far, beside the G ready groups, and a critic stands for the rest. The straggler plays on with a deadline as
-  if it were admitted now, so the proof above holds. Needs an algorithm with a critic. A single turn that outlasts K
-  versions cannot be cut: its old tokens carry no loss.
-- `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up and replaced, as soon
-  as the batch before is chosen without them: nothing more is sampled for them while it is trained on.
-  Bounded, but biased towards short episodes.
+- `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are admitted in total by
+  step s; finished groups are taken first come, first served. Never waits for stragglers, which may
+  therefore be older than the bound.
+- `Mask` (ours): admits as `Gate`, takes the ready tickets with the earliest deadlines, and never
+  waits; tokens older than the bound carry no loss. Every group is trained on, and no gradient comes
+  from a token older than K versions; the price is that the first tokens of some stragglers are not
+  trained on.
+- `Segment` (ours): as `DeadlineFirst`, but instead of waiting for a straggler it trains on what the
+  straggler has played so far, beside the G ready groups, and a critic stands for the rest. The
+  straggler plays on with a deadline as if it were admitted now, so the proof above holds. Needs an
+  algorithm with a critic. A single turn that outlasts K versions cannot be cut: its old tokens
+  carry no loss.
+- `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up
+  and replaced, as soon as the batch before is chosen without them: nothing more is sampled for them
+  while it is trained on. Bounded, but biased towards short episodes.
 - `Drain`: new weights wait until no group is playing, and no group starts meanwhile.
 """
 
@@ -58,17 +64,19 @@ class Ticket(NamedTuple):
 
 
 class StalenessRule:
-    """Base class of all rules: keeps track of the tickets. `version` is the live policy version, which is also the
-    number of the next step.
+    """Base class of all rules: keeps track of the tickets. `version` is the live policy version,
+    which is also the number of the next step.
 
-    `bounded`: whether no group is ever trained after its deadline. `masks`: whether tokens older than the bound carry
-    no loss.
+    `bounded`: whether no group is ever trained after its deadline. `masks`: whether tokens older
+    than the bound carry no loss.
     """
 
     bounded = True
     masks = False
     renewed: Mapping[Ticket, Ticket] = {}
-    """The tickets of the groups of which a part belongs to the last batch, each with the one that replaces it."""
+    """The tickets of the groups of which a part belongs to the last batch, each with the one that
+    replaces it.
+    """
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         if max_staleness < 0 or groups_per_step < 1:
@@ -120,7 +128,9 @@ class StalenessRule:
             StalenessError: the previous batch is still being trained on.
         """
         if self._training:
-            raise StalenessError("the previous batch is still being trained on: publish its weights first")
+            raise StalenessError(
+                "the previous batch is still being trained on: publish its weights first"
+            )
         batch = self._choose() if len(self._ready) >= self.groups_per_step else None
         if batch is None:
             return None
@@ -135,7 +145,8 @@ class StalenessRule:
         return True
 
     def publish(self, version: int) -> list[Ticket]:
-        """Record that `version` is live; free the slots of its training batch. Returns tickets given up as stale.
+        """Record that `version` is live; free the slots of its training batch. Returns tickets
+        given up as stale.
 
         Raises:
             StalenessError: `version` does not directly follow the live version.
@@ -144,11 +155,16 @@ class StalenessRule:
             raise StalenessError(f"version {version} cannot follow version {self.version}")
         self.version = version
         self._training = []
-        del self._playing_until[version - 1], self._ready_until[version - 1]  # no group has this deadline any more
+        del (
+            self._playing_until[version - 1],
+            self._ready_until[version - 1],
+        )  # no group has this deadline any more
         return self.give_up()
 
     def give_up(self) -> list[Ticket]:
-        """The tickets of groups that can no longer be trained on in time, and are therefore no more; usually none."""
+        """The tickets of groups that can no longer be trained on in time, and are therefore no
+        more; usually none.
+        """
         return []
 
     def _leave_play(self, ticket: Ticket) -> None:
@@ -159,7 +175,9 @@ class StalenessRule:
         return len(self._playing) + len(self._ready) + len(self._training) < self.capacity
 
     def _choose(self) -> list[Ticket] | None:
-        """The next batch out of at least `groups_per_step` ready tickets: by default, first come, first served."""
+        """The next batch out of at least `groups_per_step` ready tickets: by default, first come,
+        first served.
+        """
         return list(islice(self._ready, self.groups_per_step))
 
 
@@ -170,7 +188,9 @@ class DeadlineFirst(StalenessRule):
         return nsmallest(self.groups_per_step, self._ready) if self._missed() is None else None
 
     def _missed(self) -> int | None:
-        """The first deadline that could not be met any more if the earliest G ready tickets were taken now."""
+        """The first deadline that could not be met any more if the earliest G ready tickets were
+        taken now.
+        """
         left = 0  # tickets with a deadline of at most d that remain after these are taken
         taken = self.groups_per_step
         for d in range(self.version, self.version + self.max_staleness + 1):
@@ -190,7 +210,8 @@ class Segment(DeadlineFirst):
 
     def _choose(self) -> list[Ticket] | None:
         self.renewed = {}
-        # All ready tickets up to a missed deadline are taken, so those that remain until then are playing.
+        # All ready tickets up to a missed deadline are taken, so those that remain until then are
+        # playing.
         while self._missed() is not None:
             old = min(self._playing)
             new = old._replace(deadline=self.version + self.max_staleness)
@@ -216,7 +237,9 @@ class Gate(StalenessRule):
     bounded = False
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
-        super().__init__(max_staleness=max_staleness, groups_per_step=groups_per_step, version=version)
+        super().__init__(
+            max_staleness=max_staleness, groups_per_step=groups_per_step, version=version
+        )
         self._first_version = version
         self._forfeited = 0
 
@@ -231,7 +254,9 @@ class Gate(StalenessRule):
 
 
 class Mask(Gate):
-    """Admits as `Gate`; takes the earliest deadlines among the ready tickets; late tokens carry no loss."""
+    """Admits as `Gate`; takes the earliest deadlines among the ready tickets; late tokens carry no
+    loss.
+    """
 
     masks = True
 
@@ -240,11 +265,18 @@ class Mask(Gate):
 
 
 class Drop(StalenessRule):
-    """First come, first served; gives up groups that will be too old for the next step, as soon as that is certain."""
+    """First come, first served; gives up groups that will be too old for the next step, as soon as
+    that is certain.
+    """
 
     def give_up(self) -> list[Ticket]:
         """The tickets whose deadline is before the next step, playing or ready."""
-        late = [ticket for kept in (self._playing, self._ready) for ticket in kept if ticket.deadline < self.next_step]
+        late = [
+            ticket
+            for kept in (self._playing, self._ready)
+            for ticket in kept
+            if ticket.deadline < self.next_step
+        ]
         for ticket in late:
             self._playing.pop(ticket, None)
             self._ready.pop(ticket, None)
@@ -255,7 +287,9 @@ class Drain(StalenessRule):
     """New weights wait until no group is playing, and no group starts while they wait."""
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
-        super().__init__(max_staleness=max_staleness, groups_per_step=groups_per_step, version=version)
+        super().__init__(
+            max_staleness=max_staleness, groups_per_step=groups_per_step, version=version
+        )
         self._draining = False
 
     def may_publish(self) -> bool:

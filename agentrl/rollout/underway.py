@@ -8,7 +8,9 @@ from agentrl.errors import Layer
 
 
 class OpenGroup(NamedTuple):
-    """A group that is played: its task, its environment, and for how many seconds it has been played."""
+    """A group that is played: its task, its environment, and for how many seconds it has been
+    played.
+    """
 
     task: str
     env: str
@@ -17,9 +19,9 @@ class OpenGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Underway:
-    """The episode slots that are taken, of so many; groups that are ready for the next step, of so many; how many
-    episodes have failed so far, by layer; the groups that have been played for the longest, longest first; and how
-    many episodes wait for a slot.
+    """The episode slots that are taken, of so many; groups that are ready for the next step, of so
+    many; how many episodes have failed so far, by layer; the groups that have been played for the
+    longest, longest first; and how many episodes wait for a slot.
     """
 
     slots: int

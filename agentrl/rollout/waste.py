@@ -38,16 +38,26 @@ class Waste:
 
     def trained(self, groups: Iterable[Group]) -> None:
         """Count what is trained on."""
-        self._trained += sum(_new_tokens(trajectory) for group in groups for trajectory in group.trajectories)
+        self._trained += sum(
+            _new_tokens(trajectory) for group in groups for trajectory in group.trajectories
+        )
 
     def metrics(self) -> dict[str, float]:
         """The tokens since the last call, and their share of those that were sampled."""
         wasted = self._thrown_away.total()
         sampled = wasted + self._trained
-        found = {f"wasted_tokens/{why}": float(count) for why, count in self._thrown_away.items() if count}
+        found = {
+            f"wasted_tokens/{why}": float(count)
+            for why, count in self._thrown_away.items()
+            if count
+        }
         self._thrown_away.clear()
         self._trained = 0
-        return {"wasted_tokens": float(wasted), "wasted_share": wasted / sampled if sampled else 0.0, **found}
+        return {
+            "wasted_tokens": float(wasted),
+            "wasted_share": wasted / sampled if sampled else 0.0,
+            **found,
+        }
 
 
 def _new_tokens(trajectory: Trajectory) -> int:

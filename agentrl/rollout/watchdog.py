@@ -1,4 +1,6 @@
-"""The last line of defence: ends a run that makes no progress in spite of all deadlines, and says where it waits."""
+"""The last line of defence: ends a run that makes no progress in spite of all deadlines, and says
+where it waits.
+"""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -8,14 +10,19 @@ from agentrl.flow import now, waits
 
 
 async def watch(
-    seconds: float, progress: Callable[[], Hashable], busy: Callable[[], bool], rescue: Callable[[], bool]
+    seconds: float,
+    progress: Callable[[], Hashable],
+    busy: Callable[[], bool],
+    rescue: Callable[[], bool],
 ) -> None:
     """Watch whether `progress()` changes while `busy()`; never returns.
 
-    If it has not changed for `seconds` of loop time, call `rescue()`, which returns whether it could help.
+    If it has not changed for `seconds` of loop time, call `rescue()`, which returns whether it
+    could help.
 
     Raises:
-        StallError: `rescue()` could not help. Names every stage with waiting calls, how many wait, and for how long.
+        StallError: `rescue()` could not help. Names every stage with waiting calls, how many wait,
+        and for how long.
     """
     seen, since = progress(), now()
     while True:
@@ -36,7 +43,7 @@ def _describe(seconds: float) -> str:
         if wait.phase not in ("episode", "group")
     )
     return (
-        f"nothing has moved for {seconds:g} s (rollout.deadlines.stall). Waiting:\n"
-        f"{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n"
-        "`agentrl ledger RUN` lists the open episodes; `agentrl train --resume RUN` plays them again"
+        f"nothing has moved for {seconds:g} s (rollout.deadlines.stall)."
+        f" Waiting:\n{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n`agentrl"
+        " ledger RUN` lists the open episodes; `agentrl train --resume RUN` plays them again"
     )

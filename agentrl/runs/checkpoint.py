@@ -1,4 +1,6 @@
-"""Checkpoints: each is complete or absent, its bytes are checked, and only the newest and the best are kept."""
+"""Checkpoints: each is complete or absent, its bytes are checked, and only the newest and the best
+are kept.
+"""
 
 import asyncio
 import json
@@ -20,7 +22,9 @@ from agentrl.protocols import Savable, begin_save, saved
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that has the XXH3-128 of every other file."""
 _STATE = {".pt"}
-"""Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the trainer's too."""
+"""Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the
+trainer's too.
+"""
 
 _LOADED = {*_STATE, ".safetensors"}
 """Suffixes of the files with numbers that training continues from."""
@@ -30,7 +34,8 @@ _LOADED = {*_STATE, ".safetensors"}
 class Checkpoints:
     """The folder `checkpoints/` of a run: `step_000010/` holds the trainer after ten steps.
 
-    Each is written under a temporary name, flushed to disk and renamed, so a folder with a final name is complete.
+    Each is written under a temporary name, flushed to disk and renamed, so a folder with a final
+    name is complete.
     """
 
     folder: Path
@@ -46,12 +51,15 @@ class Checkpoints:
         return max(self.all().items(), default=None)
 
     def best(self, values: Mapping[int, float]) -> list[tuple[int, Path]]:
-        """(steps done, folder) of the checkpoints with a value, the largest first; the newest first among equals."""
+        """(steps done, folder) of the checkpoints with a value, the largest first; the newest first
+        among equals.
+        """
         valued = [(step, path) for step, path in self.all().items() if not math.isnan(values.get(step, math.nan))]
         return sorted(valued, key=lambda one: (-values[one[0]], -one[0]))
 
     def find(self, which: str, values: Mapping[int, float]) -> Path:
-        """The folder of the checkpoint `latest`, of the `best` by `values`, or of the one after a number of steps.
+        """The folder of the checkpoint `latest`, of the `best` by `values`, or of the one after a
+        number of steps.
 
         Raises:
             ConfigError: there is no such checkpoint.
@@ -72,7 +80,8 @@ class Checkpoints:
         return {int(match[1]): path for path in paths if (match := re.fullmatch(r"step_(\d+)", path.name))}
 
     async def save(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> Path:
-        """Save the state after `step` steps, then remove the checkpoints not to keep; `values` are for `best`.
+        """Save the state after `step` steps, then remove the checkpoints not to keep; `values` are
+        for `best`.
 
         Raises:
             CheckpointError: this step has a checkpoint already.
@@ -80,8 +89,8 @@ class Checkpoints:
         return await (await self.begin(step, state, values)).finish()
 
     async def begin(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> "BegunCheckpoint":
-        """Begin to save the state after `step` steps, which may change when this returns. It counts when it is
-        finished, and must be before the next one begins.
+        """Begin to save the state after `step` steps, which may change when this returns. It counts
+        when it is finished, and must be before the next one begins.
 
         Raises:
             CheckpointError: this step has a checkpoint already.
@@ -97,7 +106,8 @@ class Checkpoints:
         return BegunCheckpoint(self, final, state, values or {})
 
     def set_aside_damaged(self, announce: Callable[[str], None]) -> None:
-        """Rename the checkpoints whose files are not as they were written, so that a run resumes from a sound one.
+        """Rename the checkpoints whose files are not as they were written, so that a run resumes
+        from a sound one.
 
         Raises:
             CheckpointError: no sound one is left.
@@ -116,7 +126,8 @@ class Checkpoints:
         """Check that the checkpoints are this run's own: others decide what the model does.
 
         Raises:
-            CheckpointError: one lies outside of the run's folder, by a link, or belongs to another user.
+            CheckpointError: one lies outside of the run's folder, by a link, or belongs to another
+            user.
         """
         run, me = self.folder.parent.resolve(), os.geteuid()
         for checkpoint in self.all().values():
@@ -133,7 +144,8 @@ class Checkpoints:
                     )
 
     def go_back_to(self, step: int) -> None:
-        """Rename the checkpoints after more than `step` steps, so that a run resumes from that of `step`.
+        """Rename the checkpoints after more than `step` steps, so that a run resumes from that of
+        `step`.
 
         Raises:
             ConfigError: there is none.
@@ -144,7 +156,9 @@ class Checkpoints:
                 set_aside(path, "left")
 
     def thin_out(self, values: Mapping[int, float]) -> None:
-        """Remove the checkpoints that are neither among the newest nor among the best by these values."""
+        """Remove the checkpoints that are neither among the newest nor among the best by these
+        values.
+        """
         newest = sorted(self.all())[-self.keep :]
         best = [step for step, _ in self.best(values)[: self.keep_best]]
         for step, path in self.all().items():
@@ -171,7 +185,9 @@ class BegunCheckpoint:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """The first file of a checkpoint that is missing or differs from what was written, in words; None if none does."""
+    """The first file of a checkpoint that is missing or differs from what was written, in words;
+    None if none does.
+    """
     try:
         written = json.loads((checkpoint / CHECKSUMS).read_text())
     except FileNotFoundError:
@@ -215,7 +231,8 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def export(checkpoint: Path, into: Path) -> None:
-    """Copy the model out of a checkpoint into a new folder: weights, config and tokenizer, without the optimizer.
+    """Copy the model out of a checkpoint into a new folder: weights, config and tokenizer, without
+    the optimizer.
 
     Raises:
         ConfigError: `into` exists already.

@@ -10,7 +10,8 @@ from agentrl.files.file_lock import FileLock, Holder
 class RunLock:
     """A lock on `lock` in the folder of a run. A context manager.
 
-    It is free when the process ends, however it ends (`FileLock`). The file says who holds it, for the error of others.
+    It is free when the process ends, however it ends (`FileLock`). The file says who holds it, for
+    the error of others.
 
     Raises:
         ConfigError: on entering: another process holds it.

@@ -110,25 +110,29 @@ from agentrl.weights.publisher import checksum
 logger = logging.getLogger(__name__)
 _COMMIT = "model_commit"
 _ADAPTERS, _TRAINER_STATE = "adapter", "trainer.pt"
-"""What the trainers here write into a checkpoint: a folder of adapters if they train those, and their state."""
+"""What the trainers here write into a checkpoint: a folder of adapters if they train those, and
+their state.
+"""
 _SHAPE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
-)  # fmt: skip
+)
 """What of a model's config.json decides the shapes of its weights."""
 
 
 class Run:
     """A new or resumed run in its folder. A context manager.
 
-    A resumed run continues from its newest checkpoint that is not damaged, or from the one after `step` steps. What its
-    config changes is said; `change` allows it to change what defines the run: its model, and the stream of its tasks.
+    A resumed run continues from its newest checkpoint that is not damaged, or from the one after
+    `step` steps. What its config changes is said; `change` allows it to change what defines the
+    run: its model, and the stream of its tasks.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
-        ConfigError: the folder holds another run already, or no run to resume; another process trains in it; its
-            ledger is missing or contradicts its checkpoint; there is no such checkpoint or model; the placement is not
-            possible; a tracker is not installed. Nothing has started then.
+        ConfigError: the folder holds another run already, or no run to resume; another process
+            trains in it; its ledger is missing or contradicts its checkpoint; there is no such
+            checkpoint or model; the placement is not possible; a tracker is not installed. Nothing
+            has started then.
     """
 
     def __init__(
@@ -187,7 +191,9 @@ class Run:
             self._open = opened.pop_all()
 
     def _check_state(self, console: Console, step: int | None) -> None:
-        """Let the run continue from its newest sound checkpoint, or from the one after `step` steps."""
+        """Let the run continue from its newest sound checkpoint, or from the one after `step`
+        steps.
+        """
         if not self.config.checkpoint.allow_foreign:
             self.checkpoints.check_origin()
         self.checkpoints.set_aside_damaged(lambda text: console.print(text, highlight=False, soft_wrap=True))
@@ -207,7 +213,9 @@ class Run:
             check_ledger(self.folder / "ledger.sqlite", newest[0])
 
     def _check_changes(self, change: bool) -> Sequence[SettingChange]:
-        """What a resumed run changes of its config, which may not make another run of it unless `change`."""
+        """What a resumed run changes of its config, which may not make another run of it unless
+        `change`.
+        """
         if not self.resumed:
             return ()
         changes = ConfigHistory(self.folder).changes(self._loaded)
@@ -216,7 +224,9 @@ class Run:
         return changes
 
     def _check_data(self, data: Mapping[str, str], change: bool) -> None:
-        """Record what the tasks' data are, and refuse to resume on others, unless the tasks may change."""
+        """Record what the tasks' data are, and refuse to resume on others, unless the tasks may
+        change.
+        """
         path = self.folder / "data.json"
         before = _fingerprints_in(path) if self.resumed and path.exists() else {}
         changed = [split for split in data if before.get(split, data[split]) != data[split]]
@@ -284,14 +294,18 @@ class Run:
                 self.note(start, f"{', '.join(late)}: changes nothing any more, as demonstrations/ is made already")
 
     def _set_aside_models(self) -> None:
-        """Rename what was made of the model that the run had before: it is made again of the new one."""
+        """Rename what was made of the model that the run had before: it is made again of the new
+        one.
+        """
         (self.folder / _COMMIT).unlink(missing_ok=True)
         for made in (self.folder / "model", self.folder / "demonstrations"):
             if made.exists():
                 self.display.say(f"{made} is of the model before: it is set aside as {set_aside(made, 'left').name}")
 
     def note(self, step: int, text: str, *metrics: str) -> None:
-        """Say what the author of the settings has hardly meant, and keep it with the warnings about these metrics."""
+        """Say what the author of the settings has hardly meant, and keep it with the warnings about
+        these metrics.
+        """
         self.display.say(f"[yellow]note:[/yellow] {escape(text)}")
         self._keep_warning(step, Alarm(text, metrics))
 
@@ -314,7 +328,8 @@ class Run:
             newest = self.checkpoints.latest()
             steps = _steps_made(self.metrics.rows())
             self._ending = ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
-            if error is not None and not isinstance(error, ConfigError):  # which says itself what to write
+            # which says itself what to write
+            if error is not None and not isinstance(error, ConfigError):
                 error.add_note(how_to_go_on(self.folder, ending.checkpoint))
             self._status["ended"] = ending.as_row()
             write_whole(self.folder / "status.json", json.dumps(self._status) + "\n")
@@ -335,7 +350,8 @@ class Run:
 
     def _new_silence(self) -> Silence:
         config = self.config
-        # With a critic, an episode is compared with what was expected of it, and not with its group.
+        # With a critic, an episode is compared with what was expected of it, and not with its
+        # group.
         compares_groups = config.rollout.group_size > 1 and all(
             getattr(algorithm, "compares_members", False)
             and not getattr(algorithm, "credits_turns", False)
@@ -362,7 +378,8 @@ class Run:
             file.write(json.dumps({"step": step, **asdict(alarm)}) + "\n")
 
     def source_model(self) -> Path:
-        """The folder of the configured model. One on the hub stays at the commit that the run began with.
+        """The folder of the configured model. One on the hub stays at the commit that the run began
+        with.
 
         Raises:
             ConfigError: it is not there any more.
@@ -376,8 +393,8 @@ class Run:
     def open_tasks(self, step: int) -> list[tuple[int, Task]]:
         """The tasks, with their numbers, that an earlier launch left open, after `step` steps.
 
-        Where the run had another environment then, they are cancelled: nothing can play them any more. (A mixture
-        keeps its environments.)
+        Where the run had another environment then, they are cancelled: nothing can play them any
+        more. (A mixture keeps its environments.)
         """
         pending = self.ledger.rewind(step)
         if self.config.env.mixture:
@@ -388,7 +405,9 @@ class Run:
         return [(number, task) for number, task in pending if number not in gone]
 
     def watch(self, underway: Callable[[], Underway]) -> None:
-        """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by other threads."""
+        """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by
+        other threads.
+        """
         self.display.watch(underway)
         self._live.watch(underway)
 
@@ -403,13 +422,14 @@ class Run:
             timeline.write(json.dumps(row) + "\n")
 
     def _write_status(self, step: int | None, phase: str | None, since: datetime) -> Mapping[str, Any]:
-        """Replace `status.json`, which also forgets how an earlier process has ended. Before its first step, a run has
-        no step and no phase.
+        """Replace `status.json`, which also forgets how an earlier process has ended. Before its
+        first step, a run has no step and no phase.
         """
         row = {"pid": os.getpid(), "step": step, "phase": phase, "since": since.isoformat()}
         self._status = {**row, "host": socket.gethostname()}
         path = self.folder / "status.json"
-        unfinished(path).write_text(json.dumps(self._status) + "\n")  # it need not survive a loss of power
+        # it need not survive a loss of power
+        unfinished(path).write_text(json.dumps(self._status) + "\n")
         unfinished(path).replace(path)
         return row
 
@@ -421,8 +441,8 @@ class Run:
         seconds: Mapping[str, float],
         untrained: Sequence[tuple[Trajectory, Score]] = (),
     ) -> None:
-        """Record the results of step `step` (counted from 0). `seconds` is by phase; `untrained` are episodes that were
-        played meanwhile and not trained on.
+        """Record the results of step `step` (counted from 0). `seconds` is by phase; `untrained`
+        are episodes that were played meanwhile and not trained on.
         """
         self.begin_phase(step, "record")
         path = self.folder / "untrained" / f"step_{step:06d}.parquet"
@@ -449,8 +469,8 @@ class Run:
     async def record_samples(
         self, step: int, groups: Sequence[Group], made: TracedBatch, trainer: Trainer
     ) -> Mapping[str, float]:
-        """Record the batch of these groups that the trainer has just made step `step` on, what it computed of its
-        tokens, and which episodes carried no loss.
+        """Record the batch of these groups that the trainer has just made step `step` on, what it
+        computed of its tokens, and which episodes carried no loss.
 
         Returns metrics of the batch: what was masked, and its health.
         """
@@ -466,8 +486,8 @@ class Run:
 
     @cached_property
     def _epoch(self) -> float:
-        """The Unix time when the event loop's clock, gaps included, showed 0. Read once, for equal times of all parts
-        of an episode.
+        """The Unix time when the event loop's clock, gaps included, showed 0. Read once, for equal
+        times of all parts of an episode.
         """
         return datetime.now(UTC).timestamp() - elapsed()
 
@@ -485,7 +505,8 @@ class Run:
         }
 
     async def record_held_out(self, name: str, step: int, played: Sequence[tuple[Trajectory, Score]]) -> None:
-        """Record the episodes of an evaluation of the weights after `step` steps, failed ones too."""
+        """Record the episodes of an evaluation of the weights after `step` steps, failed ones too.
+        """
         path = self.folder / "trajectories" / f"{name}_{step:06d}.parquet"
         await run_to_completion(asyncio.to_thread(write_trajectories, path, played, self._epoch))
 
@@ -540,7 +561,8 @@ class Run:
             self._tracking.log(step, metrics)
 
     def track_samples(self, name: str, step: int, scored: Sequence[tuple[Trajectory, Score]]) -> None:
-        """Send some of these episodes to the trackers: always the first ones, of an evaluation thus of the same tasks.
+        """Send some of these episodes to the trackers: always the first ones, of an evaluation thus
+        of the same tasks.
 
         `name`: that of the evaluation, or "train".
         """
@@ -554,15 +576,17 @@ class Run:
         self._append(step, metrics)
 
     async def save_checkpoint(self, step: int, state: Savable) -> None:
-        """Save the state after `step` steps. The ledger is flushed to disk first, as a resumed run relies on it."""
+        """Save the state after `step` steps. The ledger is flushed to disk first, as a resumed run
+        relies on it.
+        """
         self.begin_phase(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
         await self.checkpoints.save(step, state, self._values())
 
     @asynccontextmanager
     async def writing_checkpoints(self) -> AsyncIterator[None]:
-        """While the block lasts, `begin_checkpoint` may be used. Leaving it waits for what has been begun, also when
-        the run is stopped.
+        """While the block lasts, `begin_checkpoint` may be used. Leaving it waits for what has been
+        begun, also when the run is stopped.
         """
         async with Flow("checkpoints") as flow:
             self._checkpoint_flow = flow
@@ -573,8 +597,8 @@ class Run:
                 raise
 
     async def begin_checkpoint(self, step: int, state: Savable) -> None:
-        """Save the state after `step` steps in the background; it may change when this returns. It is begun also if the
-        run is stopped meanwhile.
+        """Save the state after `step` steps in the background; it may change when this returns. It
+        is begun also if the run is stopped meanwhile.
         """
         await run_to_completion(self._begin_checkpoint(step, state))
 
@@ -587,7 +611,9 @@ class Run:
         self._begun = self._checkpoint_flow.start(begun.finish(), name=f"step {step}")
 
     async def _begun_is_finished(self) -> None:
-        """Wait until the checkpoint that has been begun is finished or has failed, which its owner reports."""
+        """Wait until the checkpoint that has been begun is finished or has failed, which its owner
+        reports.
+        """
         if self._begun is not None:
             await asyncio.wait({self._begun})
 
@@ -598,7 +624,9 @@ class Run:
 
     @asynccontextmanager
     async def saved_if_stopped(self, step: int, state: Savable) -> AsyncIterator[None]:
-        """If the run is stopped in the block, save the state after `step` steps, which the block leaves alone."""
+        """If the run is stopped in the block, save the state after `step` steps, which the block
+        leaves alone.
+        """
         try:
             yield
         except asyncio.CancelledError:
@@ -615,8 +643,8 @@ class Run:
 
     @asynccontextmanager
     async def keeping_episodes(self, take_all: Callable[[], Sequence[tuple[Trajectory, Score]]]) -> AsyncIterator[None]:
-        """If the run ends in the block in the middle of a step, keep the episodes of that step, which `take_all` gives,
-        in `untrained/`.
+        """If the run ends in the block in the middle of a step, keep the episodes of that step,
+        which `take_all` gives, in `untrained/`.
         """
         try:
             yield
@@ -632,11 +660,14 @@ class Run:
             raise
 
     def evaluated(self, step: int, suite: str | None = None) -> bool:
-        """Whether the weights after `step` steps have been evaluated already, on held-out tasks or on a suite."""
+        """Whether the weights after `step` steps have been evaluated already, on held-out tasks or
+        on a suite.
+        """
         return step in self.metrics.values(f"eval/{suite}/success" if suite else "eval/success")
 
     async def finish(self) -> None:
-        """Draw the curve, and summarise the run with the checksum of the weights in its newest checkpoint.
+        """Draw the curve, and summarise the run with the checksum of the weights in its newest
+        checkpoint.
 
         `summary.json` is written when the run is left.
         """
@@ -644,7 +675,9 @@ class Run:
         self._summary = {**self._summarised(), "weights_sha256": await asyncio.to_thread(self._weights_checksum)}
 
     def _summarised(self) -> dict[str, Any]:
-        """What `summary.json` says of the run so far; the weights have no checksum, which takes long."""
+        """What `summary.json` says of the run so far; the weights have no checksum, which takes
+        long.
+        """
         rows, silence = self.metrics.rows(), self._new_silence()
         trained = [row for row in rows if "reward" in row]
         tested = sorted((row for row in rows if "eval/success" in row), key=_step)  # some come late
@@ -675,7 +708,8 @@ class Run:
 
     def _weights_checksum(self) -> str | None:
         newest = self.checkpoints.latest()
-        return checksum(LowRank(newest[1], {})) if newest else None  # reads one weight after another
+        # reads one weight after another
+        return checksum(LowRank(newest[1], {})) if newest else None
 
 
 def _fingerprints_in(path: Path) -> dict[str, str]:
@@ -698,8 +732,8 @@ def _interval(row: Mapping[str, float]) -> list[float] | None:
 
 
 def _ends(tested: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The results before the first step and after the last one that has some, of those in order of steps; what there is
-    none of is empty.
+    """The results before the first step and after the last one that has some, of those in order of
+    steps; what there is none of is empty.
     """
     before = [row for row in tested if _step(row) == 0]
     after = [row for row in tested if _step(row) > 0]
@@ -728,13 +762,15 @@ def _of_suite(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Mapping
 
 
 def check_model(config: RunConfig, *, pinned: bool = True) -> None:
-    """Check that the model to start from exists and can be trained, and the model of each frozen agent.
+    """Check that the model to start from exists and can be trained, and the model of each frozen
+    agent.
 
-    `pinned`: one on the hub is that of the commit which the run has begun with.
-    A model on the hub is downloaded: first what describes it, and its weights when that has been checked.
+    `pinned`: one on the hub is that of the commit which the run has begun with. A model on the hub
+    is downloaded: first what describes it, and its weights when that has been checked.
 
     Raises:
-        ConfigError: a model or a part of it is missing, or the model to start from is none that writes text.
+        ConfigError: a model or a part of it is missing, or the model to start from is none that
+        writes text.
     """
     model = config.model
     if model.name not in SIZES:
@@ -758,8 +794,8 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
     """Check that a run can go on from a checkpoint, which another config may have made.
 
     Raises:
-        ConfigError: it has no critic where one is needed, adapters for weights or the other way round, or a model of
-            another shape.
+        ConfigError: it has no critic where one is needed, adapters for weights or the other way
+            round, or a model of another shape.
     """
     way_out = (
         f"so the run cannot go on from it. Leave the change out, or start a new run from its weights: "
@@ -779,7 +815,9 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
 
 
 def _same_shape(checkpoint: Path, config: RunConfig) -> bool:
-    """Whether the configured model, which is another than that of a checkpoint, has weights of the same shapes."""
+    """Whether the configured model, which is another than that of a checkpoint, has weights of the
+    same shapes.
+    """
     if config.model.name in SIZES:
         return False
     folders = checkpoint, description_folder(config.model.name, config.model.revision)
@@ -805,7 +843,8 @@ def check_vocabulary(renderer: Renderer, folder: Path) -> None:
 
 
 def _revision(config: RunConfig) -> str | None:
-    """The revision of a model on the hub: the one that the run began with, or the configured one."""
+    """The revision of a model on the hub: the one that the run began with, or the configured one.
+    """
     pinned = config.run_dir / _COMMIT
     return pinned.read_text().strip() if pinned.exists() else config.model.revision
 
@@ -814,8 +853,8 @@ def was_begun(loaded: LoadedConfig, *, change: bool = False) -> bool:
     """Whether the run of this config has begun already.
 
     Raises:
-        ConfigError: its folder holds a run of another config, and `change` does not allow that. Only `steps` may
-            differ, if that run had fewer.
+        ConfigError: its folder holds a run of another config, and `change` does not allow that.
+            Only `steps` may differ, if that run had fewer.
     """
     folder = loaded.config.run_dir
     if not (folder / "config.yaml").exists():

@@ -13,7 +13,9 @@ from agentrl.trajectory import Task
 
 
 def task_source(config: RunConfig, split: str) -> TaskSource:
-    """The tasks of one split ("train", "held-out", "demonstrations", "corpus"), of all environments of the run."""
+    """The tasks of one split ("train", "held-out", "demonstrations", "corpus"), of all environments
+    of the run.
+    """
     sources = sources_by_env(config, split)
     if not config.env.mixture:
         return next(iter(sources.values()))
@@ -57,7 +59,8 @@ def held_out_tasks(config: RunConfig, count: int) -> list[Task]:
 
 
 def fingerprints(config: RunConfig) -> Mapping[str, str]:
-    """What the tasks of a run are, by split, where they come from data. All data is read and checked for it.
+    """What the tasks of a run are, by split, where they come from data. All data is read and
+    checked for it.
 
     Raises:
         ConfigError: the data cannot be read, or is not fit for this run.

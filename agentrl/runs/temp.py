@@ -1,4 +1,6 @@
-"""`RunTemp`: the temporary files of a run lie in its folder, so that a killed run leaves none elsewhere."""
+"""`RunTemp`: the temporary files of a run lie in its folder, so that a killed run leaves none
+elsewhere.
+"""
 
 import os
 import shutil
@@ -8,15 +10,18 @@ from pathlib import Path
 from typing import Self
 
 _AFTER_MULTIPROCESSING = -200
-"""multiprocessing removes its own temporary folder with the priority -100, and fails if that is gone already."""
+"""multiprocessing removes its own temporary folder with the priority -100, and fails if that is
+gone already.
+"""
 
 
 class RunTemp:
-    """The folder `tmp/PID` of a run, and the place of all temporary files of this process and of those that it starts.
-    A context manager.
+    """The folder `tmp/PID` of a run, and the place of all temporary files of this process and of
+    those that it starts. A context manager.
 
-    Entering removes what dead processes have left in `tmp`: only one process at a time trains in the folder of a run
-    (`RunLock`). The process's own folder is removed when it ends, after multiprocessing has removed its files there.
+    Entering removes what dead processes have left in `tmp`: only one process at a time trains in
+    the folder of a run (`RunLock`). The process's own folder is removed when it ends, after
+    multiprocessing has removed its files there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +50,8 @@ class RunTemp:
 def short_path(folder: Path) -> str:
     """A path of a folder that is short enough for sockets in it, as long as this process lives.
 
-    The path of a Unix socket may have 107 bytes, and Ray and vLLM make theirs in the folder for temporary files.
+    The path of a Unix socket may have 107 bytes, and Ray and vLLM make theirs in the folder for
+    temporary files.
     """
     through = f"/proc/{os.getpid()}/fd"
     if not os.path.isdir(through):  # not Linux

@@ -1,8 +1,8 @@
 """A control group for the programs of a jail, on machines that let this user make one: cgroups(7).
 
-The kernel then counts what looking at processes misses: its own memory (buffers of sockets and pipes, locks, watches),
-and the CPU time of processes that end unnoticed. This module also runs inside jails, so it uses only the standard
-library.
+The kernel then counts what looking at processes misses: its own memory (buffers of sockets and
+pipes, locks, watches), and the CPU time of processes that end unnoticed. This module also runs
+inside jails, so it uses only the standard library.
 """
 
 import errno
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from agentrl.sandbox.order import Order
 
 _SLACK = 16 << 20
-"""Bytes beyond memory and disk before the kernel refuses more; before that, the supervisor ends the run."""
+"""Bytes beyond memory and disk before the kernel refuses more; before that, the supervisor ends the
+run.
+"""
 _REMOVE_SECONDS = 0.2
 
 
@@ -33,13 +35,21 @@ class _Files:
 
 
 _VERSION_1 = _Files(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", ("memory.stat", "total_cache"),
-    ("memory.oom_control", "oom_kill"), ("cpuacct.usage", ""), 1e-9,
-)  # fmt: skip
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("memory.stat", "total_cache"),
+    ("memory.oom_control", "oom_kill"),
+    ("cpuacct.usage", ""),
+    1e-9,
+)
 _VERSION_2 = _Files(
-    "memory.max", "memory.current", ("memory.stat", "file"), ("memory.events", "oom_kill"),
-    ("cpu.stat", "usage_usec"), 1e-6,
-)  # fmt: skip
+    "memory.max",
+    "memory.current",
+    ("memory.stat", "file"),
+    ("memory.events", "oom_kill"),
+    ("cpu.stat", "usage_usec"),
+    1e-6,
+)
 
 
 def make(name: str) -> tuple[str, ...]:
@@ -67,7 +77,9 @@ def remove(folders: Sequence[str]) -> None:
 
 
 class ControlGroup:
-    """A control group whose files are open, so that it can be used where walls hide them. A context manager."""
+    """A control group whose files are open, so that it can be used where walls hide them. A context
+    manager.
+    """
 
     def __init__(self, folders: Sequence[str]) -> None:
         """`folders`: what `make` has returned; with none, nothing is counted.
@@ -87,10 +99,14 @@ class ControlGroup:
             for folder in folders:
                 self._parents.append(os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY))
                 self._joins.append(os.open(os.path.join(folder, "cgroup.procs"), os.O_WRONLY))
-            self._open[self._files.limit] = os.open(os.path.join(memory, self._files.limit), os.O_WRONLY)
+            self._open[self._files.limit] = os.open(
+                os.path.join(memory, self._files.limit), os.O_WRONLY
+            )
             for name in (self._files.memory, self._files.file_pages[0], self._files.killed[0]):
                 self._open[name] = os.open(os.path.join(memory, name), os.O_RDONLY)
-            self._open[self._files.cpu[0]] = os.open(os.path.join(cpu, self._files.cpu[0]), os.O_RDONLY)
+            self._open[self._files.cpu[0]] = os.open(
+                os.path.join(cpu, self._files.cpu[0]), os.O_RDONLY
+            )
         except OSError:
             self.__exit__()
             raise
@@ -107,7 +123,9 @@ class ControlGroup:
         return bool(self._names)
 
     def begin(self, order: Order) -> None:
-        """Before a program: set what the kernel refuses to exceed, and note what earlier programs have used."""
+        """Before a program: set what the kernel refuses to exceed, and note what earlier programs
+        have used.
+        """
         if not self:
             return
         self._order = order
@@ -128,20 +146,29 @@ class ControlGroup:
             os.write(fd, b"0")
 
     def limit_hit(self) -> str:
-        """The limit of the order that its processes have hit together, the dead ones included, or an empty string."""
+        """The limit of the order that its processes have hit together, the dead ones included, or
+        an empty string.
+        """
         if not self:
             return ""
-        if (self._value(*self._files.cpu) - self._cpu_before) * self._files.cpu_unit >= self._order.cpu:
+        if (
+            self._value(*self._files.cpu) - self._cpu_before
+        ) * self._files.cpu_unit >= self._order.cpu:
             return "cpu"
         if self._value(*self._files.killed) > self._killed_before:
             return "memory"
         used = self._value(self._files.memory, "")
-        if used > self._order.memory and used - self._value(*self._files.file_pages) > self._order.memory:
+        if (
+            used > self._order.memory
+            and used - self._value(*self._files.file_pages) > self._order.memory
+        ):
             return "memory"
         return ""
 
     def remove(self) -> None:
-        """Remove the group, from inside of the walls too; nothing happens if it exists no longer or is not ours."""
+        """Remove the group, from inside of the walls too; nothing happens if it exists no longer or
+        is not ours.
+        """
         for parent, (_, name) in zip(self._parents, self._names, strict=True):
             _remove(name, parent)
 
@@ -171,7 +198,11 @@ def _bases() -> Iterator[tuple[str, ...]]:
         mounts, mine = list(_mounts()), dict(_own_groups())
     except OSError:
         return
-    unified = [_within(mount, root, mine.get("", "/")) for mount, root, kind, _ in mounts if kind == "cgroup2"]
+    unified = [
+        _within(mount, root, mine.get("", "/"))
+        for mount, root, kind, _ in mounts
+        if kind == "cgroup2"
+    ]
     for own in filter(None, unified):
         for base in (own, os.path.dirname(own)):
             if _has_memory(base):
@@ -187,7 +218,9 @@ def _bases() -> Iterator[tuple[str, ...]]:
 
 
 def _mounts() -> Iterator[tuple[str, str, str, set[str]]]:
-    """Mount point, root within the file system, kind and options of each mount: proc_pid_mountinfo(5)."""
+    """Mount point, root within the file system, kind and options of each mount:
+    proc_pid_mountinfo(5).
+    """
     with open("/proc/self/mountinfo") as file:
         for line in file:
             before, _, after = line.partition(" - ")
@@ -213,7 +246,9 @@ def _within(mount: str, root: str, path: str) -> str | None:
 
 
 def _has_memory(folder: str) -> bool:
-    """Whether groups in this folder can limit memory; if not yet, whether that could be switched on."""
+    """Whether groups in this folder can limit memory; if not yet, whether that could be switched
+    on.
+    """
     control = os.path.join(folder, "cgroup.subtree_control")
     with suppress(OSError):
         with open(control) as file:

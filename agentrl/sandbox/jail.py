@@ -24,13 +24,17 @@ _GRACE = 3.0
 """Seconds after a run's wall limit within which its jail must report that."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-}  # fmt: skip
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
 """The whole environment. The hash seed gives a set the same order in every run."""
 _START = (
-    "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.server import main; del sys.path[0]; "
-    "main(**{arguments!r})"
+    "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.server import main; del"
+    " sys.path[0]; main(**{arguments!r})"
 )
 
 
@@ -39,7 +43,9 @@ class JailError(Exception):
 
 
 class Jail:
-    """A process that forks another for every program. Made by `start`; after a `SandboxLost` it is `dead`."""
+    """A process that forks another for every program. Made by `start`; after a `SandboxLost` it is
+    `dead`.
+    """
 
     def __init__(self, backend: str, config: SandboxConfig) -> None:
         self.dead = False
@@ -53,15 +59,23 @@ class Jail:
         readable = (*_SYSTEM, sys.base_prefix, sys.base_exec_prefix, *config.paths)
         self._group = cgroup.make(os.path.basename(self._scratch))
         arguments = {
-            "backend": backend, "readable": readable, "scratch": self._scratch, "preload": config.preload,
-            "paths": config.paths, "group": self._group,
-        }  # fmt: skip
+            "backend": backend,
+            "readable": readable,
+            "scratch": self._scratch,
+            "preload": config.preload,
+            "paths": config.paths,
+            "group": self._group,
+        }
         code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
         self._process = subprocess.Popen(
             [python, "-s", "-S", "-P", "-c", code],
-            stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._errors, env=_ENVIRONMENT, cwd="/",
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env=_ENVIRONMENT,
+            cwd="/",
             start_new_session=True,
-        )  # fmt: skip
+        )
         theirs.close()
 
     @classmethod
@@ -126,7 +140,10 @@ class Jail:
         self._errors.seek(0)
         written = self._errors.read().decode(errors="replace").strip()
         self.kill()
-        how = f"the jail's process ended with {self._process.returncode}; it wrote: {written[-2000:] or 'nothing'}"
+        how = (
+            f"the jail's process ended with {self._process.returncode}; it wrote:"
+            f" {written[-2000:] or 'nothing'}"
+        )
         return f"{type(error).__name__}: {error}; {how}"
 
     def kill(self) -> None:

@@ -22,7 +22,12 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 # The same numbers on x86_64 and aarch64.
-_NR_MOUNT_SETATTR, _NR_LANDLOCK_CREATE_RULESET, _NR_LANDLOCK_ADD_RULE, _NR_LANDLOCK_RESTRICT_SELF = 442, 444, 445, 446
+(
+    _NR_MOUNT_SETATTR,
+    _NR_LANDLOCK_CREATE_RULESET,
+    _NR_LANDLOCK_ADD_RULE,
+    _NR_LANDLOCK_RESTRICT_SELF,
+) = 442, 444, 445, 446
 _NR = {
     "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
     "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
@@ -49,7 +54,13 @@ def unshare(spaces: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     """mount(2)."""
-    arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    arguments = (
+        source.encode(),
+        target.encode(),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        data.encode(),
+    )
     _checked(f"mount {source} on {target}", _libc.mount(*arguments))
 
 
@@ -86,11 +97,16 @@ def map_to_self(uid: int, gid: int) -> None:
 
 def prctl(option: int, value: int) -> None:
     """prctl(2) with one argument."""
-    _checked(f"prctl {option}", _libc.prctl(ctypes.c_int(option), *(ctypes.c_ulong(v) for v in (value, 0, 0, 0))))
+    _checked(
+        f"prctl {option}",
+        _libc.prctl(ctypes.c_int(option), *(ctypes.c_ulong(v) for v in (value, 0, 0, 0))),
+    )
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities permanently: `PR_SET_NO_NEW_PRIVS` keeps programs started later from regaining any."""
+    """Give up all capabilities permanently: `PR_SET_NO_NEW_PRIVS` keeps programs started later from
+    regaining any.
+    """
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", *(0 for _ in range(6)))
     _syscall("capset", _NR[os.uname().machine]["capset"], header, none)
@@ -101,24 +117,31 @@ class _Program(ctypes.Structure):
 
 
 def install_filter(program: bytes) -> None:
-    """Filter the system calls of this thread and everything it starts, by a program of `agentrl.sandbox.filter`."""
+    """Filter the system calls of this thread and everything it starts, by a program of
+    `agentrl.sandbox.filter`.
+    """
     at = _Program(len(program) // 8, program)
     mode = (ctypes.c_int(22), ctypes.c_ulong(2))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
     _checked("seccomp", _libc.prctl(*mode, ctypes.byref(at), ctypes.c_ulong(0), ctypes.c_ulong(0)))
 
 
 def listen(program: bytes) -> int:
-    """Install a filter, and return the file descriptor of its listener, which decides about the calls that it names.
+    """Install a filter, and return the file descriptor of its listener, which decides about the
+    calls that it names.
 
     They wait until another process `answer`s them.
     """
     at = _Program(len(program) // 8, program)
     operation, new_listener = ctypes.c_uint(1), ctypes.c_uint(8)
-    return _syscall("seccomp", _NR[os.uname().machine]["seccomp"], operation, new_listener, ctypes.byref(at))
+    return _syscall(
+        "seccomp", _NR[os.uname().machine]["seccomp"], operation, new_listener, ctypes.byref(at)
+    )
 
 
 class AskedCall(NamedTuple):
-    """A call that waits for an answer: its id, the thread that makes it, its number and its first argument."""
+    """A call that waits for an answer: its id, the thread that makes it, its number and its first
+    argument.
+    """
 
     id: int
     thread: int
@@ -135,17 +158,23 @@ def question(listener: int) -> AskedCall:
 
 def answer(listener: int, asked: AskedCall, error: int) -> None:
     """Let a call go on, or fail with an error if that is not 0."""
-    fcntl.ioctl(listener, _NOTIF_SEND, struct.pack("=QqiI", asked.id, 0, -error, 0 if error else _CONTINUE))
+    fcntl.ioctl(
+        listener, _NOTIF_SEND, struct.pack("=QqiI", asked.id, 0, -error, 0 if error else _CONTINUE)
+    )
 
 
 def landlock_version() -> int:
     """The version of Landlock's interface; 0 if the kernel has no Landlock."""
-    version = _libc.syscall(ctypes.c_long(_NR_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    version = _libc.syscall(
+        ctypes.c_long(_NR_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1)
+    )
     return max(0, int(version))
 
 
 READ, WRITE = 0b1101, 0b10
-"""Rights of landlock(7): `READ` to execute and read files and list folders, `WRITE` to write to existing files."""
+"""Rights of landlock(7): `READ` to execute and read files and list folders, `WRITE` to write to
+existing files.
+"""
 _ALL_RIGHTS = (1 << 15) - 1
 _MAKE_CHAR, _MAKE_DIR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 7, 1 << 9, 1 << 11
 OWN = _ALL_RIGHTS & ~(_MAKE_CHAR | _MAKE_DIR | _MAKE_SOCK | _MAKE_BLOCK)
@@ -153,22 +182,34 @@ OWN = _ALL_RIGHTS & ~(_MAKE_CHAR | _MAKE_DIR | _MAKE_SOCK | _MAKE_BLOCK)
 
 
 def landlock(rights: dict[str, int]) -> None:
-    """Deny this thread, and everything it starts, access to the file system, except for `rights` by path.
+    """Deny this thread, and everything it starts, access to the file system, except for `rights` by
+    path.
 
-    Needs Landlock version 3. Version 4 and later also deny TCP; version 6 and later also deny signals to outside
-    processes and connections to their abstract sockets.
+    Needs Landlock version 3. Version 4 and later also deny TCP; version 6 and later also deny
+    signals to outside processes and connections to their abstract sockets.
     """
     version = landlock_version()
     files = _ALL_RIGHTS | (1 << 15 if version >= 5 else 0)  # ioctl on devices
-    attr = struct.pack("QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)[: 24 if version >= 6 else 16]
+    attr = struct.pack("QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)[
+        : 24 if version >= 6 else 16
+    ]
     size = ctypes.c_size_t(len(attr) if version >= 4 else 8)
-    rules = _syscall("landlock_create_ruleset", _NR_LANDLOCK_CREATE_RULESET, attr, size, ctypes.c_uint(0))
+    rules = _syscall(
+        "landlock_create_ruleset", _NR_LANDLOCK_CREATE_RULESET, attr, size, ctypes.c_uint(0)
+    )
     for path, allowed in rights.items():
         at = os.open(path, os.O_PATH | os.O_CLOEXEC)
         beneath = struct.pack("=Qi", allowed if os.path.isdir(path) else allowed & 0b111, at)
         _syscall(
-            f"landlock {path}", _NR_LANDLOCK_ADD_RULE, ctypes.c_int(rules), ctypes.c_int(1), beneath, ctypes.c_uint(0)
+            f"landlock {path}",
+            _NR_LANDLOCK_ADD_RULE,
+            ctypes.c_int(rules),
+            ctypes.c_int(1),
+            beneath,
+            ctypes.c_uint(0),
         )
         os.close(at)
-    _syscall("landlock_restrict_self", _NR_LANDLOCK_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0))
+    _syscall(
+        "landlock_restrict_self", _NR_LANDLOCK_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)
+    )
     os.close(rules)

@@ -1,11 +1,13 @@
-"""Runs a command that reaches nothing by network but one port of its own loopback, which is served from outside.
+"""Runs a command that reaches nothing by network but one port of its own loopback, which is served
+from outside.
 
     driver -- starts --> `main` -- fork --> first process -- fork --> the command
            <-- a listening socket -- (in new namespaces)
 
-A socket belongs to the network in which it was made. So `main` listens in the new network and sends the driver the
-socket, and a server of the driver's answers on it: nothing is forwarded, and there is nothing else to reach. When the
-command ends, so does the first process, and the kernel kills all that is left in its namespace.
+A socket belongs to the network in which it was made. So `main` listens in the new network and sends
+the driver the socket, and a server of the driver's answers on it: nothing is forwarded, and there
+is nothing else to reach. When the command ends, so does the first process, and the kernel kills all
+that is left in its namespace.
 
 This module runs in a process of its own, so it uses only the standard library.
 """
@@ -25,25 +27,39 @@ from agentrl.sandbox.filter import network_filter
 
 READY = b"ready"
 """What `main` sends with the socket. Anything else is what the machine lacks."""
-_SPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNET | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
+_SPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWIPC
+)
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # netdevice(7)
 _START = (
-    "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.network import main; del sys.path[0]; "
-    "main({channel}, {port}, {command!r})"
+    "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.network import main; del"
+    " sys.path[0]; main({channel}, {port}, {command!r})"
 )
 
 
 def contained(command: str, channel: int, port: int) -> str:
     """The command of a shell that runs `command` so, with `port` to listen on.
 
-    `channel`: the file descriptor of a connected socket, which it inherits, and over which it sends the listening one.
+    `channel`: the file descriptor of a connected socket, which it inherits, and over which it sends
+    the listening one.
     """
-    code = _START.format(source=str(Path(agentrl.__file__).parent.parent), channel=channel, port=port, command=command)
+    code = _START.format(
+        source=str(Path(agentrl.__file__).parent.parent),
+        channel=channel,
+        port=port,
+        command=command,
+    )
     return "exec " + shlex.join([sys.executable, "-I", "-S", "-c", code])
 
 
 def main(channel: int, port: int, command: str) -> None:
-    """Run the command, and exit as it does. What the machine lacks is sent over the channel, and nothing is run."""
+    """Run the command, and exit as it does. What the machine lacks is sent over the channel, and
+    nothing is run.
+    """
     with socket.socket(fileno=channel) as driver:
         try:
             listener = _enter(port)

@@ -1,4 +1,5 @@
-"""Messages between driver and jail: an `Order` to the jail, a dict of results back, each as its length and JSON.
+"""Messages between driver and jail: an `Order` to the jail, a dict of results back, each as its
+length and JSON.
 
 `DONE` follows the results, once nothing of the run is left.
 

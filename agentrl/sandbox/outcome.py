@@ -8,7 +8,9 @@ Limit = Literal["wall", "cpu", "memory", "disk", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The program ended by itself. `exit` is its status, or minus the signal that ended it; `seconds` is wall time."""
+    """The program ended by itself. `exit` is its status, or minus the signal that ended it;
+    `seconds` is wall time.
+    """
 
     stdout: str
     stderr: str
@@ -18,7 +20,9 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class LimitHit:
-    """The program was ended because it hit a limit; `stdout` and `stderr` are what it had written by then."""
+    """The program was ended because it hit a limit; `stdout` and `stderr` are what it had written
+    by then.
+    """
 
     which: Limit
     stdout: str = ""
@@ -28,8 +32,8 @@ class LimitHit:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLost:
-    """The sandbox failed, which says nothing about the program: retry it, and never score it. `final`: the program has
-    been there at two such failures, and is not run again.
+    """The sandbox failed, which says nothing about the program: retry it, and never score it.
+    `final`: the program has been there at two such failures, and is not run again.
     """
 
     error: str

@@ -17,7 +17,9 @@ from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
-_SET_ASIDE = f"{KILLS} sandboxes were lost in runs of the same program, so it is set aside and not run again"
+_SET_ASIDE = (
+    f"{KILLS} sandboxes were lost in runs of the same program, so it is set aside and not run again"
+)
 BACKENDS = ("namespaces", "landlock")
 """The isolation backends, strongest first (docs/sandbox.md)."""
 
@@ -87,13 +89,17 @@ class Sandbox:
         self._jails.clear()
         self.backend = ""
 
-    async def run(self, program: str, stdin: str = "", limits: SandboxLimits | None = None) -> Outcome:
+    async def run(
+        self, program: str, stdin: str = "", limits: SandboxLimits | None = None
+    ) -> Outcome:
         """Run a program as a main module with this text on its stdin. Waits until a jail is free.
 
         Cancelling kills the run. `limits` replace those of the config. What two jails were lost of is not run again.
         """
         if not self.backend:
-            raise RuntimeError("the sandbox is not running: write `async with Sandbox(config) as sandbox`")
+            raise RuntimeError(
+                "the sandbox is not running: write `async with Sandbox(config) as sandbox`"
+            )
         order = Order(program, stdin, **(limits or self.config.limits).model_dump())
         if self._losses and self._losses[_digest(order)] >= KILLS:
             return SandboxLost(_SET_ASIDE, final=True)
@@ -111,10 +117,15 @@ class Sandbox:
                 jail = None  # the next run starts a new one
             self._idle.put_nowait(jail)
 
-    async def run_all(self, programs: Sequence[tuple[str, str]], limits: SandboxLimits | None = None) -> list[Outcome]:
+    async def run_all(
+        self, programs: Sequence[tuple[str, str]], limits: SandboxLimits | None = None
+    ) -> list[Outcome]:
         """The outcomes of all (program, stdin) pairs; as many run at a time as there are jails."""
         async with Flow("sandbox") as flow:
-            runs = [flow.start(self.run(*each, limits), name=f"run-{at}") for at, each in enumerate(programs)]
+            runs = [
+                flow.start(self.run(*each, limits), name=f"run-{at}")
+                for at, each in enumerate(programs)
+            ]
         return [run.result() for run in runs]
 
     @property
@@ -150,15 +161,26 @@ class Sandbox:
                 continue
             await self._probe(jail)
             weaker = f"; stronger backends do not work here: {'; '.join(lacks)}" if lacks else ""
-            counted = "a control group" if jail.metered else "looking at its processes (no control group can be made)"
+            counted = (
+                "a control group"
+                if jail.metered
+                else "looking at its processes (no control group can be made)"
+            )
             level = logging.WARNING if lacks else logging.INFO
-            logger.log(level, "the sandbox isolates by %s, and counts by %s%s", self.backend, counted, weaker)
+            logger.log(
+                level,
+                "the sandbox isolates by %s, and counts by %s%s",
+                self.backend,
+                counted,
+                weaker,
+            )
             return jail
         self.backend = "unsafe" if self.config.allow_unsafe else ""
         if not self.backend:
             raise ConfigError(
-                f"this machine cannot isolate programs ({'; '.join(lacks)}). Allow user namespaces or Landlock there "
-                "(docs/sandbox.md), or write allow_unsafe: true, which lets programs do everything that you can"
+                f"this machine cannot isolate programs ({'; '.join(lacks)}). Allow user namespaces"
+                " or Landlock there (docs/sandbox.md), or write allow_unsafe: true, which lets"
+                " programs do everything that you can"
             )
         logger.warning("the sandbox does NOT isolate (allow_unsafe): %s", "; ".join(lacks))
         return await self._start()
@@ -167,7 +189,9 @@ class Sandbox:
         """Test the isolation: attempt everything that must fail."""
         outcome = await jail.run(Order(_BREAKOUTS, "", **SandboxLimits().model_dump()))
         if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:
-            raise ConfigError(f"the sandbox backend {self.backend} does not hold on this machine: {outcome}")
+            raise ConfigError(
+                f"the sandbox backend {self.backend} does not hold on this machine: {outcome}"
+            )
 
 
 def _digest(order: Order) -> bytes:

@@ -1,14 +1,16 @@
-"""The server of a jail: for each program it forks a supervisor, which forks the program, watches it and reports.
+"""The server of a jail: for each program it forks a supervisor, which forks the program, watches it
+and reports.
 
     driver --- channel ---> server -- fork --> supervisor -- fork --> program
                             reads nothing      reads the order        runs it
 
-A program inherits the memory of the processes that it was forked from, and can search it. So the server never reads
-what others have sent or written: only the supervisor does, and it ends with its program.
+A program inherits the memory of the processes that it was forked from, and can search it. So the
+server never reads what others have sent or written: only the supervisor does, and it ends with its
+program.
 
-A bare interpreter calls `main` (`agentrl.sandbox.jail`). In the server, `main` serves forever. In a program's process,
-all these frames return before the program runs, so that it has the whole stack, and it exits as any interpreter does.
-This module uses only the standard library.
+A bare interpreter calls `main` (`agentrl.sandbox.jail`). In the server, `main` serves forever. In a
+program's process, all these frames return before the program runs, so that it has the whole stack,
+and it exits as any interpreter does. This module uses only the standard library.
 """
 
 import array  # noqa: F401  `send_fds` imports it when it is called
@@ -43,7 +45,9 @@ from agentrl.sandbox.walls import WALLS, Walls
 TICK = 0.02
 """Seconds between two checks of the resources that a run has used."""
 _SOCKET_BYTES = 320 << 10
-"""What a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not raise it."""
+"""What a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not raise
+it.
+"""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _OPEN_FILES = 256
@@ -61,7 +65,8 @@ def main(
     group: Sequence[str],
 ) -> None:
     """Serve runs on the socket that is file descriptor 0 until its other end is closed."""
-    # With the default action, unlike with Python's handler, SIGINT does not reach the first process of a namespace.
+    # With the default action, unlike with Python's handler, SIGINT does not reach the first process
+    # of a namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     walls = WALLS[backend](readable, scratch, ControlGroup(group))
     channel = socket.socket(fileno=0)
@@ -95,7 +100,9 @@ def _serve(channel: socket.socket, walls: Walls) -> str:
 
 
 def _more(channel: socket.socket) -> bool:
-    """Wait for the next order, and leave it to be read; False if the driver is gone, or has closed this jail."""
+    """Wait for the next order, and leave it to be read; False if the driver is gone, or has closed
+    this jail.
+    """
     with suppress(ConnectionError):
         return bool(channel.recv(1, socket.MSG_PEEK))
     return False
@@ -127,7 +134,9 @@ def _supervise(channel: socket.socket, walls: Walls) -> str:
 
 
 def _heard(ready: socket.socket) -> tuple[bytes, int]:
-    """What the child has said until it closed its end, and the listener that it has sent; -1 for none."""
+    """What the child has said until it closed its end, and the listener that it has sent; -1 for
+    none.
+    """
     word, listener = b"", -1
     while True:
         part, fds, *_ = socket.recv_fds(ready, 1 << 12, 1)
@@ -159,7 +168,12 @@ class _Run:
     """One program from its fork to its end."""
 
     def __init__(
-        self, order: Order, walls: Walls, folder: str, child: int, fds: tuple[int, int, int, int, int]
+        self,
+        order: Order,
+        walls: Walls,
+        folder: str,
+        child: int,
+        fds: tuple[int, int, int, int, int],
     ) -> None:
         self.order, self.walls, self.folder, self.child = order, walls, folder, child
         self.channel, self.stdin, self.stdout, self.stderr, self.listener = fds
@@ -169,7 +183,11 @@ class _Run:
         self.input = memoryview(order.stdin.encode(errors="replace"))
         self.output = {self.stdout: bytearray(), self.stderr: bytearray()}
         self.poll = select.poll()
-        for fd, events in ((self.stdin, select.POLLOUT), (self.stdout, select.POLLIN), (self.stderr, select.POLLIN)):
+        for fd, events in (
+            (self.stdin, select.POLLOUT),
+            (self.stdout, select.POLLIN),
+            (self.stderr, select.POLLIN),
+        ):
             os.set_blocking(fd, False)
             self.poll.register(fd, events)
         self.poll.register(self.channel, select.POLLRDHUP)
@@ -178,7 +196,9 @@ class _Run:
             self.poll.register(fd, select.POLLIN)
 
     def to_its_end(self) -> dict[str, Any]:
-        """Watch the program until it ends or hits a limit; then kill its remaining processes, and report."""
+        """Watch the program until it ends or hits a limit; then kill its remaining processes, and
+        report.
+        """
         next_look = self.begun
         while self.exit is None and not self.hit:
             for fd, events in self.poll.poll(TICK * 1000):
@@ -194,8 +214,16 @@ class _Run:
         for fd in {self.stdin, self.stdout, self.stderr, self.ended, self.listener} - {-1}:
             os.close(fd)
         self.hit = self.hit or self._limit_hit_by_the_dead()
-        stdout, stderr = (self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr))
-        return {"hit": self.hit, "exit": self.exit, "stdout": stdout, "stderr": stderr, "seconds": seconds}
+        stdout, stderr = (
+            self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr)
+        )
+        return {
+            "hit": self.hit,
+            "exit": self.exit,
+            "stdout": stdout,
+            "stderr": stderr,
+            "seconds": seconds,
+        }
 
     def _attend(self, fd: int, events: int) -> None:
         if fd == self.ended:
@@ -227,11 +255,16 @@ class _Run:
     def _refusal(self, asked: kernel.AskedCall) -> int:
         """The error of a call that is refused, else 0.
 
-        A thread is refused as RLIMIT_NPROC does it. One may be under way for each that is counted, so that there may be
-        twice as many for a moment. A lock is refused on files of others, whom it would stall or tell something.
+        A thread is refused as RLIMIT_NPROC does it. One may be under way for each that is counted,
+        so that there may be twice as many for a moment. A lock is refused on files of others, whom
+        it would stall or tell something.
         """
         if is_clone(asked.number):
-            return errno.EAGAIN if len(os.listdir(f"/proc/{self.child}/task")) >= self.order.processes else 0
+            return (
+                errno.EAGAIN
+                if len(os.listdir(f"/proc/{self.child}/task")) >= self.order.processes
+                else 0
+            )
         try:
             path = os.readlink(f"/proc/{asked.thread}/fd/{asked.argument}")
         except FileNotFoundError:
@@ -285,8 +318,12 @@ class _Run:
         if cpu >= order.cpu:
             return "cpu"
         buffers = 0 if self.walls.group else _buffers_of(pids)
-        # `pages` counts shared pages once for each process that shares them. The exact count takes longer.
-        if pages * _PAGE + buffers > order.memory and sum(map(_memory_of, pids)) + buffers > order.memory:
+        # `pages` counts shared pages once for each process that shares them. The exact count takes
+        # longer.
+        if (
+            pages * _PAGE + buffers > order.memory
+            and sum(map(_memory_of, pids)) + buffers > order.memory
+        ):
             return "memory"
         if self.walls.used(self.folder, self.child) > order.disk:
             return "disk"
@@ -305,7 +342,9 @@ def _cpu_of_the_dead() -> float:
 
 
 def _buffers_of(pids: Sequence[int]) -> int:
-    """Bytes that the buffers of these processes' sockets may hold. Others than pairs of sockets cannot be made."""
+    """Bytes that the buffers of these processes' sockets may hold. Others than pairs of sockets
+    cannot be made.
+    """
     sockets = set()
     for pid in pids:
         with suppress(OSError):
@@ -318,7 +357,9 @@ def _buffers_of(pids: Sequence[int]) -> int:
 
 
 def _used_by(pid: int) -> tuple[float, int]:
-    """CPU seconds, including those of children it has waited for, and resident pages: proc_pid_stat(5)."""
+    """CPU seconds, including those of children it has waited for, and resident pages:
+    proc_pid_stat(5).
+    """
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return sum(map(int, fields[11:15])) / _CLOCK_TICKS, int(fields[21])
@@ -333,7 +374,9 @@ def _memory_of(pid: int) -> int:
 
 
 def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int, int]) -> None:
-    """In the child: set up the program's folder, streams and limits, and confine it. If that fails, nothing is run."""
+    """In the child: set up the program's folder, streams and limits, and confine it. If that fails,
+    nothing is run.
+    """
     *standard, say_ready = pipes
     try:
         os.setsid()
@@ -346,10 +389,15 @@ def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int,
         os.environ.update(HOME=folder, TMPDIR=folder)
         for limit, most in (
             (resource.RLIMIT_CPU, int(order.cpu) + 1),  # for programs faster than the checks
-            (resource.RLIMIT_AS, order.memory), (resource.RLIMIT_FSIZE, order.disk),
-            (resource.RLIMIT_NOFILE, _OPEN_FILES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
-            (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 128), (resource.RLIMIT_STACK, 8 << 20),
-        ):  # fmt: skip
+            (resource.RLIMIT_AS, order.memory),
+            (resource.RLIMIT_FSIZE, order.disk),
+            (resource.RLIMIT_NOFILE, _OPEN_FILES),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_SIGPENDING, 128),
+            (resource.RLIMIT_STACK, 8 << 20),
+        ):
             resource.setrlimit(limit, (most, most))
         if (listener := walls.listen()) is not None:
             with socket.socket(fileno=os.dup(say_ready)) as saying:
@@ -387,7 +435,8 @@ def _play(program: str) -> None:
         status = 1
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, trace)
-    # What an interpreter does at exit, except freeing every object, which takes longer than most programs.
+    # What an interpreter does at exit, except freeing every object, which takes longer than most
+    # programs.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for written in (sys.stdout, sys.stderr, sys.__stdout__):

@@ -1,4 +1,6 @@
-"""Shares one sandbox among all users of the same config: there are hundreds of environments, but few CPUs."""
+"""Shares one sandbox among all users of the same config: there are hundreds of environments, but
+few CPUs.
+"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -15,11 +17,14 @@ class _Entry:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-_entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, _Entry]] = WeakKeyDictionary()
+_entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, _Entry]] = (
+    WeakKeyDictionary()
+)
 
 
 async def borrow(config: SandboxConfig) -> Sandbox:
-    """The running event loop's sandbox for this config, started at the first call. Each `borrow` needs a `give_back`.
+    """The running event loop's sandbox for this config, started at the first call. Each `borrow`
+    needs a `give_back`.
 
     Raises:
         ConfigError: the machine cannot isolate.

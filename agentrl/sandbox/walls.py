@@ -1,7 +1,7 @@
 """The walls that confine a program: namespaces, Landlock or, on request, nothing.
 
-Walls confine a server, and around each program its supervisor. This module runs inside jails, so it uses only the
-standard library.
+Walls confine a server, and around each program its supervisor. This module runs inside jails, so it
+uses only the standard library.
 """
 
 import os
@@ -21,19 +21,25 @@ _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SMALL = "mode=0755,size=1m,nr_inodes=2k"
 _OURS = 3
-"""Processes that count as those of a program, though they are ours: the server, the supervisor and its parent."""
+"""Processes that count as those of a program, though they are ours: the server, the supervisor and
+its parent.
+"""
 FILES = 10_000
 """How many files and folders a run may have."""
 
 
 class Walls(ABC):
-    """A server calls `enter`; for each run, a supervisor `enclose`, `begin`, `confine` in its child, and `end`."""
+    """A server calls `enter`; for each run, a supervisor `enclose`, `begin`, `confine` in its
+    child, and `end`.
+    """
 
     counts_threads = False
     """Whether each new thread is asked for, because no limit of the kernel's counts them."""
 
     def __init__(self, readable: Sequence[str], scratch: str, group: ControlGroup) -> None:
-        """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the server is ready."""
+        """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the
+        server is ready.
+        """
         self.readable = readable
         self.scratch = scratch
         self.group = group
@@ -55,7 +61,9 @@ class Walls(ABC):
         """A fresh empty folder for a run."""
 
     def listen(self) -> int | None:
-        """In the child, before `confine`: the listener of calls that the supervisor answers, if it is asked for any."""
+        """In the child, before `confine`: the listener of calls that the supervisor answers, if it
+        is asked for any.
+        """
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         return kernel.listen(asking_filter(threads=self.counts_threads))
 
@@ -76,23 +84,36 @@ class Walls(ABC):
         """Remove the folder; no process of the run is left."""
 
     def used(self, folder: str, child: int) -> int:
-        """Bytes of the run's files, if nothing else limits them; more than any limit if there are too many."""
+        """Bytes of the run's files, if nothing else limits them; more than any limit if there are
+        too many.
+        """
         return 0
 
 
 class Namespaces(Walls):
-    """Its own root, read-only except for a small file system in memory; its own processes, network, IPC and users."""
+    """Its own root, read-only except for a small file system in memory; its own processes, network,
+    IPC and users.
+    """
 
     _FOLDER = "/box"
 
     def enter(self) -> None:
-        """Returns in the first process of the new namespaces: when that one ends, the kernel kills the rest."""
+        """Returns in the first process of the new namespaces: when that one ends, the kernel kills
+        the rest.
+        """
         os.umask(0o022)
         self._filter = seccomp_filter(metered=bool(self.group))
         root = os.geteuid() == 0
         uid, gid = os.geteuid(), os.getegid()
-        spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
-        kernel.unshare(spaces | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP | (0 if root else kernel.CLONE_NEWUSER))
+        spaces = (
+            kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
+        )
+        kernel.unshare(
+            spaces
+            | kernel.CLONE_NEWUTS
+            | kernel.CLONE_NEWCGROUP
+            | (0 if root else kernel.CLONE_NEWUSER)
+        )
         if not root:
             kernel.map_to_self(uid, gid)
         _go_on_in_child(self.group)
@@ -103,7 +124,8 @@ class Namespaces(Walls):
             os.setgroups([])
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
-        # In a nested user namespace, mounts cannot be removed, and processes are counted separately.
+        # In a nested user namespace, mounts cannot be removed, and processes are counted
+        # separately.
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         kernel.map_to_self(uid, gid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -125,14 +147,18 @@ class Namespaces(Walls):
             os.symlink(f"/proc/self/fd/{number}", f"{new}/dev/{name}")
         for device in _DEVICES:
             open(new + device, "x").close()
-        kernel.restrict_mounts(new, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
+        kernel.restrict_mounts(
+            new, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+        )
         for device in _DEVICES:
             kernel.mount(device, new + device, flags=kernel.MS_BIND)
         _mount_proc(f"{new}/proc")
         kernel.pivot_root(new)
 
     def enclose(self) -> None:
-        """Returns in the first process of a process namespace within that of the server: programs see only this one."""
+        """Returns in the first process of a process namespace within that of the server: programs
+        see only this one.
+        """
         kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
         super().enclose()
         _go_on_in_child()
@@ -176,7 +202,9 @@ class Landlock(Walls):
     def enter(self) -> None:
         """Check that Landlock is available; the server itself is not confined."""
         if kernel.landlock_version() < 3:
-            raise OSError(f"Landlock has version {kernel.landlock_version()}, but 3 is needed (Linux 6.2)")
+            raise OSError(
+                f"Landlock has version {kernel.landlock_version()}, but 3 is needed (Linux 6.2)"
+            )
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
     def begin(self, order: Order) -> str:
@@ -187,14 +215,18 @@ class Landlock(Walls):
         return self.scratch
 
     def confine(self, folder: str, order: Order) -> None:
-        """No capabilities, few files, no other process, a system call filter; it dies with the server."""
+        """No capabilities, few files, no other process, a system call filter; it dies with the
+        server.
+        """
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
         kernel.drop_capabilities()
         rights = dict.fromkeys(filter(os.path.exists, self.readable), kernel.READ)
-        kernel.landlock(rights | dict.fromkeys(_DEVICES, kernel.READ | kernel.WRITE) | {folder: kernel.OWN})
+        kernel.landlock(
+            rights | dict.fromkeys(_DEVICES, kernel.READ | kernel.WRITE) | {folder: kernel.OWN}
+        )
         kernel.install_filter(seccomp_filter(alone=os.getpid()))
 
     def processes(self, child: int) -> Sequence[int]:
@@ -211,7 +243,8 @@ class Landlock(Walls):
         shutil.rmtree(folder, ignore_errors=True)
 
     def used(self, folder: str, child: int) -> int:
-        """Bytes of disk blocks of the folder's files, and of those that have no name any longer and are still held.
+        """Bytes of disk blocks of the folder's files, and of those that have no name any longer and
+        are still held.
 
         The program cannot make folders in it, so there is only one level.
         """
@@ -230,7 +263,9 @@ class Landlock(Walls):
         self._sizes[found.st_ino] = max(found.st_size, found.st_blocks * 512)
 
     def _count_unlinked(self, folder: str, child: int, used: dict[int, int]) -> None:
-        """Add the files without a name (unlinked, or made with O_TMPFILE) that are open, or only mapped."""
+        """Add the files without a name (unlinked, or made with O_TMPFILE) that are open, or only
+        mapped.
+        """
         ours = f"{folder}/"
         descriptors = f"/proc/{child}/fd"
         with suppress(OSError):  # it has ended
@@ -239,7 +274,11 @@ class Landlock(Walls):
                     if os.readlink(f"{descriptors}/{name}").startswith(ours):
                         self._count(os.stat(f"{descriptors}/{name}"), used)
             with open(f"/proc/{child}/maps", errors="replace") as file:
-                mapped = [line.split(maxsplit=5) for line in file if ours in line and line.endswith(" (deleted)\n")]
+                mapped = [
+                    line.split(maxsplit=5)
+                    for line in file
+                    if ours in line and line.endswith(" (deleted)\n")
+                ]
             for addresses, *_, inode, path in mapped:
                 if path.startswith(ours) and int(inode) not in used:
                     used[int(inode)] = self._mapped(child, addresses, int(inode))
@@ -291,7 +330,9 @@ def _go_on_in_child(group: ControlGroup | None = None) -> None:
 
 
 def _mount_proc(path: str) -> None:
-    """Processes see only those that they may trace, which are their own, and nothing else of the kernel's."""
+    """Processes see only those that they may trace, which are their own, and nothing else of the
+    kernel's.
+    """
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
     kernel.mount("proc", path, "proc", flags, "hidepid=invisible,subset=pid")
 

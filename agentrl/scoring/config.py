@@ -28,11 +28,17 @@ from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Task
 
 _METHODS = ("score", "score_group", "evaluate")
-_WEIGHT = "Factor by which its score counts. A part of weight 0 only watches: if it fails, the score goes without it."
+_WEIGHT = (
+    "Factor by which its score counts. A part of weight 0 only watches: if it fails, the score goes"
+    " without it."
+)
 _PART: Mapping[str, Any] = {
     "weight": (Annotated[float, Field(allow_inf_nan=False, description=_WEIGHT)], 1.0),
     "as": (
-        Annotated[str | None, Field(min_length=1, description="Name of the part; by default the reward's name.")],
+        Annotated[
+            str | None,
+            Field(min_length=1, description="Name of the part; by default the reward's name."),
+        ],
         None,
     ),
     "success_at": (
@@ -40,14 +46,20 @@ _PART: Mapping[str, Any] = {
             float | None,
             Field(
                 allow_inf_nan=False,
-                description="The episode succeeded if this part's own score is at least this, where the environment "
-                "gives no verdict; with several such parts, if all are. Without any: if the whole score is above 0.",
+                description=(
+                    "The episode succeeded if this part's own score is at least this, where the"
+                    " environment gives no verdict; with several such parts, if all are. Without"
+                    " any: if the whole score is above 0."
+                ),
             ),
         ],
         None,
     ),
     "isolation": (
-        Annotated[Isolation | None, Field(description="Where its sync code runs: inline, in a thread, in a process.")],
+        Annotated[
+            Isolation | None,
+            Field(description="Where its sync code runs: inline, in a thread, in a process."),
+        ],
         None,
     ),
 }
@@ -64,7 +76,10 @@ class RewardsConfig:
     def dump(self) -> Any:
         """The section as it is written in a config; a part without a verdict does not speak of it."""
         dumped = [part.dump() for part in self.parts]
-        written = [{key: value for key, value in one.items() if (key, value) != ("success_at", None)} for one in dumped]
+        written = [
+            {key: value for key, value in one.items() if (key, value) != ("success_at", None)}
+            for one in dumped
+        ]
         return written if self.listed else written[0]
 
     @property
@@ -73,14 +88,18 @@ class RewardsConfig:
         return all(hasattr(part.factory, "score_group") for part in self.parts)
 
     def task_checks(self, name: str = "check_task") -> list[Callable[[Task], None]]:
-        """What parts check of a task before it is played: their methods of this name, if they have them."""
+        """What parts check of a task before it is played: their methods of this name, if they have
+        them.
+        """
         owners = [part.owner for part in map(_part, self.parts) if not part.watches]
         return [getattr(owner, name) for owner in owners if hasattr(owner, name)]
 
     @property
     def is_the_environments(self) -> bool:
         """Whether nothing is paid but what the environment pays."""
-        return all(getattr(part.factory, "pays_what_the_environment_pays", False) for part in self.parts)
+        return all(
+            getattr(part.factory, "pays_what_the_environment_pays", False) for part in self.parts
+        )
 
     def make(
         self,
@@ -90,10 +109,14 @@ class RewardsConfig:
         by_env: Mapping[str, "RewardsConfig"] = MappingProxyType({}),
         needed: Collection[str] = (),
     ) -> RewardPipeline:
-        """The reward itself, not yet entered; its rules run in the processes of `rules`. `by_env`: those of the
-        environments of a mixture that have their own. `needed`: parts that must not fail, whatever their weight.
+        """The reward itself, not yet entered; its rules run in the processes of `rules`. `by_env`:
+        those of the environments of a mixture that have their own. `needed`: parts that must not
+        fail, whatever their weight.
         """
-        others = {env: rewards.make(rules, deadline, retries, needed=needed) for env, rewards in by_env.items()}
+        others = {
+            env: rewards.make(rules, deadline, retries, needed=needed)
+            for env, rewards in by_env.items()
+        }
         parts = [replace(part, needed=part.name in needed) for part in map(_part, self.parts)]
         return RewardPipeline(parts, rules, deadline=deadline, retries=retries, by_env=others)
 
@@ -131,19 +154,28 @@ def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
     factory = identical.value
     if isinstance(factory, type):
         own: type[Settings] = getattr(factory, "Config", NoSettings)
-    elif any(hasattr(factory, method) for method in _METHODS):  # an instance that is a reward already
+    elif any(
+        hasattr(factory, method) for method in _METHODS
+    ):  # an instance that is a reward already
         own = NoSettings
     elif callable(factory):
         own = _of_function(name, factory)
     else:
-        raise ConfigError(f"the reward {name!r} is {factory!r:.80}; it must be a class or a function of a trajectory")
+        raise ConfigError(
+            f"the reward {name!r} is {factory!r:.80}; it must be a class or a function of a"
+            " trajectory"
+        )
     if taken := sorted(_PART.keys() & own.model_fields.keys()):
-        raise ConfigError(f"the reward {name!r} has a setting {taken[0]!r}, which every part has: rename it")
+        raise ConfigError(
+            f"the reward {name!r} has a setting {taken[0]!r}, which every part has: rename it"
+        )
     return create_model(own.__qualname__, __base__=own, **_PART)
 
 
 def made(factory: Any, settings: Mapping[str, Any]) -> Any:
-    """A reward from its class or function and its validated settings, put into its own settings class to pickle."""
+    """A reward from its class or function and its validated settings, put into its own settings
+    class to pickle.
+    """
     if not isinstance(factory, type):
         return partial(factory, **settings) if settings else factory
     return factory(factory.Config(**settings)) if hasattr(factory, "Config") else factory()
@@ -153,12 +185,14 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
     """The keyword-only parameters of a function as settings."""
     parameters = list(inspect.signature(function).parameters.values())
     required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if len(required) != 1:
         raise ConfigError(
-            f"the reward {name!r} is a function of {len(required)} arguments; write f(trajectory) -> float, "
-            "and settings after a star: f(trajectory, *, tolerance: float = 0.0)"
+            f"the reward {name!r} is a function of {len(required)} arguments; write f(trajectory)"
+            " -> float, and settings after a star: f(trajectory, *, tolerance: float = 0.0)"
         )
     hints = typing.get_type_hints(_with_hints(function), include_extras=True)
     fields: dict[str, Any] = {
@@ -170,7 +204,9 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
 
 
 def _with_hints(function: Any) -> Any:
-    """What has the types of a function's parameters: what a partial is of, and the `__call__` of an instance."""
+    """What has the types of a function's parameters: what a partial is of, and the `__call__` of an
+    instance.
+    """
     function = unbound(function)
     return function if inspect.isroutine(function) else type(function).__call__
 
@@ -179,12 +215,18 @@ def _part(component: Component) -> RewardPart:
     shared = {key: getattr(component.settings, key) for key in _PART}
     own = {key: value for key, value in component.settings if key not in _PART}
     reward = made(component.factory, own)
-    shared["isolation"] = shared["isolation"] or getattr(unbound(component.factory), "isolation", None)
+    shared["isolation"] = shared["isolation"] or getattr(
+        unbound(component.factory), "isolation", None
+    )
     if not (
-        callable(reward) or hasattr(reward, "score") or hasattr(reward, "evaluate") or isinstance(reward, GroupReward)
+        callable(reward)
+        or hasattr(reward, "score")
+        or hasattr(reward, "evaluate")
+        or isinstance(reward, GroupReward)
     ):
         raise ConfigError(
-            f"the reward {component.name!r} has no score(trajectory), score_group(trajectories) or content and evaluate"
+            f"the reward {component.name!r} has no score(trajectory), score_group(trajectories) or"
+            " content and evaluate"
         )
     named = name_of(component)
     return RewardPart(reward, named, shared["weight"], shared["isolation"], shared["success_at"])

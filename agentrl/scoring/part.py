@@ -1,6 +1,8 @@
-"""A part of a run's reward: a `Reward`, a `GroupReward`, a `Rule` or a plain function, behind one interface.
+"""A part of a run's reward: a `Reward`, a `GroupReward`, a `Rule` or a plain function, behind one
+interface.
 
-Sync code runs in a thread of its own unless `isolation` says otherwise; rules run in killable processes.
+Sync code runs in a thread of its own unless `isolation` says otherwise; rules run in killable
+processes.
 """
 
 import asyncio
@@ -23,18 +25,21 @@ from agentrl.trajectory import Score, Trajectory
 logger = logging.getLogger(__name__)
 
 Ask = Callable[[Sequence[Trajectory]], Awaitable[list[Score]]]
-"""Asks a part for the scores of a group, or of a single trajectory if the part scores those one by one.
+"""Asks a part for the scores of a group, or of a single trajectory if the part scores those one by
+one.
 
-Raises `RewardError` if the part returned something other than a score, and whatever the part itself raises.
+Raises `RewardError` if the part returned something other than a score, and whatever the part itself
+raises.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardPart:
-    """A reward with its name and weight. `isolation` is where its sync code runs. `success_at`: the lowest score of an
-    episode that succeeded, if this part says so.
+    """A reward with its name and weight. `isolation` is where its sync code runs. `success_at`: the
+    lowest score of an episode that succeeded, if this part says so.
 
-    One of weight 0 only watches: if it fails, the score goes without it, unless it is `needed` for something else.
+    One of weight 0 only watches: if it fails, the score goes without it, unless it is `needed` for
+    something else.
     """
 
     reward: Any
@@ -57,7 +62,9 @@ class RewardPart:
 
     @property
     def owner(self) -> Any:
-        """The reward, or what it is a `functools.partial` of: what may be entered, and have metrics."""
+        """The reward, or what it is a `functools.partial` of: what may be entered, and have
+        metrics.
+        """
         return unbound(self.reward)
 
     @property
@@ -66,14 +73,21 @@ class RewardPart:
         return isinstance(self.reward, GroupReward)
 
     def asked_in(self, pool: RulePool) -> Ask:
-        """The function that asks it, with the processes of `pool`, which will import the modules it needs."""
+        """The function that asks it, with the processes of `pool`, which will import the modules it
+        needs.
+        """
         call = self._call(pool)
 
         async def ask_each(trajectories: Sequence[Trajectory]) -> list[Score]:
-            return [as_score(await call(trajectory), len(trajectory.turns)) for trajectory in trajectories]
+            return [
+                as_score(await call(trajectory), len(trajectory.turns))
+                for trajectory in trajectories
+            ]
 
         async def ask_together(trajectories: Sequence[Trajectory]) -> list[Score]:
-            return as_scores(await call(trajectories), [len(trajectory.turns) for trajectory in trajectories])
+            return as_scores(
+                await call(trajectories), [len(trajectory.turns) for trajectory in trajectories]
+            )
 
         return ask_together if self.compares else ask_each
 
@@ -83,7 +97,9 @@ class RewardPart:
         if isinstance(reward, Rule):
             where: Isolation | None = getattr(reward, "isolation", None)
             pool.imports += [type(reward).__module__, *getattr(reward, "imports", ())]
-            return partial(_evaluate, reward, None if (self.isolation or where) == "inline" else pool)
+            return partial(
+                _evaluate, reward, None if (self.isolation or where) == "inline" else pool
+            )
         function = reward.score_group if self.compares else getattr(reward, "score", reward)
         isolation = self.isolation or getattr(self.owner, "isolation", "thread")
         if _is_async(function):
@@ -113,7 +129,8 @@ def module_of(function: Any) -> str:
 
 def _is_async(function: Any) -> bool:
     function = unbound(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    called = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def _check_it_pickles(function: Any, name: str) -> None:
@@ -121,13 +138,15 @@ def _check_it_pickles(function: Any, name: str) -> None:
         pickle.dumps(function)
     except Exception as error:  # pickle raises whatever the object's own code raises
         raise ConfigError(
-            f"the reward {name!r} cannot run in a process: {type(error).__name__}: {error}. Write a function at the "
-            "top level of a module, or isolation: thread"
+            f"the reward {name!r} cannot run in a process: {type(error).__name__}: {error}. Write a"
+            " function at the top level of a module, or isolation: thread"
         ) from error
 
 
 async def _awaited(function: Callable[[Any], Awaitable[Any]], argument: Any) -> Any:
-    """The result of a sync function, which may have returned a coroutine, as a lambda around an async one does."""
+    """The result of a sync function, which may have returned a coroutine, as a lambda around an
+    async one does.
+    """
     result = await function(argument)
     return await result if inspect.isawaitable(result) else result
 
@@ -149,7 +168,9 @@ async def _now(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _in_thread(function: Callable[[Any], Any], argument: Any) -> "asyncio.Future[Any]":
-    """Call it in its own daemon thread: a call that hangs is abandoned at its deadline, and blocks nothing else."""
+    """Call it in its own daemon thread: a call that hangs is abandoned at its deadline, and blocks
+    nothing else.
+    """
     future: Future[Any] = Future()
 
     def work() -> None:

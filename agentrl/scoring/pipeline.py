@@ -1,7 +1,7 @@
 """`RewardPipeline`: a run's reward, the weighted sum of named parts.
 
-Each part is asked within its deadline, and only failed parts are retried. Only here do failures of a reward become
-data: a failed score, never a number.
+Each part is asked within its deadline, and only failed parts are retried. Only here do failures of
+a reward become data: a failed score, never a number.
 """
 
 import asyncio
@@ -36,10 +36,12 @@ def _ignore(trajectory_id: str) -> None:
 
 
 class RewardPipeline:
-    """The parts of a run's reward. An async context manager: entering also enters the parts that are context managers.
+    """The parts of a run's reward. An async context manager: entering also enters the parts that
+    are context managers.
 
-    `deadline`: seconds for each call of a part. `retries`: how often a failed part is retried. `pool`: the processes
-    that rules run in. `by_env`: what scores the episodes of some environments instead, with the same pool.
+    `deadline`: seconds for each call of a part. `retries`: how often a failed part is retried.
+    `pool`: the processes that rules run in. `by_env`: what scores the episodes of some environments
+    instead, with the same pool.
 
     Raises:
         ValueError: there is no part, or two have the same name.
@@ -56,7 +58,9 @@ class RewardPipeline:
     ) -> None:
         names = [part.name for part in parts]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"a reward needs one or more parts, each with a name of its own, got {names}")
+            raise ValueError(
+                f"a reward needs one or more parts, each with a name of its own, got {names}"
+            )
         self.parts = tuple(parts)
         self._pool = pool or RulePool()
         self._by_env = by_env
@@ -70,7 +74,9 @@ class RewardPipeline:
         self._told: set[RewardPart] = set()
 
     @staticmethod
-    def of(reward: "Reward | GroupReward | RewardPipeline", deadline: float, retries: Retries) -> "RewardPipeline":
+    def of(
+        reward: "Reward | GroupReward | RewardPipeline", deadline: float, retries: Retries
+    ) -> "RewardPipeline":
         """`reward` itself if it is a pipeline, else a pipeline with it as the only part."""
         if isinstance(reward, RewardPipeline):
             return reward
@@ -80,7 +86,10 @@ class RewardPipeline:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(self._pool)
-            for part in [*self.parts, *(part for own in self._by_env.values() for part in own.parts)]:
+            for part in [
+                *self.parts,
+                *(part for own in self._by_env.values() for part in own.parts),
+            ]:
                 if hasattr(part.owner, "__aenter__"):
                     await opened.enter_async_context(part.owner)
             self._open = opened.pop_all()
@@ -101,7 +110,9 @@ class RewardPipeline:
         return total(self._single, [scores[0] for scores in scores_by_part])
 
     def score_turns(self, trajectory: Trajectory) -> Score:
-        """What the turns of an episode that goes on have earned so far, by the parts that score single turns."""
+        """What the turns of an episode that goes on have earned so far, by the parts that score
+        single turns.
+        """
         if own := self._by_env.get(trajectory.task.env):
             return own.score_turns(trajectory)
         played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
@@ -109,7 +120,10 @@ class RewardPipeline:
         return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
 
     async def score_group(
-        self, trajectories: Sequence[Trajectory], scores: Sequence[Score], failed: OnFailure = _ignore
+        self,
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score],
+        failed: OnFailure = _ignore,
     ) -> list[Score]:
         """The members' `scores` so far, with those of the parts that compare members added.
 
@@ -122,10 +136,15 @@ class RewardPipeline:
             return list(scores)
         scores_by_part = await _all(self._ask(part, trajectories, failed) for part in self._grouped)
         by_member = zip(*scores_by_part, strict=True)
-        return [total(self._grouped, of_member, base) for of_member, base in zip(by_member, scores, strict=True)]
+        return [
+            total(self._grouped, of_member, base)
+            for of_member, base in zip(by_member, scores, strict=True)
+        ]
 
     def metrics(self) -> dict[str, float]:
-        """The parts' own metrics since the last call, by the part's name, such as `scoring/judge/cost`."""
+        """The parts' own metrics since the last call, by the part's name, such as
+        `scoring/judge/cost`.
+        """
         found = {"restarts/rules": float(self._pool.died)} if self._pool.died else {}
         for part in self.parts:
             own = own_metrics(part.owner.metrics()) if hasattr(part.owner, "metrics") else {}
@@ -134,10 +153,14 @@ class RewardPipeline:
                 found[f"scoring/{part.name}/failed"] = float(self._failed.pop(part, 0))
         for env, pipeline in self._by_env.items():
             of_env = pipeline.metrics().items()
-            found |= {name.replace("scoring/", f"scoring/{env}/", 1): value for name, value in of_env}
+            found |= {
+                name.replace("scoring/", f"scoring/{env}/", 1): value for name, value in of_env
+            }
         return found
 
-    async def _ask(self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure) -> list[Score]:
+    async def _ask(
+        self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure
+    ) -> list[Score]:
         for failures in range(1, self._retries.reward + 2):
             scores = await self._ask_once(part, trajectories)
             found = [score.status for score in scores if isinstance(score.status, Failed)]
@@ -153,13 +176,16 @@ class RewardPipeline:
         return scores
 
     def _note(self, part: RewardPart, scores: Sequence[Score]) -> None:
-        """Tell that a part of weight 0 has failed: the first time in words, and each time in its metric."""
+        """Tell that a part of weight 0 has failed: the first time in words, and each time in its
+        metric.
+        """
         errors = [score.status.error for score in scores if isinstance(score.status, Failed)]
         self._failed[part] += len(errors)
         if part not in self._told:
             self._told.add(part)
             logger.warning(
-                "the reward %s, of weight 0, has failed, and scores go without it (metric scoring/%s/failed): %s",
+                "the reward %s, of weight 0, has failed, and scores go without it (metric"
+                " scoring/%s/failed): %s",
                 part.name,
                 part.name,
                 errors[0],
@@ -168,15 +194,20 @@ class RewardPipeline:
     async def _ask_once(self, part: RewardPart, trajectories: Sequence[Trajectory]) -> list[Score]:
         try:
             with span("rewards", part.name), deadline("reward", "reward", self._deadline):
-                # A reward is the user's code: what it changes must change no other reward, member or attempt.
-                return await self._asks[part]([trajectory.unshared() for trajectory in trajectories])
+                # A reward is the user's code: what it changes must change no other reward, member
+                # or attempt.
+                return await self._asks[part](
+                    [trajectory.unshared() for trajectory in trajectories]
+                )
         except ConfigError as error:
             if not part.watches:
                 raise
             failed = Score.failed(str(error))
         except RewardError as error:
             failed = Score.failed(str(error), final=error.final)
-        except RAISED_BY_CODE as error:  # a reward is the user's code: anything that it raises is its failure
+        except (
+            RAISED_BY_CODE
+        ) as error:  # a reward is the user's code: anything that it raises is its failure
             if is_cancellation(error):
                 raise
             failed = Score.failed(with_frame(error))
@@ -184,11 +215,13 @@ class RewardPipeline:
 
 
 def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | None = None) -> Score:
-    """The weighted sum of the `scores` of `parts`, added to `base`. The sum's own `parts` are unweighted, by name.
+    """The weighted sum of the `scores` of `parts`, added to `base`. The sum's own `parts` are
+    unweighted, by name.
 
-    A part's own parts are listed beside it: `judge` and `judge/clarity`, and so are its words; those by the name "" are
-    about the whole part. If any score failed, so does the sum, unless its part only watches. The sum says that the
-    episode succeeded if every part with a verdict does. Without any part, nothing is scored.
+    A part's own parts are listed beside it: `judge` and `judge/clarity`, and so are its words;
+    those by the name "" are about the whole part. If any score failed, so does the sum, unless its
+    part only watches. The sum says that the episode succeeded if every part with a verdict does.
+    Without any part, nothing is scored.
     """
     if base is not None and isinstance(base.status, Failed):
         return base
@@ -211,7 +244,9 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         for key, inner in score.parts.items():
             if key != part.name:
                 named[f"{part.name}/{key}"] = inner
-        words |= {f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()}
+        words |= {
+            f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()
+        }
     try:
         for one in (value, *turns):
             finite(one, "the weighted sum of its parts is")
@@ -219,11 +254,22 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         return Score.failed(f"{', '.join(part.name for part in parts)}: {error}")
     known = [verdict for verdict in verdicts if verdict is not None]
     status = Scored() if named or parts else Unscored()
-    return Score(settled(value, scale), named, status, turns=turns, words=words, success=all(known) if known else None)
+    return Score(
+        settled(value, scale),
+        named,
+        status,
+        turns=turns,
+        words=words,
+        success=all(known) if known else None,
+    )
 
 
-async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:
-    """A reward's score within a deadline, without retries; a failure gives a failed score, never a number."""
+async def score_trajectory(
+    reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float
+) -> Score:
+    """A reward's score within a deadline, without retries; a failure gives a failed score, never a
+    number.
+    """
     return await RewardPipeline.of(reward, seconds, _ONCE).score(trajectory)
 
 
@@ -233,5 +279,7 @@ async def _all(asked: Iterable[Coroutine[Any, Any, list[Score]]]) -> list[list[S
     if len(questions) == 1:
         return [await questions[0]]
     async with Flow("reward") as flow:
-        tasks = [flow.start(question, name=str(number)) for number, question in enumerate(questions)]
+        tasks = [
+            flow.start(question, name=str(number)) for number, question in enumerate(questions)
+        ]
     return [task.result() for task in tasks]

@@ -1,4 +1,6 @@
-"""Reads what a reward has returned: numbers of any library become floats, and what is no score is refused by name."""
+"""Reads what a reward has returned: numbers of any library become floats, and what is no score is
+refused by name.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +29,15 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
     words = {name: str(text) for name, text in _texts_to(returned.words, "words").items()}
     earned = turn_rewards(returned.turns)
     if turns is not None and len(earned) > turns:
-        raise ScoreError(f"the reward returned a Score with {len(earned)} turns for an episode of {turns}")
+        raise ScoreError(
+            f"the reward returned a Score with {len(earned)} turns for an episode of {turns}"
+        )
     named = {name: _part(part, name) for name, part in parts.items()}
     success = None if returned.success is None else read_number(returned.success)
     if returned.success is not None and success not in (0.0, 1.0):
         raise ScoreError(
-            f"the reward returned a Score with the success {_called(returned.success)}; write True or False"
+            f"the reward returned a Score with the success {_called(returned.success)}; write True"
+            " or False"
         )
     verdict = None if success is None else bool(success)
     # The mappings are new ones: a reward may use one for all that it scores.
@@ -45,11 +50,13 @@ def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
     Raises:
         ScoreError: they are no sequence of that many scores.
     """
-    listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned  # an array of numbers
+    listed = (
+        returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
+    )  # an array of numbers
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise ScoreError(
-            f"score_group returned {_called(returned)}; return a list with one Score or number for each trajectory, in "
-            "their order"
+            f"score_group returned {_called(returned)}; return a list with one Score or number for"
+            " each trajectory, in their order"
         )
     if len(listed) != len(turns):
         raise ScoreError(f"score_group returned {len(listed)} scores for {len(turns)} trajectories")
@@ -64,7 +71,9 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
     """
     listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise ScoreError(f"the reward returned {_called(returned)} for its turns; return a tuple of numbers")
+        raise ScoreError(
+            f"the reward returned {_called(returned)} for its turns; return a tuple of numbers"
+        )
     return tuple(finite(_number(one, "the reward returned for a turn")) for one in listed)
 
 
@@ -83,7 +92,9 @@ def own_metrics(returned: Any) -> dict[str, float]:
 
 
 def read_number(value: Any) -> float | None:
-    """A number of any library as a float, also a truth value, and an array that holds one number; else None."""
+    """A number of any library as a float, also a truth value, and an array that holds one number;
+    else None.
+    """
     if isinstance(value, Real | Decimal):
         try:
             return float(value)
@@ -123,19 +134,22 @@ def finite(value: float, what: str = "the reward returned", where: str = "") -> 
     if not math.isfinite(value):
         shown = "NaN" if math.isnan(value) else value
         raise ScoreError(
-            f"{what} {shown}{where}; a score and its parts must be finite numbers: if it cannot score, "
-            "raise RewardError or return Score.failed(why)"
+            f"{what} {shown}{where}; a score and its parts must be finite numbers: if it cannot"
+            " score, raise RewardError or return Score.failed(why)"
         )
     if abs(value) > LARGEST:
         raise ScoreError(
-            f"{what} {value:g}{where}, which is too large to learn from: a score and its parts are at most {LARGEST:g}"
+            f"{what} {value:g}{where}, which is too large to learn from: a score and its parts are"
+            f" at most {LARGEST:g}"
         )
     return value
 
 
 def _texts_to(returned: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
-        raise ScoreError(f"the reward returned {_called(returned)} for its {what}; write a dict by name")
+        raise ScoreError(
+            f"the reward returned {_called(returned)} for its {what}; write a dict by name"
+        )
     return returned
 
 
@@ -145,4 +159,8 @@ def _called(value: Any) -> str:
         return "None"
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Sequence | Mapping):
         return f"a {type(value).__name__}"
-    return f"{value!r:.80}" if isinstance(value, str | bytes) else f"{value!r:.80} (a {type(value).__name__})"
+    return (
+        f"{value!r:.80}"
+        if isinstance(value, str | bytes)
+        else f"{value!r:.80} (a {type(value).__name__})"
+    )

@@ -1,12 +1,15 @@
 """`RulePool`: runs pure functions in processes that can be killed, and caches their results.
 
-A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits) blocks its process, and
-often holds the interpreter's lock, so that no handler or thread can end it. Each call therefore has limits:
+A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits)
+blocks its process, and often holds the interpreter's lock, so that no handler or thread can end it.
+Each call therefore has limits:
 
-- CPU time and memory. Only what is judged can use them up, so that is a verdict: `RuleLimitError`, and the content is
-  wrong. The kernel ends a process that has computed for too long; it is replaced (pebble's `ProcessPool`).
-- A deadline on the clock, counted from when a process begins it. One that is missed without the CPU time having been
-  used is the machine's fault, and a failure: the rule is asked again, so that a busy machine never makes a zero.
+- CPU time and memory. Only what is judged can use them up, so that is a verdict: `RuleLimitError`,
+  and the content is wrong. The kernel ends a process that has computed for too long; it is replaced
+  (pebble's `ProcessPool`).
+- A deadline on the clock, counted from when a process begins it. One that is missed without the CPU
+  time having been used is the machine's fault, and a failure: the rule is asked again, so that a
+  busy machine never makes a zero.
 """
 
 import asyncio
@@ -29,7 +32,13 @@ from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
 from agentrl.blame import RAISED_BY_CODE, with_frame
-from agentrl.errors import AgentRLError, ConfigError, LethalContentError, RewardError, RuleLimitError
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    LethalContentError,
+    RewardError,
+    RuleLimitError,
+)
 from agentrl.flow import Suspicion
 from agentrl.protocols import Settings
 
@@ -42,8 +51,8 @@ class RulePoolConfig(Settings):
     cpu_seconds: float = Field(5.0, gt=0)
     """CPU seconds for one verdict. Content that takes more is wrong."""
     deadline: float = Field(40.0, gt=0)
-    """Seconds for one verdict, after which its process is killed and the rule is asked again. It must be well above
-    `cpu_seconds`, since a busy machine gives a rule its CPU time later."""
+    """Seconds for one verdict, after which its process is killed and the rule is asked again. It
+    must be well above `cpu_seconds`, since a busy machine gives a rule its CPU time later."""
     memory_mb: int = Field(4096, ge=512)
     """Address space of a process, in megabytes. Content that takes more is wrong."""
     cache: int = Field(100_000, ge=0)
@@ -55,7 +64,8 @@ class RuleDiedError(RewardError):
 
 
 class RulePool:
-    """Runs pure functions in killable processes. An async context manager; leaving it ends the processes.
+    """Runs pure functions in killable processes. An async context manager; leaving it ends the
+    processes.
 
     Each process imports the modules `imports` before its first deadline begins.
     """
@@ -84,12 +94,16 @@ class RulePool:
         """Drop all cached verdicts."""
         self._known.clear()
 
-    async def run(self, function: Callable[[Any], Any], argument: Any, *, cached: bool = True) -> Any:
-        """`function(argument)`, both of which must pickle; if `cached`, a repeated call is answered from the cache.
+    async def run(
+        self, function: Callable[[Any], Any], argument: Any, *, cached: bool = True
+    ) -> Any:
+        """`function(argument)`, both of which must pickle; if `cached`, a repeated call is answered
+        from the cache.
 
         Raises:
             RuleLimitError: the function used up its CPU time or memory.
-            RewardError: the function raised, missed its deadline or took its process down; or pickling failed.
+            RewardError: the function raised, missed its deadline or took its process down; or
+            pickling failed.
             LethalContentError: it has taken two processes down with this argument.
             ConfigError: the function raised it.
         """
@@ -98,8 +112,9 @@ class RulePool:
             call = pickle.dumps((function, argument))
         except Exception as error:  # pickle raises whatever the object's own code raises
             raise RewardError(
-                f"{name} cannot run in a process: {type(error).__name__}: {error}. Its argument and its own state must "
-                'pickle; or run it in this process with isolation: inline (or "thread")'
+                f"{name} cannot run in a process: {type(error).__name__}: {error}. Its argument and"
+                " its own state must pickle; or run it in this process with isolation: inline (or"
+                ' "thread")'
             ) from error
         key = blake2b(call, digest_size=16).digest()
         if cached and key in self._known:
@@ -127,18 +142,21 @@ class RulePool:
         return verdict
 
     async def ask(self, name: str, call: bytes) -> Any:
-        """The result of a pickled (function, argument) from a process, without the cache; `name` is for errors.
+        """The result of a pickled (function, argument) from a process, without the cache; `name` is
+        for errors.
 
         Raises:
             RewardError, ConfigError: as `run`.
         """
         pool = self._pool = self._pool or self._start()
         try:
-            return await asyncio.wrap_future(pool.schedule(_call, args=[call], timeout=self._config.deadline))
+            return await asyncio.wrap_future(
+                pool.schedule(_call, args=[call], timeout=self._config.deadline)
+            )
         except FutureTimeoutError as error:
             raise RewardError(
-                f"{name} did not answer within {self._config.deadline:g} s (rollout.rules.deadline): "
-                "its process was killed"
+                f"{name} did not answer within {self._config.deadline:g} s"
+                " (rollout.rules.deadline): its process was killed"
             ) from error
         except BrokenProcessPool as error:
             if self._pool is pool:
@@ -150,9 +168,12 @@ class RulePool:
         except ProcessExpired as error:
             if -error.exitcode in (signal.SIGPROF, signal.SIGXCPU):
                 raise RuleLimitError(
-                    f"{name} computed for more than {self._config.cpu_seconds:g} s (rollout.rules.cpu_seconds)"
+                    f"{name} computed for more than {self._config.cpu_seconds:g} s"
+                    " (rollout.rules.cpu_seconds)"
                 ) from error
-            raise RuleDiedError(f"{name} took its process down (exit status {error.exitcode})") from error
+            raise RuleDiedError(
+                f"{name} took its process down (exit status {error.exitcode})"
+            ) from error
         except MemoryError as error:
             raise RuleLimitError(
                 f"{name} needed more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
@@ -165,12 +186,21 @@ class RulePool:
             raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
 
     def _start(self) -> ProcessPool:
-        context = multiprocessing.get_context("forkserver")  # a fork of a driver with threads could hang
-        context.set_forkserver_preload(self.imports)  # if this starts the fork server, its processes have them at once
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # a fork of a driver with threads could hang
+        context.set_forkserver_preload(
+            self.imports
+        )  # if this starts the fork server, its processes have them at once
         return ProcessPool(
             max_workers=self._config.workers,
             initializer=_prepare,
-            initargs=[self._config.memory_mb << 20, self._config.cpu_seconds, list(sys.path), self.imports],
+            initargs=[
+                self._config.memory_mb << 20,
+                self._config.cpu_seconds,
+                list(sys.path),
+                self.imports,
+            ],
             context=context,
         )
 
@@ -197,18 +227,24 @@ def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str
 
 
 def _call(call: bytes) -> Any:
-    """Make one call. The kernel ends this process once it has computed too long, also if the driver is gone."""
+    """Make one call. The kernel ends this process once it has computed too long, also if the driver
+    is gone.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = math.ceil(used.ru_utime + used.ru_stime + _cpu_seconds) + 1
     _limit(resource.RLIMIT_CPU, most)  # in case that a rule handles the timer's signal
     function, argument = pickle.loads(call)
-    signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # SIGPROF, whose default action ends the process
+    signal.setitimer(
+        signal.ITIMER_PROF, _cpu_seconds
+    )  # SIGPROF, whose default action ends the process
     try:
         return function(argument)
     except (AgentRLError, MemoryError):
         raise
     except RAISED_BY_CODE as error:
-        raise _RuleRaisedError(with_frame(error)) from error  # here, because a traceback does not pickle
+        raise _RuleRaisedError(
+            with_frame(error)
+        ) from error  # here, because a traceback does not pickle
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

@@ -1,7 +1,7 @@
 """Runs rules on workers of the cluster; each worker has a `RulePool` of one process on its machine.
 
-The worker's pool kills a rule that misses its deadline. A worker that dies or stops responding is replaced while the
-others continue.
+The worker's pool kills a rule that misses its deadline. A worker that dies or stops responding is
+replaced while the others continue.
 """
 
 import asyncio
@@ -34,8 +34,9 @@ class RuleWorker:
 
 
 class RuleWorkers(RulePool):
-    """A `RulePool` whose processes are those of `count` workers of the role "reward"; entering it starts them.
-    `restarts`: how often in a row the worker of a rank may be replaced without a verdict in between.
+    """A `RulePool` whose processes are those of `count` workers of the role "reward"; entering it
+    starts them. `restarts`: how often in a row the worker of a rank may be replaced without a
+    verdict in between.
 
     Raises:
         WorkerDiedError: while it is open: the workers of a rank keep dying.
@@ -98,7 +99,9 @@ class RuleWorkers(RulePool):
             self._flow.start(self._return(rank, worker), name=str(rank))
 
     async def _return(self, rank: int, worker: Worker) -> None:
-        """Mark the worker idle once it has answered, which takes up to a deadline if the caller stopped waiting."""
+        """Mark the worker idle once it has answered, which takes up to a deadline if the caller
+        stopped waiting.
+        """
         try:
             await worker.call("idle")
             self._idle.put_nowait((rank, worker))
@@ -116,7 +119,9 @@ class RuleWorkers(RulePool):
         self._begin(rank, await self._start_rank(rank))
 
     async def _start_rank(self, rank: int) -> Worker:
-        return await self._start_worker("reward", partial(RuleWorker, self._config, self.imports), rank)
+        return await self._start_worker(
+            "reward", partial(RuleWorker, self._config, self.imports), rank
+        )
 
     def _begin(self, rank: int, worker: Worker) -> None:
         self._workers[rank] = worker

@@ -7,11 +7,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 DEEPEST = 100
-"""Most levels of lists and mappings in each other. JSON's readers take some 200, counting what is around a value."""
+"""Most levels of lists and mappings in each other. JSON's readers take some 200, counting what is
+around a value.
+"""
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong: where, as a path of fields and numbers, what, and pydantic's name of its kind."""
+    """One thing that is wrong: where, as a path of fields and numbers, what, and pydantic's name of
+    its kind.
+    """
 
     where: str
     what: str
@@ -24,13 +28,15 @@ class Fault(NamedTuple):
 def faults(error: ValidationError, value: Any) -> list[Fault]:
     """What is wrong with `value`, one for each field.
 
-    Where a field takes one of several types, pydantic reports what is wrong for each of them. The one that was meant
-    is the one that got furthest; the others would name a false reason.
+    Where a field takes one of several types, pydantic reports what is wrong for each of them. The
+    one that was meant is the one that got furthest; the others would name a false reason.
     """
     by_field: dict[Any, list[ErrorDetails]] = {}
     for one in error.errors(include_url=False):
         by_field.setdefault(one["loc"][:1], []).append(one)
-    return [_fault(max(found, key=lambda one: _depth(one, value)), value) for found in by_field.values()]
+    return [
+        _fault(max(found, key=lambda one: _depth(one, value)), value) for found in by_field.values()
+    ]
 
 
 def _fault(error: ErrorDetails, value: Any) -> Fault:
@@ -39,7 +45,9 @@ def _fault(error: ErrorDetails, value: Any) -> Fault:
 
 
 def _depth(error: ErrorDetails, value: Any) -> tuple[int, bool]:
-    """How far into the value it got. Of equally far ones, what a check of its own says is more than a type's name."""
+    """How far into the value it got. Of equally far ones, what a check of its own says is more than
+    a type's name.
+    """
     return len(_place(error, value)), not error["type"].endswith(("_type", "_parsing"))
 
 

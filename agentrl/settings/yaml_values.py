@@ -1,8 +1,10 @@
-"""YAML as agentrl reads and writes it. Config files, saved configs, overrides and options on the command line all come
-through here, so that the same text is the same value everywhere, and a saved value is read back as it was.
+"""YAML as agentrl reads and writes it. Config files, saved configs, overrides and options on the
+command line all come through here, so that the same text is the same value everywhere, and a saved
+value is read back as it was.
 
-A value is text, a number, true, false, null, a list, or a mapping with texts as keys: what JSON has too. Scalars
-without quotes are read as by YAML 1.2, whatever PyYAML was built with, with YAML 1.1's words for true and false:
+A value is text, a number, true, false, null, a list, or a mapping with texts as keys: what JSON has
+too. Scalars without quotes are read as by YAML 1.2, whatever PyYAML was built with, with YAML 1.1's
+words for true and false:
 
     1e-3  .5  1_000  0x1F  0o17   numbers            '1e-3'  "007"         text: quotes make a text
     .inf  .nan                    floats             inf  nan  12:30       text
@@ -22,7 +24,9 @@ from agentrl.settings.faults import DEEPEST
 _CORE = "tag:yaml.org,2002:"
 _WORDS = {
     "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
-    "bool": re.compile(r"(?:(?:yes|true|on|no|false|off)|(?:Yes|True|On|No|False|Off)|(?:YES|TRUE|ON|NO|FALSE|OFF))\Z"),
+    "bool": re.compile(
+        r"(?:(?:yes|true|on|no|false|off)|(?:Yes|True|On|No|False|Off)|(?:YES|TRUE|ON|NO|FALSE|OFF))\Z"
+    ),
     "int": re.compile(r"(?:[-+]?[0-9]+(?:_[0-9]+)*|[-+]?0(?:x[0-9a-fA-F]+|o[0-7]+|b[01]+))\Z"),
     "float": re.compile(
         r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
@@ -59,11 +63,12 @@ for _tag, _pattern in _WORDS.items():
 
 
 def read_yaml(text: str | bytes, where: str) -> yaml.Node | None:
-    """The tree of a YAML text, in which keys are unique texts and merges (`<<: *base`) are done; None if it is empty.
+    """The tree of a YAML text, in which keys are unique texts and merges (`<<: *base`) are done;
+    None if it is empty.
 
     Raises:
-        ConfigError: it is no YAML, or holds what is no value of settings. Begins with `where` and the line, unless
-            `where` is empty.
+        ConfigError: it is no YAML, or holds what is no value of settings. Begins with `where` and
+            the line, unless `where` is empty.
     """
     try:
         root = yaml.compose(text, Loader=_Reader)
@@ -71,7 +76,9 @@ def read_yaml(text: str | bytes, where: str) -> yaml.Node | None:
         character = f"0x{error.character:x}, character {error.position}: {error.reason}"
         raise ConfigError(f"{where} cannot be read as YAML: {character}".strip()) from error
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{_place(where, error.problem_mark)}this is not YAML: {_problem(error)}") from error
+        raise ConfigError(
+            f"{_place(where, error.problem_mark)}this is not YAML: {_problem(error)}"
+        ) from error
     except RecursionError as error:
         raise ConfigError(f"{_place(where, None)}{_TOO_DEEP}") from error
     return None if root is None else _Tree(where).plain(root, ())
@@ -113,7 +120,12 @@ def to_yaml(value: Any) -> str:
 def in_yaml(value: Any) -> str:
     """The value in one line, as an override would write it."""
     text = yaml.dump(
-        value, Dumper=_LineWriter, sort_keys=False, default_flow_style=True, allow_unicode=True, width=math.inf
+        value,
+        Dumper=_LineWriter,
+        sort_keys=False,
+        default_flow_style=True,
+        allow_unicode=True,
+        width=math.inf,
     )
     return text.removesuffix("...\n").rstrip("\n")
 
@@ -158,8 +170,12 @@ class _Tree:
         self._check_scalar(node)
         return node
 
-    def _pairs(self, node: yaml.MappingNode, within: tuple[yaml.Node, ...]) -> list[tuple[yaml.Node, yaml.Node]]:
-        """The keys and values of a mapping: first what is merged into it, as far as it does not write that itself."""
+    def _pairs(
+        self, node: yaml.MappingNode, within: tuple[yaml.Node, ...]
+    ) -> list[tuple[yaml.Node, yaml.Node]]:
+        """The keys and values of a mapping: first what is merged into it, as far as it does not
+        write that itself.
+        """
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merges = 0
@@ -176,7 +192,10 @@ class _Tree:
                         merged.setdefault(one.value, (one, value))
             elif key.value in own:
                 first = own[key.value][0].start_mark.line + 1
-                raise self._wrong(key, f"{key.value!r} for the second time, after line {first}: leave one of them out")
+                raise self._wrong(
+                    key,
+                    f"{key.value!r} for the second time, after line {first}: leave one of them out",
+                )
             elif not key.value and not key.style:
                 raise self._wrong(key, "a value without a key")
             else:
@@ -187,7 +206,10 @@ class _Tree:
         """The mappings that `<<` names."""
         for base in node.value if isinstance(node, yaml.SequenceNode) else [node]:
             if not isinstance(base, yaml.MappingNode):
-                raise self._wrong(base, f"`{_MERGE}` without a mapping: write `{_MERGE}: *name`, after `&name {{...}}`")
+                raise self._wrong(
+                    base,
+                    f"`{_MERGE}` without a mapping: write `{_MERGE}: *name`, after `&name {{...}}`",
+                )
             if any(base is one for one in within):
                 raise self._wrong(base, "an anchor that holds itself: write the value out")
             yield base
@@ -197,7 +219,9 @@ class _Tree:
         if kind not in {*_WORDS, "str"}:
             raise self._wrong_tag(node)
         if any("\ud800" <= character <= "\udfff" for character in node.value):
-            raise self._wrong(node, f"{node.value!r:.80}, which has half of a surrogate pair and is no text")
+            raise self._wrong(
+                node, f"{node.value!r:.80}, which has half of a surrogate pair and is no text"
+            )
         if kind != "str" and not _WORDS[kind].match(node.value):
             raise self._wrong(node, f"{node.value!r:.80}, which is no {kind}")
         try:
@@ -205,7 +229,9 @@ class _Tree:
         except ValueError as error:  # thousands of digits
             raise self._wrong(node, f"a number that is too long: {error}") from error
         if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
-            raise self._wrong(node, f"{node.value:.80}, which is too large a number: put quotes around a text")
+            raise self._wrong(
+                node, f"{node.value:.80}, which is too large a number: put quotes around a text"
+            )
 
     def _check_tag(self, node: yaml.Node, kind: str) -> None:
         if node.tag != _CORE + kind:
@@ -213,7 +239,10 @@ class _Tree:
 
     def _wrong_tag(self, node: yaml.Node) -> ConfigError:
         tag = node.tag.replace(_CORE, "!!", 1)
-        return self._wrong(node, f"the tag {tag}: settings are text, numbers, true, false, null, lists and mappings")
+        return self._wrong(
+            node,
+            f"the tag {tag}: settings are text, numbers, true, false, null, lists and mappings",
+        )
 
     def _wrong(self, node: yaml.Node, what: str) -> ConfigError:
         return ConfigError(f"{_place(self._where, node.start_mark)}{what}")

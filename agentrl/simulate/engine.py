@@ -1,12 +1,15 @@
-"""An engine that takes time but computes nothing: slots, a batch that slows down as it grows, a KV cache, versions.
+"""An engine that takes time but computes nothing: slots, a batch that slows down as it grows, a KV
+cache, versions.
 
-All running requests advance together on one *token clock*. For each second of the event loop, it advances by
+All running requests advance together on one *token clock*. For each second of the event loop, it
+advances by
 
     1 / (1 + slowdown * max(0, running - knee) / knee)        seconds.
 
-On that clock, a request needs `prefill_seconds_per_token` for each prompt token that is not cached, and then
-`seconds_per_token` for each token it samples. So the only events are arrivals, ends, updates and a full KV cache. There
-are no events per token, and a single timer serves all requests. The clock gives what a request has sampled by now.
+On that clock, a request needs `prefill_seconds_per_token` for each prompt token that is not cached,
+and then `seconds_per_token` for each token it samples. So the only events are arrivals, ends,
+updates and a full KV cache. There are no events per token, and a single timer serves all requests.
+The clock gives what a request has sampled by now.
 """
 
 import asyncio
@@ -37,9 +40,14 @@ LengthOf = Callable[[GenerateRequest], int]
 FILLER, END = 1, 0
 """The token that answers consist of, and their last token if the request names no stop token."""
 
-_EARLY = 1e-5  # seconds; a timer may fire early, by the clock's resolution, and must still handle what is due
-_POPULATION = 1 << 14  # answer lengths drawn in advance: seeding a generator per request would cost more than the rest
-_SESSIONS = 1 << 16  # finished sessions whose prefix is remembered when the cache has no limit, to bound memory
+# seconds; a timer may fire early, by the clock's resolution, and must still handle what is due
+_EARLY = 1e-5
+_POPULATION = (
+    1 << 14
+)  # answer lengths drawn in advance: seeding a generator per request would cost more than the rest
+_SESSIONS = (
+    1 << 16
+)  # finished sessions whose prefix is remembered when the cache has no limit, to bound memory
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +66,9 @@ class _Live:
     finish: float = 0.0
     made: int = 0  # tokens sampled up to the last update or preemption
     kv_version: int = 0
-    splits: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled by then, version of the last ones)
+    splits: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (tokens sampled by then, version of the last ones)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -68,18 +78,21 @@ class _Live:
 class SimulatedEngine:
     """An `Engine` on any loop's clock, cheap enough for millions of requests.
 
-    Ends, interruptions, updates and cancellations take effect immediately; a token that is due at the moment of an
-    update is sampled before it. A finished request leaves its KV for the next one of its session, until the space is
-    needed (least recently used first) or the weights change.
+    Ends, interruptions, updates and cancellations take effect immediately; a token that is due at
+    the moment of an update is sampled before it. A finished request leaves its KV for the next one
+    of its session, until the space is needed (least recently used first) or the weights change.
 
     Args:
         config: The settings.
-        length_of: The length of each answer; by default drawn from `answer_tokens` by the request's seed. So an
-            episode that is played again, or under another scheduler, gets the same lengths.
+        length_of: The length of each answer; by default drawn from `answer_tokens` by the request's
+            seed. So an episode that is played again, or under another scheduler, gets the same
+            lengths.
     """
 
     class Config(Settings):
-        """Settings of the simulated engine. With all times 0 it is *instant*: it answers at once, without a batch."""
+        """Settings of the simulated engine. With all times 0 it is *instant*: it answers at once,
+        without a batch.
+        """
 
         slots: int = Field(64, gt=0)
         """Most requests decoded at once; the others wait, in order of priority and arrival."""
@@ -88,7 +101,9 @@ class SimulatedEngine:
         prefill_seconds_per_token: float = Field(0.0, ge=0)
         """Seconds for each prompt token that is not cached."""
         slowdown: float = Field(0.0, ge=0)
-        """How much all requests slow down for each further `knee` requests: 1 means twice the seconds at 2 * knee."""
+        """How much all requests slow down for each further `knee` requests: 1 means twice the
+        seconds at 2 * knee.
+        """
         knee: int = Field(64, gt=0)
         """Most requests at once that do not slow each other down."""
         answer_tokens: Latency = Constant(value=64)
@@ -96,11 +111,17 @@ class SimulatedEngine:
         max_context: int = Field(32768, gt=1)
         """Largest prompt plus completion, in tokens."""
         kv_tokens: int | None = Field(None, gt=1)
-        """Capacity of the KV cache in tokens; when it is full, the newest of the least urgent requests is preempted."""
+        """Capacity of the KV cache in tokens; when it is full, the newest of the least urgent
+        requests is preempted.
+        """
         kv_on_update: Literal["recompute", "keep"] = "recompute"
-        """Whether running requests prefill their context again after a weight update (`recompute`) or not (`keep`)."""
+        """Whether running requests prefill their context again after a weight update (`recompute`)
+        or not (`keep`).
+        """
         lost: float = Field(0.0, ge=0, le=1)
-        """Share of requests that are never answered, drawn by the request's seed. They occupy no slot."""
+        """Share of requests that are never answered, drawn by the request's seed. They occupy no
+        slot.
+        """
         hangs_at: float | None = Field(None, ge=0)
         """Second of the event loop's clock at which the engine silently stops working."""
         dies_at: float | None = Field(None, ge=0)
@@ -112,16 +133,21 @@ class SimulatedEngine:
         def _cache_holds_a_request(self) -> Self:
             if self.kv_tokens is not None and self.kv_tokens < self.max_context:
                 raise ValueError(
-                    f"kv_tokens ({self.kv_tokens}) must hold one request of max_context ({self.max_context})"
+                    f"kv_tokens ({self.kv_tokens}) must hold one request of max_context"
+                    f" ({self.max_context})"
                 )
             if self.kv_tokens is not None and self.seconds_per_token == 0:
-                raise ValueError("kv_tokens needs seconds_per_token > 0: the cache fills as tokens are sampled")
+                raise ValueError(
+                    "kv_tokens needs seconds_per_token > 0: the cache fills as tokens are sampled"
+                )
             return self
 
     def __init__(self, config: Config | None = None, length_of: LengthOf | None = None) -> None:
         self._config = config or self.Config()
         self._length_of = length_of or _drawn_by_seed(self._config)
-        self._instant = self._config.seconds_per_token == self._config.prefill_seconds_per_token == 0
+        self._instant = (
+            self._config.seconds_per_token == self._config.prefill_seconds_per_token == 0
+        )
         self._version = 0
         self._clock = 0.0  # the token clock, as of `_at`
         self._at = 0.0
@@ -131,9 +157,13 @@ class SimulatedEngine:
         self._resumed: dict[str, int] = {}  # tokens left of interrupted requests
         self._running: dict[_Live, None] = {}
         self._num_waiting = 0
-        self._waiting: list[tuple[int, int, _Live]] = []  # heaps; entries of ended requests are dropped at the top
+        self._waiting: list[
+            tuple[int, int, _Live]
+        ] = []  # heaps; entries of ended requests are dropped at the top
         self._finishing: list[tuple[float, int, _Live]] = []
-        self._prompts = 0  # sums over running requests, which give their KV without a loop: see `_held`
+        self._prompts = (
+            0  # sums over running requests, which give their KV without a loop: see `_held`
+        )
         self._origins = 0.0
         self._cached: OrderedDict[str, int] = OrderedDict()
         self._cached_sum = 0
@@ -143,7 +173,9 @@ class SimulatedEngine:
         self._generated = self._prefilled = self._from_cache = self._preemptions = 0
         self._slot_seconds = 0.0
         self.cancelled_tokens = 0
-        """Tokens sampled for requests that were cancelled, or that died with the engine: in no completion."""
+        """Tokens sampled for requests that were cancelled, or that died with the engine: in no
+        completion.
+        """
 
     @property
     def policy_version(self) -> int:
@@ -157,7 +189,9 @@ class SimulatedEngine:
 
     @property
     def slot_seconds(self) -> float:
-        """Seconds that slots were occupied so far, summed over slots. Divided by `slots` times time: utilisation."""
+        """Seconds that slots were occupied so far, summed over slots. Divided by `slots` times
+        time: utilisation.
+        """
         self._advance()
         return self._slot_seconds
 
@@ -165,7 +199,10 @@ class SimulatedEngine:
         self._loop = asyncio.get_running_loop()
         self._at = self._loop.time()
         self._state = "alive"
-        for when, happen in ((self._config.hangs_at, self._hang), (self._config.dies_at, self._die)):
+        for when, happen in (
+            (self._config.hangs_at, self._hang),
+            (self._config.dies_at, self._die),
+        ):
             if when is not None:
                 self._troubles.append(self._loop.call_at(when, happen))
         return self
@@ -178,7 +215,9 @@ class SimulatedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`."""
         self._check_alive()
-        max_new = max_new_tokens(request, max_context=self.max_context, vocab_size=None, live_ids=self._live)
+        max_new = max_new_tokens(
+            request, max_context=self.max_context, vocab_size=None, live_ids=self._live
+        )
         length = self._resumed.pop(request.id, 0) or max(1, self._length_of(request))
         reason: FinishReason = "stop" if length <= max_new else "length"
         lost = self._config.lost > 0 and Random(request.seed).random() < self._config.lost
@@ -212,7 +251,9 @@ class SimulatedEngine:
             del self._live[request.id]
 
     async def interrupt(self) -> None:
-        """See `Engine.interrupt`. A request that is sent again under its id gets the rest of its answer."""
+        """See `Engine.interrupt`. A request that is sent again under its id gets the rest of its
+        answer.
+        """
         await self._reach()
         self._settle()
         for live in self._live.values():
@@ -221,13 +262,17 @@ class SimulatedEngine:
                 self._resumed[live.request.id] = live.wanted - made
                 self._end(live, made, "abort")
         self._settle()
-        await asyncio.sleep(0)  # the callers, which are ahead of us in the loop's queue, take their answers
+        await asyncio.sleep(
+            0
+        )  # the callers, which are ahead of us in the loop's queue, take their answers
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`: takes effect at once; `weights` is ignored."""
         await self._reach()
         if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+            raise EngineError(
+                f"weights of version {version} after version {self._version}: versions only grow"
+            )
         self._settle()
         for live in self._live.values():
             made = self._made(live)
@@ -265,7 +310,8 @@ class SimulatedEngine:
         return EngineStats(
             running=len(self._running),
             waiting=self._num_waiting,
-            generated_tokens=self._generated + sum(self._made(live) for live in self._live.values()),
+            generated_tokens=self._generated
+            + sum(self._made(live) for live in self._live.values()),
             prefilled_tokens=self._prefilled,
             cached_tokens=self._from_cache,
             kv_use=min(1.0, max(0.0, self._held() / capacity)) if capacity else 0.0,
@@ -274,14 +320,17 @@ class SimulatedEngine:
 
     def _check_alive(self) -> None:
         if self._state in ("new", "dead"):
-            raise EngineDeadError("the engine is not running: enter it with `async with`, or it died as configured")
+            raise EngineDeadError(
+                "the engine is not running: enter it with `async with`, or it died as configured"
+            )
 
     async def _reach(self) -> None:
         self._check_alive()
         if self._state == "hung":
             await self._loop.create_future()
 
-    # Time: the token clock is advanced to now before every decision, and a single timer is set for the next event.
+    # Time: the token clock is advanced to now before every decision, and a single timer is set for
+    # the next event.
 
     def _advance(self) -> None:
         if self._state in ("new", "dead"):
@@ -316,7 +365,8 @@ class SimulatedEngine:
         if config.kv_tokens is not None and len(self._running) > 1:
             due = min(due, self._overflow_at())
         when = self._at + (due - self._clock) / self._rate
-        # A timer that fires too early sets a new one; that is cheaper than setting it again at each change.
+        # A timer that fires too early sets a new one; that is cheaper than setting it again at each
+        # change.
         if self._timer is None or when < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
@@ -339,7 +389,9 @@ class SimulatedEngine:
             if live.state == "ended":
                 continue
             self._leave(live, self._made(live))
-            if not live.done.done():  # else it was cancelled at this moment, and `_withdraw` will count it
+            if (
+                not live.done.done()
+            ):  # else it was cancelled at this moment, and `_withdraw` will count it
                 self.cancelled_tokens += live.made
                 live.done.set_exception(EngineDeadError("the engine died, or was closed"))
         if self._timer is not None:
@@ -402,11 +454,15 @@ class SimulatedEngine:
         if not live.splits:
             completion = _constant(tokens, last, self._version, reason)
         else:
-            completion = _with_versions(tokens, last, (*live.splits, (tokens, self._version)), reason)
+            completion = _with_versions(
+                tokens, last, (*live.splits, (tokens, self._version)), reason
+            )
         live.done.set_result(completion)
 
     def _withdraw(self, live: _Live) -> None:
-        """Remove a request whose caller was cancelled. If it ended at the same moment, its answer was lost."""
+        """Remove a request whose caller was cancelled. If it ended at the same moment, its answer
+        was lost.
+        """
         if live.state == "ended":
             if live.done.cancelled() or live.done.exception() is None:
                 self.cancelled_tokens += live.made
@@ -433,7 +489,9 @@ class SimulatedEngine:
         self._origins = self._origins - live.origin if self._running else 0.0
 
     def _made(self, live: _Live) -> int:
-        """Tokens that a request has sampled by now; 0 if it has ended, as its tokens are counted already."""
+        """Tokens that a request has sampled by now; 0 if it has ended, as its tokens are counted
+        already.
+        """
         if live.state == "ended":
             return 0
         if live.state != "running":
@@ -447,37 +505,49 @@ class SimulatedEngine:
         self._finishing = [(live.finish, live.arrival, live) for live in self._running]
         heapq.heapify(self._finishing)
 
-    # The KV cache. A running request holds its prompt and its sampled tokens; during its prefill, it holds less, by the
-    # tokens that could be sampled in the rest of the prefill. So the sum grows linearly and is known without a loop.
+    # The KV cache. A running request holds its prompt and its sampled tokens; during its prefill,
+    # it holds less, by the tokens that could be sampled in the rest of the prefill. So the sum
+    # grows linearly and is known without a loop.
 
     def _held(self) -> float:
         if not self._running or self._config.seconds_per_token == 0:
             return float(self._prompts)
-        return self._prompts + (len(self._running) * self._clock - self._origins) / self._config.seconds_per_token
+        return (
+            self._prompts
+            + (len(self._running) * self._clock - self._origins) / self._config.seconds_per_token
+        )
 
     def _overflow_at(self) -> float:
         """The time on the token clock at which the running requests will fill the cache."""
         capacity = self._config.kv_tokens
         if capacity is None or not self._running:
             return float("inf")
-        return ((capacity - self._prompts) * self._config.seconds_per_token + self._origins) / len(self._running)
+        return ((capacity - self._prompts) * self._config.seconds_per_token + self._origins) / len(
+            self._running
+        )
 
     def _fits(self, live: _Live) -> bool:
-        """Whether there is room for the request and one more token per request: else it would be preempted at once."""
+        """Whether there is room for the request and one more token per request: else it would be
+        preempted at once.
+        """
         capacity = self._config.kv_tokens
         if capacity is None or not self._running:
             return True
         return self._held() + live.prompt + live.made + len(self._running) + 1 <= capacity
 
     def _take_cached(self, live: _Live) -> int:
-        """How much of its context the session left in the cache. From now on, that part belongs to the request."""
+        """How much of its context the session left in the cache. From now on, that part belongs to
+        the request.
+        """
         session = live.request.session
         if not session or session not in self._cached:
             return 0
         self._evict()
         tokens = self._cached.pop(session, 0)
         self._cached_sum -= tokens
-        return min(tokens, live.prompt - 1)  # the last token of a prompt is computed: its output is the next token
+        return min(
+            tokens, live.prompt - 1
+        )  # the last token of a prompt is computed: its output is the next token
 
     def _keep_cached(self, live: _Live, tokens: int) -> None:
         session = live.request.session
@@ -490,17 +560,22 @@ class SimulatedEngine:
     def _evict(self) -> None:
         capacity = self._config.kv_tokens
         while self._cached and (
-            len(self._cached) > _SESSIONS or (capacity is not None and self._held() + self._cached_sum > capacity)
+            len(self._cached) > _SESSIONS
+            or (capacity is not None and self._held() + self._cached_sum > capacity)
         ):
             self._cached_sum -= self._cached.popitem(last=False)[1]
 
     def _recompute(self) -> None:
-        """Drop the KV of running requests; each continues from the same token when its KV is computed again."""
+        """Drop the KV of running requests; each continues from the same token when its KV is
+        computed again.
+        """
         config = self._config
         for live in self._running:
             context = live.prompt + live.made
             sampled = live.made * config.seconds_per_token
-            ready = min(live.origin + sampled, self._clock) + context * config.prefill_seconds_per_token
+            ready = (
+                min(live.origin + sampled, self._clock) + context * config.prefill_seconds_per_token
+            )
             self._origins += ready - sampled - live.origin
             live.origin = ready - sampled
             live.finish = live.origin + live.length * config.seconds_per_token
@@ -533,7 +608,9 @@ def _constant(tokens: int, last: int, version: int, reason: FinishReason) -> Com
     return _with_versions(tokens, last, ((tokens, version),), reason)
 
 
-def _with_versions(tokens: int, last: int, splits: tuple[tuple[int, int], ...], reason: FinishReason) -> Completion:
+def _with_versions(
+    tokens: int, last: int, splits: tuple[tuple[int, int], ...], reason: FinishReason
+) -> Completion:
     """A completion whose tokens up to each split have the split's version."""
     token_ids, versions = np.full(tokens, FILLER, np.int32), np.empty(tokens, np.int32)
     token_ids[-1:] = last

@@ -1,10 +1,12 @@
-"""Environments that take time and have no content: turns, seconds, rewards and troubles are drawn from seeds.
+"""Environments that take time and have no content: turns, seconds, rewards and troubles are drawn
+from seeds.
 
-    envs = SimulatedEnvs(SimulatedEnvs.Config(step_seconds=Normal(mean=10, sd=5), hung=0.001), seed=0)
-    host = EnvHost({"simulated": envs}, deadlines)
+    envs = SimulatedEnvs(SimulatedEnvs.Config(step_seconds=Normal(mean=10, sd=5), hung=0.001),
+    seed=0) host = EnvHost({"simulated": envs}, deadlines)
 
-An episode follows an `EpisodePlan`, and the plan of (task seed, member) never changes: an episode that is played again,
-or under another scheduler, takes the same turns and the same seconds. Only trouble is drawn again at each attempt.
+An episode follows an `EpisodePlan`, and the plan of (task seed, member) never changes: an episode
+that is played again, or under another scheduler, takes the same turns and the same seconds. Only
+trouble is drawn again at each attempt.
 """
 
 import asyncio
@@ -24,12 +26,16 @@ from agentrl.simulate.latency import NO_TIME, Constant, Latency
 
 Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]
 
-_TASKS = 1 << 16  # tasks whose members are remembered: many more than are ever live, but memory is bounded
+_TASKS = (
+    1 << 16
+)  # tasks whose members are remembered: many more than are ever live, but memory is bounded
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """One episode: the seconds of its reset and of each of its steps, and the reward of the last step."""
+    """One episode: the seconds of its reset and of each of its steps, and the reward of the last
+    step.
+    """
 
     reset_seconds: float
     step_seconds: tuple[float, ...]
@@ -42,14 +48,18 @@ EpisodePlanOf = Callable[[int, int], EpisodePlan]
 
 @dataclass(slots=True)
 class _Members:
-    """The members of a task: the next one that has not started, and those whose last attempt was broken off."""
+    """The members of a task: the next one that has not started, and those whose last attempt was
+    broken off.
+    """
 
     next: int = 0
     again: list[tuple[int, int]] = field(default_factory=list)  # (member, attempt)
 
 
 class SimulatedOutage(Settings):
-    """A time in which the server of all environments cannot be reached. It has lost its episodes when it is back."""
+    """A time in which the server of all environments cannot be reached. It has lost its episodes
+    when it is back.
+    """
 
     at: float = Field(ge=0)
     """When it begins, in seconds."""
@@ -64,9 +74,10 @@ class SimulatedOutage(Settings):
 class SimulatedEnvs:
     """Makes environments, as a plug-in's class would, and counts what happens to them.
 
-    The members of a group are reset with the same seed, so the first reset with a seed is member 0, the next is member
-    1, and so on. An episode that is broken off (its environment is closed or reset before its end) is played again by
-    the next reset with that seed: the same member, another attempt.
+    The members of a group are reset with the same seed, so the first reset with a seed is member 0,
+    the next is member 1, and so on. An episode that is broken off (its environment is closed or
+    reset before its end) is played again by the next reset with that seed: the same member, another
+    attempt.
 
     Args:
         config: The settings.
@@ -75,7 +86,9 @@ class SimulatedEnvs:
     """
 
     class Config(Settings):
-        """Settings of the episodes. Shares of troubles are shares of attempts; an attempt has at most one trouble."""
+        """Settings of the episodes. Shares of troubles are shares of attempts; an attempt has at
+        most one trouble.
+        """
 
         turns: Latency = Constant(value=8)
         """Steps of an episode (rounded, at least 1)."""
@@ -84,7 +97,9 @@ class SimulatedEnvs:
         step_seconds: Latency = NO_TIME
         """Seconds of a step, drawn for each."""
         solve_rate: float = Field(0.5, ge=0, le=1)
-        """Share of episodes with reward 1 in tasks that are neither hopeless nor trivial; the others get 0."""
+        """Share of episodes with reward 1 in tasks that are neither hopeless nor trivial; the
+        others get 0.
+        """
         hopeless: float = Field(0.0, ge=0, le=1)
         """Share of tasks whose episodes all get 0."""
         trivial: float = Field(0.0, ge=0, le=1)
@@ -108,26 +123,37 @@ class SimulatedEnvs:
         def _shares(self) -> Self:
             for shares in (("hopeless", "trivial"), ("hung", "crash", "fail_slow", "slow_drip")):
                 if sum(getattr(self, name) for name in shares) > 1:
-                    raise ValueError(f"{' + '.join(shares)} must not be above 1: they are shares of one whole")
+                    raise ValueError(
+                        f"{' + '.join(shares)} must not be above 1: they are shares of one whole"
+                    )
             return self
 
-    def __init__(self, config: Config | None = None, seed: int = 0, plan_of: EpisodePlanOf | None = None) -> None:
+    def __init__(
+        self, config: Config | None = None, seed: int = 0, plan_of: EpisodePlanOf | None = None
+    ) -> None:
         self._config = config or self.Config()
         self._seed = seed
         self._plan_of = plan_of or self._drawn
-        self._troubled = self._config.hung + self._config.crash + self._config.fail_slow + self._config.slow_drip > 0
+        self._troubled = (
+            self._config.hung + self._config.crash + self._config.fail_slow + self._config.slow_drip
+            > 0
+        )
         self._tasks: OrderedDict[int, _Members] = OrderedDict()
         self.made = 0
         """Environments made so far."""
         self.closed = 0
         """Environments closed so far. `made - closed` environments are still in use, or leaked."""
         self.playing = 0
-        """Live episodes: neither ended nor broken off. One that its player left is broken off by the next reset."""
+        """Live episodes: neither ended nor broken off. One that its player left is broken off by
+        the next reset.
+        """
         self.hanging = 0
         """Steps that hang now."""
         self.episodes = 0
         """Episodes that ended as planned."""
-        self.troubles: dict[Trouble, int] = dict.fromkeys(("hung", "crash", "fail_slow", "slow_drip"), 0)
+        self.troubles: dict[Trouble, int] = dict.fromkeys(
+            ("hung", "crash", "fail_slow", "slow_drip"), 0
+        )
         """Number of attempts that each trouble has hit."""
 
     def __call__(self) -> "SimulatedEnv":
@@ -164,7 +190,9 @@ class SimulatedEnvs:
         turns = max(1, round(config.turns.sample(rng)))
         reset_seconds = config.reset_seconds.sample(rng)
         sample = config.step_seconds.sample
-        return EpisodePlan(reset_seconds, tuple(sample(rng) for _ in range(turns)), self._reward(task_seed, rng))
+        return EpisodePlan(
+            reset_seconds, tuple(sample(rng) for _ in range(turns)), self._reward(task_seed, rng)
+        )
 
     def _reward(self, task_seed: int, rng: Random) -> float:
         config = self._config
@@ -190,12 +218,15 @@ class SimulatedEnvs:
         for trouble, share in shares:
             if drawn < share:
                 self.troubles[trouble] += 1
-                return Attempt(task_seed, member, number, plan, trouble, rng.randrange(len(plan.step_seconds)))
+                return Attempt(
+                    task_seed, member, number, plan, trouble, rng.randrange(len(plan.step_seconds))
+                )
             drawn -= share
         return Attempt(task_seed, member, number, plan)
 
     def begin_if_reachable(self) -> float:
-        """The present time, of the virtual clock; 0 where there are no outages, and a loop is not needed.
+        """The present time, of the virtual clock; 0 where there are no outages, and a loop is not
+        needed.
 
         Raises:
             OutageError: the server of the environments does not answer.
@@ -206,7 +237,8 @@ class SimulatedEnvs:
         return now()
 
     def check_reachable(self, began: float) -> None:
-        """Check that the server of the environments answers, and still has an episode that began at `began`.
+        """Check that the server of the environments answers, and still has an episode that began at
+        `began`.
 
         Raises:
             OutageError: it does not answer.
@@ -245,7 +277,9 @@ class SimulatedCrashError(Exception):
 
 
 class SimulatedEnv:
-    """An `Env` made by `SimulatedEnvs`. A call that takes no time answers at once: no coroutine, no timer."""
+    """An `Env` made by `SimulatedEnvs`. A call that takes no time answers at once: no coroutine, no
+    timer.
+    """
 
     isolation = "inline"
 
@@ -256,7 +290,9 @@ class SimulatedEnv:
         self._began = 0.0
         self._closed = False
 
-    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any]
+    ) -> ResetResult | Awaitable[ResetResult]:
         """Begin the task's next episode."""
         self._break_off()
         self._began = self._envs.begin_if_reachable()

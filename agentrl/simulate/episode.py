@@ -21,9 +21,11 @@ _POPULATION = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SpanEpisodeRunner:
-    """An `EpisodeRunner` that only waits. Lengths are drawn in advance: seeding a generator for each would cost more.
+    """An `EpisodeRunner` that only waits. Lengths are drawn in advance: seeding a generator for
+    each would cost more.
 
-    A trajectory has one token for each policy version that was served while it was played, so its staleness is exact.
+    A trajectory has one token for each policy version that was served while it was played, so its
+    staleness is exact.
     """
 
     lengths: tuple[float, ...]
@@ -31,10 +33,14 @@ class SpanEpisodeRunner:
     deadline: float
 
     @staticmethod
-    def drawing(seconds: Latency, seed: int, version: Callable[[], int], deadline: float) -> "SpanEpisodeRunner":
+    def drawing(
+        seconds: Latency, seed: int, version: Callable[[], int], deadline: float
+    ) -> "SpanEpisodeRunner":
         """Episodes of lengths drawn from `seconds`; `version` is the policy version now."""
         rng = Random(seed)
-        return SpanEpisodeRunner(tuple(seconds.sample(rng) for _ in range(_POPULATION)), version, deadline)
+        return SpanEpisodeRunner(
+            tuple(seconds.sample(rng) for _ in range(_POPULATION)), version, deadline
+        )
 
     async def play(self, episode: Episode) -> tuple[Trajectory]:
         """Wait as long as the episode takes."""

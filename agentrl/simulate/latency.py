@@ -64,7 +64,9 @@ class Normal(Settings):
 
 
 class Lognormal(Settings):
-    """Heavy-tailed: `median * exp(sigma * z)` with z standard normal. The mean is `median * exp(sigma**2 / 2)`."""
+    """Heavy-tailed: `median * exp(sigma * z)` with z standard normal. The mean is `median *
+    exp(sigma**2 / 2)`.
+    """
 
     kind: Literal["lognormal"] = "lognormal"
     median: float = Field(gt=0)

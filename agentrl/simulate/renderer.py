@@ -15,7 +15,9 @@ from agentrl.trajectory import Completion, Message
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRenderer:
-    """A `Renderer` whose prompt grows by `prompt_tokens` at first, and by `observation_tokens` at each later turn."""
+    """A `Renderer` whose prompt grows by `prompt_tokens` at first, and by `observation_tokens` at
+    each later turn.
+    """
 
     prompt_tokens: int
     observation_tokens: int

@@ -29,23 +29,38 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
     seconds, steps = report.seconds, report.step_seconds
     late = quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0]
     return [
-        ("throughput", f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} episodes/s   "
-                       f"{report.tokens / seconds:,.0f} tokens/s"),
+        (
+            "throughput",
+            f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} episodes/s   "
+            f"{report.tokens / seconds:,.0f} tokens/s",
+        ),
         ("step time", f"{fmean(steps):,.1f} s on average, one in twenty over {late:,.1f} s"),
-        ("trainer", f"busy {report.train_seconds / seconds:.1%}, "
-                    f"waiting for groups {report.blocked_seconds / seconds:.1%}"),
-        ("engine", f"{report.slot_utilisation:.1%} of its slots in use on average, "
-                   f"live episodes limited to {report.metrics['live_episodes/limit']:.0f} at the end"),
+        (
+            "trainer",
+            f"busy {report.train_seconds / seconds:.1%}, "
+            f"waiting for groups {report.blocked_seconds / seconds:.1%}",
+        ),
+        (
+            "engine",
+            f"{report.slot_utilisation:.1%} of its slots in use on average, "
+            f"live episodes limited to {report.metrics['live_episodes/limit']:.0f} at the end",
+        ),
         ("staleness", f"at most {report.largest_staleness} (bound {bound})"),
         ("  of groups", _shares(report.staleness_groups)),
         ("  of tokens", _shares(report.staleness_tokens)),
-        ("bias", f"trained episodes are {report.metrics['bias/seconds']:.3f} times as long as sampled ones"),
+        (
+            "bias",
+            f"trained episodes are {report.metrics['bias/seconds']:.3f} times as long as sampled ones",
+        ),
         ("tasks", _fates(report.task_fates)),
         ("episodes", _fates(report.episode_fates)),
         ("events", f"{report.events:,}, hash {report.event_hash[:16]}"),
-        ("simulated", f"{seconds:,.0f} s in {report.cpu_seconds:.1f} s of CPU, "
-                      f"{1e6 * report.cpu_seconds / max(1, report.episodes):.0f} µs an episode"),
-    ]  # fmt: skip
+        (
+            "simulated",
+            f"{seconds:,.0f} s in {report.cpu_seconds:.1f} s of CPU, "
+            f"{1e6 * report.cpu_seconds / max(1, report.episodes):.0f} µs an episode",
+        ),
+    ]
 
 
 def _shares(counts: Counter[int]) -> str:
@@ -55,7 +70,9 @@ def _shares(counts: Counter[int]) -> str:
 
 def _fates(fates: Fates) -> str:
     named = ((name, getattr(fates, name)) for name in (*get_args(Fate), "open"))
-    return f"{fates.total:,}: " + "   ".join(f"{name} {n / fates.total:.1%}" for name, n in named if n)
+    return f"{fates.total:,}: " + "   ".join(
+        f"{name} {n / fates.total:.1%}" for name, n in named if n
+    )
 
 
 def _timeline(report: Report) -> list[str]:
@@ -70,14 +87,22 @@ def _timeline(report: Report) -> list[str]:
     for name, value in rows:
         values = [value(moment) for moment in moments]
         most = max([*values, 1])
-        lines.append(f"{name:>16} │{_spark(values, most)}│ {'' if name == 'trainer busy' else f'to {most:,.0f}'}")
+        lines.append(
+            f"{name:>16} │{_spark(values, most)}│"
+            f" {'' if name == 'trainer busy' else f'to {most:,.0f}'}"
+        )
     end = f"{moments[-1].second:,.0f} s"
     return [*lines, f"{'':>16}  0 s{end:>{_COLUMNS - 2}}"]
 
 
 def _spark(values: Sequence[float], most: float) -> str:
     """One character for each of `_COLUMNS` equal spans of time, for the mean of its values."""
-    spans = [values[i * len(values) // _COLUMNS : (i + 1) * len(values) // _COLUMNS] for i in range(_COLUMNS)]
-    means = [fmean(span) if span else values[min(i * len(values) // _COLUMNS, len(values) - 1)]
-             for i, span in enumerate(spans)]  # fmt: skip
+    spans = [
+        values[i * len(values) // _COLUMNS : (i + 1) * len(values) // _COLUMNS]
+        for i in range(_COLUMNS)
+    ]
+    means = [
+        fmean(span) if span else values[min(i * len(values) // _COLUMNS, len(values) - 1)]
+        for i, span in enumerate(spans)
+    ]
     return "".join(_BLOCKS[min(8, round(8 * mean / most))] for mean in means)

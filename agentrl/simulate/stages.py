@@ -1,8 +1,10 @@
-"""Estimates how long each stage of a step takes on given devices, from the shape of the model, without running it.
+"""Estimates how long each stage of a step takes on given devices, from the shape of the model,
+without running it.
 
-Three costs are counted: matrix products (FLOP over FLOP/s), memory reads (bytes over bandwidth) and transfers (bytes
-over link bandwidth), each at an assumed share of the device's peak. The rollout itself has no formula: its times go
-into a `World`, where the production scheduler plays it, so that batches, tails, staleness and overlap count.
+Three costs are counted: matrix products (FLOP over FLOP/s), memory reads (bytes over bandwidth) and
+transfers (bytes over link bandwidth), each at an assumed share of the device's peak. The rollout
+itself has no formula: its times go into a `World`, where the production scheduler plays it, so that
+batches, tails, staleness and overlap count.
 """
 
 from dataclasses import dataclass
@@ -31,9 +33,11 @@ _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step's work: the episodes trained on, and the mean turns, sampled tokens and observed tokens of an episode.
+    """A step's work: the episodes trained on, and the mean turns, sampled tokens and observed
+    tokens of an episode.
 
-    `longest`: the tokens of the longest episode that can be; 0 if nothing bounds it but the model's context.
+    `longest`: the tokens of the longest episode that can be; 0 if nothing bounds it but the model's
+    context.
     """
 
     episodes: int
@@ -60,7 +64,9 @@ def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
     observed = simulation.prompt_tokens + (turns - 1) * simulation.observation_tokens
     longest = simulation.prompt_tokens + (rollout.budget.turns - 1) * simulation.observation_tokens
     longest += rollout.budget.most_tokens(rollout.sampling.max_tokens)
-    return Workload(rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed, longest)
+    return Workload(
+        rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed, longest
+    )
 
 
 @lru_cache(maxsize=64)
@@ -71,7 +77,9 @@ def _mean(latency: Latency, least: float, most: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainSeconds:
-    """Seconds of one training step: compute and communication, which overlap, and the optimizer after them."""
+    """Seconds of one training step: compute and communication, which overlap, and the optimizer
+    after them.
+    """
 
     compute: float
     communication: float
@@ -94,21 +102,28 @@ class Stages:
     reference: TrainerLayout | None = None
     critic: TrainerLayout | None = None
     frozen: int = 0
-    """Engines beside each engine, for models of agents that do not learn; assumed to have the engine's size."""
+    """Engines beside each engine, for models of agents that do not learn; assumed to have the
+    engine's size.
+    """
 
     def train_flop(self, work: Workload) -> float:
         """FLOP of a step.
 
-        For each weight that a token meets, the forward pass takes 2 and the backward pass twice that (6 N in all:
-        Kaplan et al. 2020, arXiv 2001.08361); of experts, only the chosen ones count. Attention comes on top. The head
-        counts only at sampled tokens, and once more in the backward pass, which computes the logits again. Full
-        recomputation is one more forward pass, and so are the old logprobs of all minibatches except the first. A
-        reference takes one forward pass; a critic takes what the trainer does and one more forward pass. Both are
+        For each weight that a token meets, the forward pass takes 2 and the backward pass twice
+        that (6 N in all: Kaplan et al. 2020, arXiv 2001.08361); of experts, only the chosen ones
+        count. Attention comes on top. The head counts only at sampled tokens, and once more in the
+        backward pass, which computes the logits again. Full recomputation is one more forward pass,
+        and so are the old logprobs of all minibatches except the first. A reference takes one
+        forward pass; a critic takes what the trainer does and one more forward pass. Both are
         counted with the trainer's head.
         """
         facts, layout = self.facts, self.trainer
         head = work.episodes * work.sampled * 2 * facts.embedding
-        forward = work.tokens * (2 * facts.active + facts.attention * facts.kv.attended(work.episode_tokens)) + head
+        forward = (
+            work.tokens
+            * (2 * facts.active + facts.attention * facts.kv.attended(work.episode_tokens))
+            + head
+        )
         passes = 3 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
         others = bool(self.critic) + bool(self.reference)
         return (1 + bool(self.critic)) * (passes * forward + head) + others * forward
@@ -130,25 +145,32 @@ class Stages:
             bandwidth = kind.host_link * self.assume.links
         # AdamW reads weight, gradient and two moments, and writes all but the gradient.
         each = 3 * 4 + 4 * layout.moment_bytes
-        optimizer = layout.minibatches * each * trained_parameters(facts, layout) / parts / bandwidth
+        optimizer = (
+            layout.minibatches * each * trained_parameters(facts, layout) / parts / bandwidth
+        )
         if self.critic:
             communication, optimizer = 2 * communication, 2 * optimizer
         return TrainSeconds(compute, communication, optimizer)
 
     def longest(self, work: Workload) -> int:
-        """Tokens of the longest episode: what its turns can have, within the context of engine and model."""
+        """Tokens of the longest episode: what its turns can have, within the context of engine and
+        model.
+        """
         context = min(self.engine.max_context or self.facts.max_positions, self.facts.max_positions)
         return min(context, work.longest or context)
 
     def micro_batches(self, work: Workload, ranks: int) -> float:
-        """Micro-batches of each rank in each minibatch. An episode is never cut, and a longer one goes alone."""
+        """Micro-batches of each rank in each minibatch. An episode is never cut, and a longer one
+        goes alone.
+        """
         episode = max(1.0, work.episode_tokens)
         together = max(1.0, self.trainer.micro_batch_tokens // episode)
         return max(1.0, work.episodes / self.trainer.minibatches / ranks / together)
 
     def _traffic(self, micro_batches: float) -> float:
-        """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3) or once after the
-        update, and gradients in float32, of each micro-batch if they are sharded, else once for each minibatch.
+        """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3)
+        or once after the update, and gradients in float32, of each micro-batch if they are sharded,
+        else once for each minibatch.
         """
         facts, layout = self.facts, self.trainer
         sums = micro_batches if layout.shards >= 2 and not layout.accumulates_whole else 1
@@ -160,18 +182,26 @@ class Stages:
         return facts.parameters * gathers * layout.number + gradients
 
     def update_seconds(self, devices: DeviceMap) -> float:
-        """Seconds to transfer new weights: gathered in float32, cast, and sent to all engines at the same time."""
+        """Seconds to transfer new weights: gathered in float32, cast, and sent to all engines at
+        the same time.
+        """
         size = (4 + self.engine.number) * self.facts.parameters
         return size / (self._link(devices, everyone=True) * self.assume.links)
 
     def switch_seconds(self, devices: DeviceMap) -> float:
-        """Seconds of both switches of a step, if roles take turns: each moves its state to host memory and back."""
+        """Seconds of both switches of a step, if roles take turns: each moves its state to host
+        memory and back.
+        """
         kind = devices.inventory.kind
         if not devices.time_shared or not kind.is_gpu:
             return 0.0
         sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
         state = 8 + 2 * self.trainer.moment_bytes
-        each = (0 if self.trainer.offload else state) + (4 if self.reference else 0) + (state if self.critic else 0)
+        each = (
+            (0 if self.trainer.offload else state)
+            + (4 if self.reference else 0)
+            + (state if self.critic else 0)
+        )
         trainer = each * self.facts.parameters // sharded
         engine = self.engine.number * self.facts.parameters // devices.tensor_parallel()
         return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
@@ -179,17 +209,24 @@ class Stages:
     def simulated_engine(
         self, work: Workload, devices: DeviceMap, base: SimulatedEngine.Config
     ) -> SimulatedEngine.Config:
-        """The settings of the simulated engine: a step of B requests takes `fixed + B * each` seconds.
+        """The settings of the simulated engine: a step of B requests takes `fixed + B * each`
+        seconds.
 
-        `fixed` is the time to read the weights once, of experts those that the requests choose; `each` is the time to
-        read a request's KV cache and to multiply by every weight that a token meets. This is the roofline of Pope et
-        al. 2022 (arXiv 2211.05102), except that its two terms are added instead of taking the larger one.
+        `fixed` is the time to read the weights once, of experts those that the requests choose;
+        `each` is the time to read a request's KV cache and to multiply by every weight that a token
+        meets. This is the roofline of Pope et al. 2022 (arXiv 2211.05102), except that its two
+        terms are added instead of taking the larger one.
         """
         facts, layout, kind = self.facts, self.engine, devices.inventory.kind
         split, context = devices.tensor_parallel(), round(work.episode_tokens)
         share = self._share(devices, "engine")
         bandwidth = split * kind.bandwidth * share * self.assume.engine_bandwidth
-        flops = split * share * (kind.flops if layout.number == 2 else kind.flops_float32) * self.assume.engine_flops
+        flops = (
+            split
+            * share
+            * (kind.flops if layout.number == 2 else kind.flops_float32)
+            * self.assume.engine_flops
+        )
         live = min(layout.max_batch, max(1.0, work.episodes / max(1, len(devices.of("engine")))))
         each = 2 * (facts.active + facts.embedding) / flops
         prefill = each
@@ -199,7 +236,15 @@ class Stages:
             fixed += self.assume.engine_step_seconds
             sums = 2 * facts.layers * (split > 1)
             fixed += sums * self.assume.all_reduce_seconds
-            each += sums * 2 * layout.number * facts.hidden * (split - 1) / split / (kind.link * self.assume.links)
+            each += (
+                sums
+                * 2
+                * layout.number
+                * facts.hidden
+                * (split - 1)
+                / split
+                / (kind.link * self.assume.links)
+            )
         cache = engine_footprint(facts, layout, split, kind, context).parts["kv cache"]
         tokens = tokens_cached(facts, layout, split, cache, max(1, context))
         longest = min(layout.max_context or facts.max_positions, facts.max_positions)
@@ -211,17 +256,20 @@ class Stages:
                 "seconds_per_token": fixed + each,
                 "slowdown": slowdown,
                 "knee": 1,
-                # Prefills share the device with each other and with decoding requests. Each takes so long that, with
-                # `live` requests running, all of them together take the seconds of their matrix products.
+                # Prefills share the device with each other and with decoding requests. Each takes
+                # so long that, with `live` requests running, all of them together take the seconds
+                # of their matrix products.
                 "prefill_seconds_per_token": prefill * live / (1 + slowdown * (live - 1)),
                 "max_context": min(longest, tokens) if bounded else longest,
                 "kv_tokens": tokens if bounded else None,
             }
         )
 
-    def simulation(self, work: Workload, devices: DeviceMap, base: SimulationConfig) -> SimulationConfig:
-        """The section `simulation` with the times of this map instead of its own, and with a single engine: all engines
-        are alike, and `share` gives the rollouts of each.
+    def simulation(
+        self, work: Workload, devices: DeviceMap, base: SimulationConfig
+    ) -> SimulationConfig:
+        """The section `simulation` with the times of this map instead of its own, and with a single
+        engine: all engines are alike, and `share` gives the rollouts of each.
         """
         train = self.train(work, devices).total
         return base.model_copy(
@@ -240,7 +288,9 @@ class Stages:
     def share(rollout: RolloutConfig, devices: DeviceMap) -> RolloutConfig:
         """The rollouts of one replica of the engine."""
         replicas = max(1, len(devices.of("engine")))
-        parts = {name: max(1, round(getattr(rollout, name) / replicas)) for name in _OF_ALL_REPLICAS}
+        parts = {
+            name: max(1, round(getattr(rollout, name) / replicas)) for name in _OF_ALL_REPLICAS
+        }
         return rollout.model_copy(update=parts)
 
     def _flops(self, kind: DeviceKind) -> float:
@@ -250,11 +300,17 @@ class Stages:
     def _share(devices: DeviceMap, role: str) -> float:
         """A replica's share of its device, which other replicas of its role may use too."""
         replicas = [replica for replica in devices.replicas if replica.role == role]
-        return 1 / sum(replicas[0].devices[0] in replica.devices for replica in replicas) if replicas else 1.0
+        return (
+            1 / sum(replicas[0].devices[0] in replica.devices for replica in replicas)
+            if replicas
+            else 1.0
+        )
 
     @staticmethod
     def _link(devices: DeviceMap, *, everyone: bool = False) -> float:
         """The slowest link between the ranks of the trainer, or between all replicas."""
-        nodes = {replica.node for replica in devices.replicas if everyone or replica.role == "trainer"}
+        nodes = {
+            replica.node for replica in devices.replicas if everyone or replica.role == "trainer"
+        }
         kind = devices.inventory.kind
         return kind.network if len(nodes) > 1 else kind.link

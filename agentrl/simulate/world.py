@@ -1,8 +1,8 @@
 """`simulate`: the production scheduler on latency models, under the virtual clock.
 
-Everything between the trainer and the engine is the production code: `Rollouts`, the staleness rule, the router, the
-episode, the deadlines, the retries, the ledger. Only the ends are models: an engine and environments that take time but
-compute nothing, and a trainer that sleeps.
+Everything between the trainer and the engine is the production code: `Rollouts`, the staleness
+rule, the router, the episode, the deadlines, the retries, the ledger. Only the ends are models: an
+engine and environments that take time but compute nothing, and a trainer that sleeps.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class SimulationConfig(Settings):
     """Replicas of the engine."""
     env: SimulatedEnvs.Config = SimulatedEnvs.Config()
     episode_seconds: Latency | None = None
-    """If given, an episode is one span of this many seconds, without engine and environments, to study the scheduler
-    alone. Three times as fast to simulate."""
+    """If given, an episode is one span of this many seconds, without engine and environments, to
+    study the scheduler alone. Three times as fast to simulate."""
     prompt_tokens: int = Field(256, gt=0)
     """Tokens of the first prompt."""
     observation_tokens: int = Field(64, gt=0)
@@ -69,7 +69,9 @@ class SimulationConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of the timeline: live episodes, running and waiting requests, and whether the trainer is busy."""
+    """A point of the timeline: live episodes, running and waiting requests, and whether the trainer
+    is busy.
+    """
 
     second: float
     live: int
@@ -80,7 +82,9 @@ class Moment:
 
 @dataclass(slots=True)
 class Report:
-    """The results of a simulation. Seconds are virtual, except `cpu_seconds`, the CPU time that it took to simulate."""
+    """The results of a simulation. Seconds are virtual, except `cpu_seconds`, the CPU time that it
+    took to simulate.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -135,8 +139,12 @@ class World:
     goes_on: bool = False
     """Stop after the last step as if more were to come: with live groups, whose fate stays open."""
 
-    def run(self, on: Callable[[Callable[[], Coroutine[Any, Any, Report]]], Report] = run_virtual) -> Report:
-        """Run the simulation to its end. `on` runs it: under the virtual clock, or for as long as it really takes."""
+    def run(
+        self, on: Callable[[Callable[[], Coroutine[Any, Any, Report]]], Report] = run_virtual
+    ) -> Report:
+        """Run the simulation to its end. `on` runs it: under the virtual clock, or for as long as
+        it really takes.
+        """
         started = time.process_time()
         with _rare_garbage_collection():
             report = on(self._main)
@@ -145,7 +153,9 @@ class World:
 
     async def _main(self) -> Report:
         simulation, report, events = self.simulation, Report(steps=self.steps), EventLog()
-        engines = [SimulatedEngine(simulation.engine, self.length_of) for _ in range(simulation.engines)]
+        engines = [
+            SimulatedEngine(simulation.engine, self.length_of) for _ in range(simulation.engines)
+        ]
         envs = SimulatedEnvs(simulation.env, self.seed, self.plan_of)
         host = EnvHost({"simulated": envs}, self.rollout.deadlines)
         with Ledger(self.ledger) as ledger:
@@ -159,7 +169,9 @@ class World:
                 report.leaked_slots = int(rollouts.metrics()["live_episodes"])
                 report.tokens = stats.generated_tokens
                 slots = simulation.engine.slots * simulation.engines
-                report.slot_utilisation = sum(engine.slot_seconds for engine in engines) / (slots * now())
+                report.slot_utilisation = sum(engine.slot_seconds for engine in engines) / (
+                    slots * now()
+                )
             await host.close()
             report.seconds = now()
             report.leaked_envs = envs.made - envs.closed
@@ -169,7 +181,9 @@ class World:
         report.blocked_seconds = report.metrics["blocked_seconds"]
         return report
 
-    def _rollouts(self, router: Router, host: EnvHost, ledger: Ledger, events: EventLog) -> Rollouts:
+    def _rollouts(
+        self, router: Router, host: EnvHost, ledger: Ledger, events: EventLog
+    ) -> Rollouts:
         simulation, config = self.simulation, self.rollout
         steps = self.steps + (config.max_staleness + 1 if self.goes_on else 0)
         renderer = SimulatedRenderer(simulation.prompt_tokens, simulation.observation_tokens)
@@ -179,10 +193,15 @@ class World:
             stop_token_ids=renderer.stop_token_ids,
         )
         policy = EnginePolicy(router, params, config.deadlines.generate)
-        runner: EpisodeRunner = EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode)
+        runner: EpisodeRunner = EnvEpisodeRunner(
+            policy, renderer, host, config.budget, config.deadlines.episode
+        )
         if simulation.episode_seconds is not None:
             runner = SpanEpisodeRunner.drawing(
-                simulation.episode_seconds, self.seed, lambda: router.policy_version, config.deadlines.episode
+                simulation.episode_seconds,
+                self.seed,
+                lambda: router.policy_version,
+                config.deadlines.episode,
             )
         return Rollouts(
             config,
@@ -202,10 +221,15 @@ class World:
             return NoSharing()
         seconds = self.simulation.switch_seconds
         return TimeSharing(
-            Tenant("engine", engines, 0), Tenant("trainer", [_Mover(seconds / 2)], 0), _free, 2 * seconds + 60
+            Tenant("engine", engines, 0),
+            Tenant("trainer", [_Mover(seconds / 2)], 0),
+            _free,
+            2 * seconds + 60,
         )
 
-    async def _train(self, report: Report, rollouts: Rollouts, router: Router, sharing: DeviceSharing) -> None:
+    async def _train(
+        self, report: Report, rollouts: Rollouts, router: Router, sharing: DeviceSharing
+    ) -> None:
         rng = Random(derive_seed(self.seed, "trainer"))
         for step in range(self.steps):
             began = now()
@@ -225,7 +249,9 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class _Mover:
-    """The `Sleeper` that stands for a trainer: each way takes half of the time of a step's switches."""
+    """The `Sleeper` that stands for a trainer: each way takes half of the time of a step's
+    switches.
+    """
 
     seconds: float
 
@@ -244,7 +270,9 @@ async def _free() -> int:
 def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
     for group in groups:
         turns = (turn for trajectory in group.trajectories for turn in trajectory.new_turns)
-        versions = Counter(chain.from_iterable(turn.completion.policy_versions.tolist() for turn in turns))
+        versions = Counter(
+            chain.from_iterable(turn.completion.policy_versions.tolist() for turn in turns)
+        )
         report.staleness_groups[step - min(versions, default=step)] += 1
         for version, tokens in versions.items():
             report.staleness_tokens[step - version] += tokens
@@ -252,7 +280,9 @@ def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
 
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage less often: here are few cycles and many objects, and the default costs a fifth of the time."""
+    """Collect garbage less often: here are few cycles and many objects, and the default costs a
+    fifth of the time.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(50_000, 50, 50)
     try:
@@ -270,7 +300,9 @@ async def _sampled(report: Report, rollouts: Rollouts, router: Router) -> AsyncI
         while True:
             stats, metrics = router.stats(), rollouts.metrics()
             training = not rollouts.blocked
-            report.timeline.append(Moment(now(), int(metrics["live_episodes"]), stats.running, stats.waiting, training))
+            report.timeline.append(
+                Moment(now(), int(metrics["live_episodes"]), stats.running, stats.waiting, training)
+            )
             if len(report.timeline) == _SAMPLES:
                 del report.timeline[1::2]
                 interval *= 2

@@ -1,4 +1,6 @@
-"""The columns of a row: one by its path, and which of them are most likely the question and its answer."""
+"""The columns of a row: one by its path, and which of them are most likely the question and its
+answer.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,14 +9,45 @@ from agentrl import plugins
 from agentrl.tasks.rows import BadRowError
 
 _QUESTIONS = (
-    "prompt", "question", "problem", "instruction", "query", "input", "goal", "messages", "conversations",
-    "conversation", "dialog", "dialogue", "task", "text", "inputs", "request", "ctx",
-)  # fmt: skip
+    "prompt",
+    "question",
+    "problem",
+    "instruction",
+    "query",
+    "input",
+    "goal",
+    "messages",
+    "conversations",
+    "conversation",
+    "dialog",
+    "dialogue",
+    "task",
+    "text",
+    "inputs",
+    "request",
+    "ctx",
+)
 _ANSWERS = (
-    "answer", "finalanswer", "groundtruth", "expectedanswer", "referenceanswer", "correctanswer", "answerkey",
-    "answers", "solution", "target", "targets", "label", "gold", "correct", "output", "response", "completion",
-    "reference", "outputs",
-)  # fmt: skip
+    "answer",
+    "finalanswer",
+    "groundtruth",
+    "expectedanswer",
+    "referenceanswer",
+    "correctanswer",
+    "answerkey",
+    "answers",
+    "solution",
+    "target",
+    "targets",
+    "label",
+    "gold",
+    "correct",
+    "output",
+    "response",
+    "completion",
+    "reference",
+    "outputs",
+)
 """Names of columns without capitals and what joins words, those that say most first."""
 _CHOICES = ("choices", "options", "endings", "candidates")
 _CONTEXTS = ("context", "passage", "article", "paragraph", "document", "story", "background")
@@ -26,7 +59,8 @@ _LONGEST_NAME = 60
 
 
 def column(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a column, where a dot goes into a mapping or a list: `reward_model.ground_truth`, `turns.-1.text`.
+    """The value of a column, where a dot goes into a mapping or a list:
+    `reward_model.ground_truth`, `turns.-1.text`.
 
     Raises:
         BadRowError: there is none.
@@ -46,18 +80,28 @@ def _inside(value: Any, path: str, said: str) -> Any:
         step, _, rest = path.partition(".")
         if step in value:
             return _inside(value[step], rest, f"{said}.{step}") if rest else value[step]
-        raise BadRowError(f"column {said!r} has no {step!r}.{plugins.nearest(step, value)} It has {listed(value)}")
+        raise BadRowError(
+            f"column {said!r} has no {step!r}.{plugins.nearest(step, value)} It has {listed(value)}"
+        )
     step, _, rest = path.partition(".")
-    if isinstance(value, Sequence) and not isinstance(value, str) and step.removeprefix("-").isdecimal():
+    if (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and step.removeprefix("-").isdecimal()
+    ):
         if not -len(value) <= int(step) < len(value):
-            raise BadRowError(f"column {said!r} has {len(value)} entries, and none has the number {step}")
+            raise BadRowError(
+                f"column {said!r} has {len(value)} entries, and none has the number {step}"
+            )
         return _inside(value[int(step)], rest, f"{said}.{step}") if rest else value[int(step)]
     raise BadRowError(f"column {said!r} is {type(value).__name__}, which has no {step!r} in it")
 
 
 def listed(columns: Mapping[str, Any]) -> str:
     """The names of columns, for people."""
-    short = (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns)
+    short = (
+        name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns
+    )
     names = [name or "(one without a name)" for name in short]
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (", ".join(names[:_LISTED]) or "none") + more
@@ -77,18 +121,27 @@ def advice(row: Mapping[str, Any]) -> str:
         return f"write 'tasks.prompt={template}'{also}"
     if {"chosen", "rejected"} <= row.keys():
         return "these are preferences, which recipe=dpo learns from (recipe.preferences.path)"
-    question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str | list)), None)
+    question = next(
+        (path for path, value in _named(row, _QUESTIONS) if isinstance(value, str | list)), None
+    )
     tables = [name for name, value in row.items() if _holds_rows(value)]
     if question is None and tables:
-        return f"{tables[0]} is a list of objects, and a task is one row: write a row for each of them"
+        return (
+            f"{tables[0]} is a list of objects, and a task is one row: write a row for each of them"
+        )
     if question is None and any(_is_no_name(name) for name in row):
         return "these are no names of columns: a file of fields begins with a line that names them"
     also = f", answer: {answer}" if answer and answer != question else ""
-    return f"write tasks.columns={{prompt: {question or 'COLUMN'}{also if question else ', answer: COLUMN'}}}"
+    return (
+        "write tasks.columns={prompt:"
+        f" {question or 'COLUMN'}{also if question else ', answer: COLUMN'}}}"
+    )
 
 
 def _template(row: Mapping[str, Any]) -> str:
-    """A prompt of more than one column, for tasks with choices, a text to read, or an input; else nothing."""
+    """A prompt of more than one column, for tasks with choices, a text to read, or an input; else
+    nothing.
+    """
     question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str)), "")
     if not question:
         return ""
@@ -123,7 +176,9 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def _named(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of the columns with one of these names, in their order: those of the row before those inside."""
+    """(path, value) of the columns with one of these names, in their order: those of the row before
+    those inside.
+    """
     columns = dict(row)
     for _ in range(_DEPTH):
         for wanted in names:
@@ -145,4 +200,9 @@ def _holds_rows(value: Any) -> bool:
 
 
 def _is_no_name(name: str) -> bool:
-    return not name or len(name) > _LONGEST_NAME or name.endswith(("?", ".")) or name.replace(".", "").isdecimal()
+    return (
+        not name
+        or len(name) > _LONGEST_NAME
+        or name.endswith(("?", "."))
+        or name.replace(".", "").isdecimal()
+    )

@@ -2,9 +2,9 @@
 
     tasks: questions.jsonl        # short for {name: dataset, data: questions.jsonl}
 
-The columns of a row become options of its task, on top of those of `env.options`. Three are special: `id` ends the
-task's id, `seed` is its seed, and `options` is a mapping of more options. Rewards read the options too: the right
-answer is the option `answer`.
+The columns of a row become options of its task, on top of those of `env.options`. Three are
+special: `id` ends the task's id, `seed` is its seed, and `options` is a mapping of more options.
+Rewards read the options too: the right answer is the option `answer`.
 """
 
 import json
@@ -35,28 +35,36 @@ TaskCheck = Callable[[Task], None]
 
 
 class DatasetSettings(RowSettings):
-    """Settings of `tasks: dataset`. A path or a dataset `owner/name` alone stands for `{name: dataset, data: ...}`."""
+    """Settings of `tasks: dataset`. A path or a dataset `owner/name` alone stands for `{name:
+    dataset, data: ...}`.
+    """
 
     data: str
-    """A file (`.jsonl`, `.json`, `.parquet`, `.csv`), a folder of such files or of `Dataset.save_to_disk`, or a dataset
-    of the Hugging Face hub (`owner/name`, with the extra `data`; once read, it is remembered and needs no network)."""
+    """A file (`.jsonl`, `.json`, `.parquet`, `.csv`), a folder of such files or of
+    `Dataset.save_to_disk`, or a dataset of the Hugging Face hub (`owner/name`, with the extra
+    `data`; once read, it is remembered and needs no network)."""
     split: str = "train"
-    """The split to train on: of a folder, the files in a folder of this name or whose names begin with it."""
+    """The split to train on: of a folder, the files in a folder of this name or whose names begin
+    with it.
+    """
     subset: str | None = None
     """Which configuration of a dataset of the hub."""
     revision: str | None = None
     """Which version of a dataset of the hub: a branch, a tag or a commit."""
     held_out: float | str = 0.05
-    """What is not trained on but evaluated: a share of the rows (the same whatever the run's seed), another file or
-    folder, or another split of `data`."""
+    """What is not trained on but evaluated: a share of the rows (the same whatever the run's seed),
+    another file or folder, or another split of `data`."""
     key: tuple[str, ...] = ()
-    """Columns (by their new names) that tell tasks apart. Rows with equal ones are the same task, and are trained on
-    or held out together. By default `prompt`, and in data without it all but `id`."""
+    """Columns (by their new names) that tell tasks apart. Rows with equal ones are the same task,
+    and are trained on or held out together. By default `prompt`, and in data without it all but
+    `id`."""
 
 
 @dataclass(frozen=True)
 class DataRows:
-    """The rows of one or several sources, one after another, by number. `only`: some of them, by default all."""
+    """The rows of one or several sources, one after another, by number. `only`: some of them, by
+    default all.
+    """
 
     parts: Sequence[RowIndex]
     only: U64 | None = None
@@ -90,7 +98,9 @@ class DataRows:
         return part.where(inside)
 
     def divided(self, share: float) -> tuple["DataRows", "DataRows"]:
-        """Two parts, the second with this share of the rows. Rows with equal keys are in the same part."""
+        """Two parts, the second with this share of the rows. Rows with equal keys are in the same
+        part.
+        """
         keys = self.keys
         if not share:
             return self, DataRows(())
@@ -106,14 +116,15 @@ class DataRows:
 
 
 class DatasetTasks:
-    """`TaskSource`: the rows of data, each once in an epoch, in an order that the run's seed shuffles for each epoch.
+    """`TaskSource`: the rows of data, each once in an epoch, in an order that the run's seed
+    shuffles for each epoch.
 
-    The task of an index is computed from the index alone, so a resumed run goes on exactly where it was. The rows to
-    evaluate on come in the order of the data's own hash, which no seed changes.
+    The task of an index is computed from the index alone, so a resumed run goes on exactly where it
+    was. The rows to evaluate on come in the order of the data's own hash, which no seed changes.
 
     Raises:
-        ConfigError: the data cannot be read, or has rows that cannot be tasks of this environment; or a task is both
-            trained on and held out.
+        ConfigError: the data cannot be read, or has rows that cannot be tasks of this environment;
+            or a task is both trained on and held out.
     """
 
     class Config(DatasetSettings):
@@ -142,9 +153,14 @@ class DatasetTasks:
         return self._rows.fingerprint
 
     def check(
-        self, checks: Sequence[TaskCheck], checked_as: str, of_first: Sequence[TaskCheck] = (), first: int = 8
+        self,
+        checks: Sequence[TaskCheck],
+        checked_as: str,
+        of_first: Sequence[TaskCheck] = (),
+        first: int = 8,
     ) -> None:
-        """Check each row as a task; what was found good is remembered under `checked_as`, which names the checks.
+        """Check each row as a task; what was found good is remembered under `checked_as`, which
+        names the checks.
 
         `of_first`: checks that take long, of the `first` rows of each source.
 
@@ -160,10 +176,14 @@ class DatasetTasks:
                     one(replace(task))  # each gets options of its own, as when it scores
             except ConfigError as error:
                 remedy = answer_advice(row) if task.options.get("answer") is None else ""
-                raise ConfigError(f"{error}. {remedy.capitalize()}" if remedy else str(error)) from error
+                raise ConfigError(
+                    f"{error}. {remedy.capitalize()}" if remedy else str(error)
+                ) from error
 
         for part in self._rows.parts:
-            part.check(check, json.dumps([checked_as, self._env, self._options, _reading(self._settings)]))
+            part.check(
+                check, json.dumps([checked_as, self._env, self._options, _reading(self._settings)])
+            )
 
     def task(self, index: int) -> Task:
         """The task of this index; with as many as there are rows, each has been used once."""
@@ -175,14 +195,18 @@ class DatasetTasks:
 
     def _place(self, index: int) -> int:
         epoch, place = divmod(index, len(self._rows))
-        seed = 0 if self._split == "held-out" else derive_seed(self._seed, "order", self._split, epoch)
+        seed = (
+            0 if self._split == "held-out" else derive_seed(self._seed, "order", self._split, epoch)
+        )
         return Permutation(len(self._rows), seed)[place]
 
     def _at(self, place: int, index: int, mark: str = "") -> Task:
         """The task of the row at `place`, for this index; `mark` ends its id."""
         number, row = self._rows.row(place)
         options, named, own_seed = self._reader.read(row)
-        name = f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "") + mark
+        name = (
+            f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "") + mark
+        )
         # The seed of the row and not of the index: a task stays the same in each epoch.
         seed = split_seed(self._seed, self._split, number) if own_seed is None else own_seed
         return Task(self._env, seed, {**self._options, **options}, name)
@@ -196,23 +220,29 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
         data, split = (other, settings.split) if is_data(other) else (settings.data, other)
         if data == settings.data and Path(data).expanduser().is_file():
             raise ConfigError(
-                f"tasks.held_out is {other!r}, and {data} is a single file, which has no splits: write another file, "
-                "or a share of the rows such as 0.05"
+                f"tasks.held_out is {other!r}, and {data} is a single file, which has no splits:"
+                " write another file, or a share of the rows such as 0.05"
             )
         measured = _opened(settings, data, split, env, options)
         if held_out:
             _check_disjoint(train, measured)
     else:
         if held_out and other == 0:
-            raise ConfigError("tasks.held_out is 0, so there is nothing to evaluate on: set evaluation.tasks to 0 too")
+            raise ConfigError(
+                "tasks.held_out is 0, so there is nothing to evaluate on: set evaluation.tasks to"
+                " 0 too"
+            )
         if not 0 <= other < 1:
-            raise ConfigError(f"tasks.held_out is {other:g}: write a share of the rows below 1, a file, or a split")
+            raise ConfigError(
+                f"tasks.held_out is {other:g}: write a share of the rows below 1, a file, or a"
+                " split"
+            )
         train, measured = train.divided(other)
         if not len(train):
             raise ConfigError(
-                f"tasks.held_out={other:g} leaves none of the {len(measured)} rows of {settings.data} to train on, as "
-                "equal tasks stay together (tasks.key): set tasks.held_out and evaluation.tasks to 0, or name another "
-                "file to evaluate on"
+                f"tasks.held_out={other:g} leaves none of the {len(measured)} rows of"
+                f" {settings.data} to train on, as equal tasks stay together (tasks.key): set"
+                " tasks.held_out and evaluation.tasks to 0, or name another file to evaluate on"
             )
     return measured if held_out else train
 
@@ -229,7 +259,9 @@ def _opened(settings: DatasetSettings, data: str, split: str, env: str, options:
 
 
 def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) -> Check:
-    """A check of a row: its columns, and its options if the environment says which it takes (a class `Options`)."""
+    """A check of a row: its columns, and its options if the environment says which it takes (a
+    class `Options`).
+    """
     shape = _options_of(env)
     trusted = marked_options(shape) - set(settings.columns) if shape is not None else set()
     reader = RowReader(settings, shape)
@@ -239,8 +271,8 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
         if trusted and (bold := trusted.intersection(options)):
             name = min(bold)
             raise BadRowError(
-                f"{name} can decide what code runs: set it in env.options, or if you trust these data, name it in "
-                f"tasks.columns ({{{name}: {name}, ...}})"
+                f"{name} can decide what code runs: set it in env.options, or if you trust these"
+                f" data, name it in tasks.columns ({{{name}: {name}, ...}})"
             )
         if named is not None and not _plain(named):
             raise BadRowError(f"its id is {named!r}")
@@ -252,7 +284,9 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
                 raise BadRowError(_unfit(faults(error, given)[0], row, shape)) from error
         wanted = settings.key or (("prompt",) if "prompt" in options else tuple(sorted(options)))
         if missing := [column for column in wanted if column not in options]:
-            raise BadRowError(f"no column {missing[0]!r}, which tasks.key names; there are {', '.join(options)}")
+            raise BadRowError(
+                f"no column {missing[0]!r}, which tasks.key names; there are {', '.join(options)}"
+            )
         return json.dumps([options[column] for column in wanted], sort_keys=True)
 
     return check
@@ -268,7 +302,9 @@ def _options_of(env: str) -> type[Settings] | None:
 
 
 def pay_check(env: str) -> TaskCheck | None:
-    """What an environment checks of its tasks, where nothing else pays: `check_paid` of its options."""
+    """What an environment checks of its tasks, where nothing else pays: `check_paid` of its
+    options.
+    """
     shape = _options_of(env)
     if shape is None or not hasattr(shape, "check_paid"):
         return None
@@ -279,11 +315,14 @@ def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
     """Why a row cannot be a task, and what to write."""
     if fault.kind == "extra_forbidden":
         return (
-            f"{fault}: the environment takes {', '.join(shape.model_fields)}. Name the columns that it takes in "
-            "tasks.columns"
+            f"{fault}: the environment takes {', '.join(shape.model_fields)}. Name the columns that"
+            " it takes in tasks.columns"
         )
     if fault.kind != "missing" and fault.where in row and fault.where != "prompt":
-        return f"{fault}. If this column is something else, name the columns that are needed in tasks.columns"
+        return (
+            f"{fault}. If this column is something else, name the columns that are needed in"
+            " tasks.columns"
+        )
     if fault.kind != "missing":
         return str(fault)
     if fault.where == "prompt":
@@ -313,15 +352,20 @@ def _check_disjoint(train: DataRows, held_out: DataRows) -> None:
     if found := _overlap(train.parts, held_out.parts):
         count, one, other = found
         raise ConfigError(
-            f"{count:,} of {len(held_out):,} held-out rows are also trained on, the first: {held_out.where(other)} is "
-            f"the task of {train.where(one)}. Remove them from one of the two; or, if they are different tasks, say "
-            "with tasks.key which columns tell tasks apart"
+            f"{count:,} of {len(held_out):,} held-out rows are also trained on, the first:"
+            f" {held_out.where(other)} is the task of {train.where(one)}. Remove them from one of"
+            " the two; or, if they are different tasks, say with tasks.key which columns tell"
+            " tasks apart"
         )
 
 
 @lru_cache(maxsize=16)
-def _overlap(train: Sequence[RowIndex], held_out: Sequence[RowIndex]) -> tuple[int, int, int] | None:
-    """How many held-out rows are trained on too, and the first such row, as numbers of both; None if there are none."""
+def _overlap(
+    train: Sequence[RowIndex], held_out: Sequence[RowIndex]
+) -> tuple[int, int, int] | None:
+    """How many held-out rows are trained on too, and the first such row, as numbers of both; None
+    if there are none.
+    """
     measured = DataRows(held_out).keys
     ordered = np.sort(measured)
     hits: set[int] = set()

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from agentrl.errors import ConfigError
 from agentrl.hosting.wrappers import wrapper
@@ -43,15 +50,21 @@ class OneEnv(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to every `reset`."""
     isolation: Isolation | None = None
-    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment declares."""
+    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the
+    environment declares.
+    """
     system_prompt: str | None = None
     """The system message, instead of the environment's own."""
     rules: str = ""
-    """Text added at the end of the system message, such as the rules of a game that does not tell them."""
+    """Text added at the end of the system message, such as the rules of a game that does not tell
+    them.
+    """
     wrappers: tuple[WrapperField, ...] = ()
     """Wrappers around it, each around those before: `time_limit`, `action_format`, or your own."""
     python: str | None = None
-    """The Python that runs it, each episode in its own process: a path, or a name on the PATH; by default this one."""
+    """The Python that runs it, each episode in its own process: a path, or a name on the PATH; by
+    default this one.
+    """
     requires: tuple[str, ...] = ()
     """Packages for its own interpreter, in pip's syntax; installed once, into the cache folder."""
 
@@ -59,7 +72,8 @@ class OneEnv(Settings):
     def _another_interpreter_is_another_process(self) -> Self:
         if self.foreign and self.isolation not in (None, "process"):
             raise ValueError(
-                f"with python or requires it runs in a process; leave out isolation, which is {self.isolation!r}"
+                "with python or requires it runs in a process; leave out isolation, which is"
+                f" {self.isolation!r}"
             )
         return self
 
@@ -68,7 +82,9 @@ class OneEnv(Settings):
         """Its wrappers; the innermost one says what `system_prompt` and `rules` add, if they do."""
         said = {"system_prompt": self.system_prompt} if self.system_prompt is not None else {}
         said |= {"rules": self.rules} if self.rules else {}
-        return (wrapper({"name": "instructions", **said}), *self.wrappers) if said else self.wrappers
+        return (
+            (wrapper({"name": "instructions", **said}), *self.wrappers) if said else self.wrappers
+        )
 
     @property
     def is_agent(self) -> bool:
@@ -77,7 +93,9 @@ class OneEnv(Settings):
 
     @property
     def foreign(self) -> bool:
-        """Whether it runs in another interpreter; only that one can check whether the environment exists."""
+        """Whether it runs in another interpreter; only that one can check whether the environment
+        exists.
+        """
         return self.python is not None or bool(self.requires)
 
 
@@ -85,7 +103,9 @@ class MixedEnv(OneEnv):
     """An environment of a mixture. What it leaves out is as the rest of the config says."""
 
     label: str | None = Field(None, pattern=r"^[^/\s]+$")
-    """Its name in metrics and in the ledger, by default `name`. Two entries of one environment need different ones."""
+    """Its name in metrics and in the ledger, by default `name`. Two entries of one environment need
+    different ones.
+    """
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its share of what is trained on, relative to the other weights."""
     tasks: ComponentField | None = None
@@ -93,8 +113,8 @@ class MixedEnv(OneEnv):
     reward: RewardsField | None = None
     """Its reward, as the section `reward`, which it is by default."""
     algorithm: ComponentField | None = None
-    """Settings of the run's algorithm that differ for the advantages of its groups. The loss is the same for all, and
-    settings that only change the loss are refused."""
+    """Settings of the run's algorithm that differ for the advantages of its groups. The loss is the
+    same for all, and settings that only change the loss are refused."""
     group_size: int | None = Field(None, gt=0)
     """As `rollout.group_size`."""
     budget: OwnBudget = OwnBudget()
@@ -121,20 +141,23 @@ class EnvConfig(OneEnv):
     mixture: tuple[MixedEnv, ...] = ()
     """Several environments in one run, instead of `name`."""
     folder: Path | None = None
-    """Of a program (`agent:...`): where its functions are found too, after all other places; by default the folder of
-    the config file. Environments do not use it."""
+    """Of a program (`agent:...`): where its functions are found too, after all other places; by
+    default the folder of the config file. Environments do not use it."""
     weights_count: Literal["groups", "tokens"] = "groups"
-    """What the weights of a mixture are shares of: trained groups, or the sampled tokens in them."""
+    """What the weights of a mixture are shares of: trained groups, or the sampled tokens in them.
+    """
     exhausted: Literal["end", "others"] = "end"
-    """What happens when an environment of a mixture has spent its `max_failed_tasks`: the run ends, or it gets no more
-    tasks and the others share its weight."""
+    """What happens when an environment of a mixture has spent its `max_failed_tasks`: the run ends,
+    or it gets no more tasks and the others share its weight."""
 
     @field_validator("mixture")
     @classmethod
     def _each_has_a_name_of_its_own(cls, mixture: tuple[MixedEnv, ...]) -> tuple[MixedEnv, ...]:
         names = [one.called for one in mixture]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"more than one environment is called {min(twice)!r}: give each a `label`")
+            raise ValueError(
+                f"more than one environment is called {min(twice)!r}: give each a `label`"
+            )
         return mixture
 
     @model_validator(mode="after")
@@ -143,7 +166,9 @@ class EnvConfig(OneEnv):
             raise ValueError("write the name of one environment, or a list of several")
         own = {**dict.fromkeys(OneEnv.model_fields), "agents": None}
         if self.mixture and (given := [name for name in own if getattr(self, name)]):
-            raise ValueError(f"{given[0]} belongs to one environment: write it in the entries of env.mixture")
+            raise ValueError(
+                f"{given[0]} belongs to one environment: write it in the entries of env.mixture"
+            )
         return self
 
     @property

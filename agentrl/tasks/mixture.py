@@ -1,9 +1,11 @@
-"""`Mixture`: tasks of several environments, in shares that are kept however slow or broken an environment is.
+"""`Mixture`: tasks of several environments, in shares that are kept however slow or broken an
+environment is.
 
-The next task belongs to the environment that is furthest behind its weight: the one with the smallest (n + 1) / weight,
-where n are its groups that have been trained on or are being played (the method of D'Hondt). A group that fails, is
-filtered or is too old no longer counts, so its place goes to the same environment. What follows depends on these counts
-alone, which a resumed run reads from its ledger.
+The next task belongs to the environment that is furthest behind its weight: the one with the
+smallest (n + 1) / weight, where n are its groups that have been trained on or are being played (the
+method of D'Hondt). A group that fails, is filtered or is too old no longer counts, so its place
+goes to the same environment. What follows depends on these counts alone, which a resumed run reads
+from its ledger.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +21,11 @@ from agentrl.trajectory import Group, Task
 
 @dataclass(slots=True)
 class Share:
-    """An environment of a mixture: `name` in the run, `env` the environment's own, and what has become of its tasks.
+    """An environment of a mixture: `name` in the run, `env` the environment's own, and what has
+    become of its tasks.
 
-    `issued`: tasks so far; `live`: groups that are being played; `groups`: those trained on, with `tokens` sampled
-    tokens.
+    `issued`: tasks so far; `live`: groups that are being played; `groups`: those trained on, with
+    `tokens` sampled tokens.
     """
 
     name: str
@@ -43,11 +46,13 @@ class Share:
 class Mixture:
     """`TaskSource` of several environments. `count`: what the weights are shares of.
 
-    A task keeps the id that its own source gave it, after the environment's name. Each source is asked for its tasks in
-    order, and a curriculum observes the outcomes of its own tasks only.
+    A task keeps the id that its own source gave it, after the environment's name. Each source is
+    asked for its tasks in order, and a curriculum observes the outcomes of its own tasks only.
     """
 
-    def __init__(self, shares: Sequence[Share], count: Literal["groups", "tokens"] = "groups") -> None:
+    def __init__(
+        self, shares: Sequence[Share], count: Literal["groups", "tokens"] = "groups"
+    ) -> None:
         self._shares = {share.name: share for share in shares}
         self._count = count
 
@@ -57,7 +62,9 @@ class Mixture:
 
     def task(self, index: int) -> Task:
         """The task with this number. Called once for each, in order."""
-        share = min((share for share in self._shares.values() if not share.given_up), key=self._next)
+        share = min(
+            (share for share in self._shares.values() if not share.given_up), key=self._next
+        )
         task = next_task(share.tasks, share.issued)
         self._issue(share, index)
         share.live += 1
@@ -85,7 +92,11 @@ class Mixture:
         share = self._shares[task.env]
         own = share.numbers.pop(index, None)
         if isinstance(share.tasks, Curriculum) and own is not None:
-            share.tasks.observe(own, replace(task, env=share.env, id=task.id.removeprefix(f"{task.env}-")), rewards_G)
+            share.tasks.observe(
+                own,
+                replace(task, env=share.env, id=task.id.removeprefix(f"{task.env}-")),
+                rewards_G,
+            )
 
     def metrics(self) -> dict[str, float]:
         """What the curricula of environments report, by the environment's name."""
@@ -96,9 +107,14 @@ class Mixture:
         }
 
     def restore(
-        self, fates: Iterable[tuple[int, str, Fate | None]], rows: Iterable[Mapping[str, float]], *, gives_up: bool
+        self,
+        fates: Iterable[tuple[int, str, Fate | None]],
+        rows: Iterable[Mapping[str, float]],
+        *,
+        gives_up: bool,
     ) -> None:
-        """Continue an earlier launch, from (number, environment, fate) of its tasks in order and its steps' metrics.
+        """Continue an earlier launch, from (number, environment, fate) of its tasks in order and
+        its steps' metrics.
 
         `gives_up`: an environment that had spent its budget of failures gets no more tasks.
 
@@ -118,8 +134,9 @@ class Mixture:
             failed[env] += fate == "failed"
         if gone:
             raise ConfigError(
-                f"env.mixture has no entry called {min(gone)!r} any more, and the run has had tasks of it: put it back "
-                f"(with a small weight it gets few tasks more); there is {', '.join(self._shares)}"
+                f"env.mixture has no entry called {min(gone)!r} any more, and the run has had tasks"
+                " of it: put it back (with a small weight it gets few tasks more); there is"
+                f" {', '.join(self._shares)}"
             )
         for row in rows:
             for name, share in self._shares.items():
@@ -136,7 +153,8 @@ class Mixture:
         """How far an environment would be ahead with one more group; the smallest is the next."""
         if self._count == "groups":
             return (share.groups + share.live + 1) / share.weight
-        # A group that is being played counts as much as those of its environment did so far, or else those of all.
+        # A group that is being played counts as much as those of its environment did so far, or
+        # else those of all.
         known = [share] if share.groups else list(self._shares.values())
         groups = sum(one.groups for one in known)
         mean = sum(one.tokens for one in known) / groups if groups else 1.0

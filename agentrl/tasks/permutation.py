@@ -1,9 +1,10 @@
 """`Permutation`: a shuffled order of n things, of which each place is computed on its own.
 
-A list of n shuffled numbers would have to be held, and made again for each epoch. Here nothing is held: a Feistel
-network (M. Luby and C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J.
-Comput. 17, 1988) permutes the numbers below a power of four, and a number that is too large is permuted again until it
-is not (cycle walking: J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+A list of n shuffled numbers would have to be held, and made again for each epoch. Here nothing is
+held: a Feistel network (M. Luby and C. Rackoff, "How to construct pseudorandom permutations from
+pseudorandom functions", SIAM J. Comput. 17, 1988) permutes the numbers below a power of four, and a
+number that is too large is permuted again until it is not (cycle walking: J. Black and P. Rogaway,
+"Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""`DifficultyPools`: a curriculum over the rows of data, which draws those less often that are too easy or too hard."""
+"""`DifficultyPools`: a curriculum over the rows of data, which draws those less often that are too
+easy or too hard.
+"""
 
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -16,11 +18,13 @@ Pool = Literal["easy", "normal", "hard"]
 
 
 class DifficultyPools(DatasetTasks):
-    """`Curriculum`: rows of data in three pools, by the mean score of their last group (as in prime-rl).
+    """`Curriculum`: rows of data in three pools, by the mean score of their last group (as in
+    prime-rl).
 
-    A row is drawn at random. If it is in the pool of easy or of hard ones, it is kept with the pool's share only, and
-    else another is drawn. New rows are in the normal pool. What is drawn depends on the index, the run's seed and the
-    outcomes observed before, so a resumed run goes on with the same tasks. Held-out tasks are as in `tasks: dataset`.
+    A row is drawn at random. If it is in the pool of easy or of hard ones, it is kept with the
+    pool's share only, and else another is drawn. New rows are in the normal pool. What is drawn
+    depends on the index, the run's seed and the outcomes observed before, so a resumed run goes on
+    with the same tasks. Held-out tasks are as in `tasks: dataset`.
     """
 
     class Config(DatasetSettings):
@@ -38,14 +42,25 @@ class DifficultyPools(DatasetTasks):
         @model_validator(mode="after")
         def _pools_are_apart(self) -> Self:
             if self.hard_at >= self.easy_at:
-                raise ValueError(f"hard_at ({self.hard_at:g}) has to be below easy_at ({self.easy_at:g})")
+                raise ValueError(
+                    f"hard_at ({self.hard_at:g}) has to be below easy_at ({self.easy_at:g})"
+                )
             return self
 
     def __init__(
-        self, settings: Config, env: str, seed: int, split: str = "train", options: Mapping[str, Any] | None = None
+        self,
+        settings: Config,
+        env: str,
+        seed: int,
+        split: str = "train",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(settings, env, seed, split, options)
-        self._kept: Mapping[Pool, float] = {"easy": settings.easy, "normal": 1.0, "hard": settings.hard}
+        self._kept: Mapping[Pool, float] = {
+            "easy": settings.easy,
+            "normal": 1.0,
+            "hard": settings.hard,
+        }
         self._bounds = settings.hard_at, settings.easy_at
         self._pools: dict[int, Pool] = {}
 

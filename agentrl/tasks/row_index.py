@@ -7,8 +7,8 @@ CACHE/datasets/HASH OF PATH AND CHECKS/HASH OF SIZE AND TIME/
   rows.jsonl       the rows themselves, where the source is no file of JSON lines
   good-HASH        all rows have passed one more check, such as that of a reward
 
-The rows of a file of JSON lines stay where they are. Those of other sources are copied once, because in them no row can
-be found without reading others. The folder can be deleted at any time.
+The rows of a file of JSON lines stay where they are. Those of other sources are copied once,
+because in them no row can be found without reading others. The folder can be deleted at any time.
 """
 
 import hashlib
@@ -30,16 +30,28 @@ from agentrl.errors import ConfigError
 from agentrl.files.caches import cache_folder
 from agentrl.files.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.files.file_lock import locked
-from agentrl.tasks.rows import BadRowError, RowSource, as_line, is_lines, parse_line, read_or_error, rows_of
+from agentrl.tasks.rows import (
+    BadRowError,
+    RowSource,
+    as_line,
+    is_lines,
+    parse_line,
+    read_or_error,
+    rows_of,
+)
 
 U64 = npt.NDArray[np.uint64]
 Check = Callable[[Mapping[str, Any]], str]
-"""Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be a task."""
+"""Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be
+a task.
+"""
 _FORMAT = 3
 _SHOWN = 10
 """Kinds of bad rows that an error names."""
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""What differs between messages about rows that are bad for one reason: texts in quotes, and numbers."""
+"""What differs between messages about rows that are bad for one reason: texts in quotes, and
+numbers.
+"""
 _AT_ONCE = 1 << 16
 
 
@@ -94,11 +106,13 @@ class RowIndex:
                 return parse_line(file.readline())
         except (OSError, BadRowError) as error:
             raise ConfigError(
-                f"{self.rows_path} has changed while its tasks were in use ({error}): put it back, and resume the run"
+                f"{self.rows_path} has changed while its tasks were in use ({error}): put it back,"
+                " and resume the run"
             ) from error
 
     def check(self, check: Callable[[int, Mapping[str, Any]], None], checked_as: str) -> None:
-        """Check all rows, with their numbers from 1, once more; what was found good is remembered under `checked_as`.
+        """Check all rows, with their numbers from 1, once more; what was found good is remembered
+        under `checked_as`.
 
         Raises:
             ConfigError: `check` raised it for some rows; names the first of them.
@@ -130,15 +144,17 @@ class RowIndex:
         return f"{self.source}, line {before + 1}"
 
 
-def open_index(source: RowSource, check: Check, checked_as: str, columns: Collection[str] = ()) -> RowIndex:
+def open_index(
+    source: RowSource, check: Check, checked_as: str, columns: Collection[str] = ()
+) -> RowIndex:
     """The index of a source, made now unless it is remembered.
 
-    `checked_as` names what `check` depends on: rows that were checked in another way are checked again. `columns`: what
-    `check` needs of a row that is copied, by default all.
+    `checked_as` names what `check` depends on: rows that were checked in another way are checked
+    again. `columns`: what `check` needs of a row that is copied, by default all.
 
     Raises:
-        ConfigError: the source cannot be read, changes while it is read, or has bad rows, of which the first are named;
-            or the cache folder cannot be written.
+        ConfigError: the source cannot be read, changes while it is read, or has bad rows, of which
+            the first are named; or the cache folder cannot be written.
     """
     stamp = _stamp(source) if isinstance(source, Path) else (0, 0)
     place = str(source.resolve()) if isinstance(source, Path) else json.dumps(asdict(source))
@@ -150,14 +166,17 @@ def open_index(source: RowSource, check: Check, checked_as: str, columns: Collec
                 _make(source, check, columns, final, stamp)
         except OSError as error:
             raise ConfigError(
-                f"{source} cannot be indexed in the cache folder {of_source}: {error}. XDG_CACHE_HOME names another one"
+                f"{source} cannot be indexed in the cache folder {of_source}: {error}."
+                " XDG_CACHE_HOME names another one"
             ) from error
     found = _Found(**json.loads((final / "index.json").read_text()))
     index = RowIndex(source, final, found.digest, found.rows, stamp)
     return replace(index, _file=_stamp(index.rows_path))
 
 
-def _make(source: RowSource, check: Check, columns: Collection[str], final: Path, stamp: tuple[int, int]) -> None:
+def _make(
+    source: RowSource, check: Check, columns: Collection[str], final: Path, stamp: tuple[int, int]
+) -> None:
     """Make the folder of an index, unless another process has made it."""
     if final.exists():
         return
@@ -172,7 +191,9 @@ def _make(source: RowSource, check: Check, columns: Collection[str], final: Path
     finish_folder(final)
 
 
-def _build(source: RowSource, check: Check, columns: Collection[str], folder: Path, stamp: tuple[int, int]) -> _Found:
+def _build(
+    source: RowSource, check: Check, columns: Collection[str], folder: Path, stamp: tuple[int, int]
+) -> _Found:
     digest = xxhash.xxh3_128()
     rows, bad = 0, _BadRows(source)
     with _Numbers(folder / "offsets.u64") as offsets, _Numbers(folder / "keys.u64") as keys:
@@ -194,7 +215,9 @@ def _build(source: RowSource, check: Check, columns: Collection[str], folder: Pa
 def _read(
     source: RowSource, columns: Collection[str], folder: Path, seen: Callable[[bytes], None]
 ) -> Iterator[tuple[str, int, Mapping[str, Any] | BadRowError]]:
-    """(where, offset in the file of JSON lines, row) of each row. Copies the rows, if they are not in such a file."""
+    """(where, offset in the file of JSON lines, row) of each row. Copies the rows, if they are not
+    in such a file.
+    """
     if _is_lines(source):
         with source.open("rb") as file:
             offset = 0
@@ -222,7 +245,9 @@ def _read(
 
 @dataclass(slots=True)
 class _BadRows:
-    """The rows of a source that cannot be tasks: how many, and what is wrong with the first of each kind."""
+    """The rows of a source that cannot be tasks: how many, and what is wrong with the first of each
+    kind.
+    """
 
     source: RowSource
     count: int = 0
@@ -241,15 +266,25 @@ class _BadRows:
         if not self.count:
             return
         lines = [
-            f"{first} (and {self._alike[kind] - 1:,} more like it)" if self._alike[kind] > 1 else first
+            (
+                f"{first} (and {self._alike[kind] - 1:,} more like it)"
+                if self._alike[kind] > 1
+                else first
+            )
             for kind, first in self._first.items()
         ]
         left = self.count - self._alike.total()
         more = [f"and {left:,} more"] if left else []
         if len(self._first) == 1 and self.count == rows:  # it is the file, and no row of it
-            none = f"none of the {rows:,} rows can be a task" if rows > 1 else "the only row cannot be a task"
+            none = (
+                f"none of the {rows:,} rows can be a task"
+                if rows > 1
+                else "the only row cannot be a task"
+            )
             raise ConfigError(f"{none}: {next(iter(self._first.values()))}")
-        raise ConfigError("\n".join((f"{self.count:,} of {rows:,} rows cannot be tasks:", *lines, *more)))
+        raise ConfigError(
+            "\n".join((f"{self.count:,} of {rows:,} rows cannot be tasks:", *lines, *more))
+        )
 
 
 class _Numbers:

@@ -18,15 +18,16 @@ class RowSettings(Settings):
     """Which columns of data are what."""
 
     columns: dict[str, str] = Field(default_factory=dict)
-    """Which column of the data is which: `{prompt: question, answer: reward_model.ground_truth}`. A dot goes into a
-    column of mappings or a list (`messages.0.content`). Only these are then read; by default all are, by their own
-    names."""
+    """Which column of the data is which: `{prompt: question, answer: reward_model.ground_truth}`. A
+    dot goes into a column of mappings or a list (`messages.0.content`). Only these are then read;
+    by default all are, by their own names."""
     prompt: str | None = None
-    """A template of the prompt, over the data's columns: `"{question}\\n{choices | lettered}"`. With `{{` or `{%` it is
-    one of Jinja, in a sandbox. By default the prompt is the column `prompt`."""
+    """A template of the prompt, over the data's columns: `"{question}\\n{choices | lettered}"`.
+    With `{{` or `{%` it is one of Jinja, in a sandbox. By default the prompt is the column
+    `prompt`."""
     answer: str | None = None
-    """The same for the right answer, such as `"{answer | final}"`, the result that a solution ends with; by default the
-    column `answer`."""
+    """The same for the right answer, such as `"{answer | final}"`, the result that a solution ends
+    with; by default the column `answer`."""
 
     @field_validator("prompt", "answer", mode="before")
     @classmethod
@@ -56,9 +57,9 @@ class RowTask(NamedTuple):
 class RowReader:
     """Reads rows as `settings` say, for an environment whose options have this `shape`, if it says.
 
-    An option that is null is as if left out where it has another default. If there is an option `prompt`, a chat may
-    stand there: what was asked last is then the question, and what was answered to that the right answer, unless a
-    column has it.
+    An option that is null is as if left out where it has another default. If there is an option
+    `prompt`, a chat may stand there: what was asked last is then the question, and what was
+    answered to that the right answer, unless a column has it.
     """
 
     settings: RowSettings
@@ -84,13 +85,21 @@ class RowReader:
             BadRowError: a column is missing, or a special one is not what it must be.
         """
         columns = self.settings.columns
-        options = {name: column(row, path) for name, path in columns.items()} if columns else dict(row)
-        named, seed, more = options.pop("id", None), options.pop("seed", None), options.pop("options", None) or {}
-        options |= {name: template.of({**options, **row}) for name, template in self._templates.items()}
+        options = (
+            {name: column(row, path) for name, path in columns.items()} if columns else dict(row)
+        )
+        named, seed, more = (
+            options.pop("id", None),
+            options.pop("seed", None),
+            options.pop("options", None) or {},
+        )
+        options |= {
+            name: template.of({**options, **row}) for name, template in self._templates.items()
+        }
         if not isinstance(more, Mapping):
             raise BadRowError(
-                f"its options are {more!r:.80}, not a mapping of the environment's options, and the columns are "
-                f"{listed(row)}: {advice(row)}"
+                f"its options are {more!r:.80}, not a mapping of the environment's options, and the"
+                f" columns are {listed(row)}: {advice(row)}"
             )
         options = {**more, **options}
         fields = {} if self.shape is None else self.shape.model_fields
@@ -113,15 +122,21 @@ def _question(options: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise BadRowError(f"prompt: {error}") from error
     found: dict[str, Any] = {"prompt": [as_json(message) for message in asked]}
-    return found if answered is None or options.get("answer") is not None else {**found, "answer": answered}
+    return (
+        found
+        if answered is None or options.get("answer") is not None
+        else {**found, "answer": answered}
+    )
 
 
 def _seed(seed: Any) -> int | None:
     if isinstance(seed, str) and seed.isdecimal():
         seed = int(seed)
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+    if seed is not None and (
+        not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63
+    ):
         raise BadRowError(
-            f"its seed is {seed!r:.80}, not a whole number from 0 to 2^63 - 1: if this column is something else, name "
-            "the columns that are needed in tasks.columns"
+            f"its seed is {seed!r:.80}, not a whole number from 0 to 2^63 - 1: if this column is"
+            " something else, name the columns that are needed in tasks.columns"
         )
     return seed

@@ -1,4 +1,5 @@
-"""Rows of files: JSON, Parquet, CSV and Arrow files, folders of these, and datasets of the Hugging Face hub.
+"""Rows of files: JSON, Parquet, CSV and Arrow files, folders of these, and datasets of the Hugging
+Face hub.
 
 Everything here streams: a row is read, checked and forgotten.
 """
@@ -28,16 +29,26 @@ if TYPE_CHECKING:
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (*_TEXTS, ".parquet", ".arrow")
-"""The files that can be read; texts may be compressed too (`.jsonl.gz`). `.arrow` is what `Dataset.save_to_disk`
-writes."""
+"""The files that can be read; texts may be compressed too (`.jsonl.gz`). `.arrow` is what
+`Dataset.save_to_disk` writes."""
 FILES = f"{', '.join(SUFFIXES)}, and texts compressed as {', '.join(_PACKED)}"
 """The same, for people."""
 _NOT_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """What the package datasets writes beside rows."""
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 _TABLES = (
-    "data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems", "tasks", *_SPLITS
-)  # fmt: skip
+    "data",
+    "rows",
+    "examples",
+    "instances",
+    "items",
+    "records",
+    "samples",
+    "questions",
+    "problems",
+    "tasks",
+    *_SPLITS,
+)
 """Under which names files of one object have their rows."""
 _LFS = b"version https://git-lfs"
 _SEPARATOR = re.compile(r"sep=(.)\s*$")
@@ -80,23 +91,31 @@ RowSource = Path | HubDataset
 
 
 def is_data(text: str) -> bool:
-    """Whether a text names data, and not a task source: a file, a folder, or a dataset `owner/name` of the hub."""
+    """Whether a text names data, and not a task source: a file, a folder, or a dataset `owner/name`
+    of the hub.
+    """
     path = Path(text)
-    return ":" not in text and ("/" in text or kind_of(path) is not None or (bool(path.suffix) and path.is_file()))
+    return ":" not in text and (
+        "/" in text or kind_of(path) is not None or (bool(path.suffix) and path.is_file())
+    )
 
 
 def kind_of(path: Path) -> str | None:
-    """What a file is, by the end of its name without that of a compression: one of `SUFFIXES`, or None."""
+    """What a file is, by the end of its name without that of a compression: one of `SUFFIXES`, or
+    None.
+    """
     packed = path.suffix.lower() in _PACKED
     kind = (Path(path.stem) if packed else path).suffix.lower()
     return kind if kind in (_TEXTS if packed else SUFFIXES) else None
 
 
-def sources(data: str, split: str, subset: str | None = None, revision: str | None = None) -> list[RowSource]:
+def sources(
+    data: str, split: str, subset: str | None = None, revision: str | None = None
+) -> list[RowSource]:
     """The files of one split of `data`, in order of their names, or the dataset of the hub.
 
-    In a folder these are the files in a folder of the split's name, or else those whose names begin with it. A folder
-    without splits has the split "train" only.
+    In a folder these are the files in a folder of the split's name, or else those whose names begin
+    with it. A folder without splits has the split "train" only.
 
     Raises:
         ConfigError: there is nothing that can be read.
@@ -104,7 +123,10 @@ def sources(data: str, split: str, subset: str | None = None, revision: str | No
     found = _sources(data, split, subset, revision)
     for source in found:
         if isinstance(source, Path) and _begins_with(source, _LFS):
-            raise ConfigError(f"{source} is a pointer of Git LFS, whose content was not fetched: run `git lfs pull`")
+            raise ConfigError(
+                f"{source} is a pointer of Git LFS, whose content was not fetched: run `git lfs"
+                " pull`"
+            )
     return found
 
 
@@ -128,7 +150,9 @@ def _sources(data: str, split: str, subset: str | None, revision: str | None) ->
 
 
 def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
-    """The files of a split; in a copy of a dataset of the hub too, where they lie in `SUBSET/` or `data/`."""
+    """The files of a split; in a copy of a dataset of the hub too, where they lie in `SUBSET/` or
+    `data/`.
+    """
     if subset is not None and (folder / subset).is_dir():
         folder /= subset
     there = _files(folder)
@@ -143,37 +167,58 @@ def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
         return there
     if not there and inner.isdisjoint(_SPLITS) and inner:
         listed = ", ".join(sorted(inner))
-        raise ConfigError(f"{folder} has its files in {listed}: name one of these, as {folder / min(inner)}")
+        raise ConfigError(
+            f"{folder} has its files in {listed}: name one of these, as {folder / min(inner)}"
+        )
     found = ", ".join(sorted({*filter(None, splits), *inner})) or "no splits"
-    raise ConfigError(f"{folder} has no files of the split {split!r}: it has {found}. Files are {FILES}")
+    raise ConfigError(
+        f"{folder} has no files of the split {split!r}: it has {found}. Files are {FILES}"
+    )
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of rows right in a folder, without hidden ones and what the package datasets left beside its own."""
+    """The files of rows right in a folder, without hidden ones and what the package datasets left
+    beside its own.
+    """
     state = folder / "state.json"
-    saved = {one["filename"] for one in json.loads(state.read_text())["_data_files"]} if state.is_file() else None
+    saved = (
+        {one["filename"] for one in json.loads(state.read_text())["_data_files"]}
+        if state.is_file()
+        else None
+    )
     return sorted(
         path
         for path in folder.glob("[!.]*")
-        if path.is_file() and kind_of(path) and path.name not in _NOT_ROWS and (saved is None or path.name in saved)
+        if path.is_file()
+        and kind_of(path)
+        and path.name not in _NOT_ROWS
+        and (saved is None or path.name in saved)
     )
 
 
 def _whole_split(path: Path) -> str:
-    """The split in the name of a file of the hub: `train_sft` of `train_sft-00000-of-00003.parquet`."""
+    """The split in the name of a file of the hub: `train_sft` of
+    `train_sft-00000-of-00003.parquet`.
+    """
     return _SHARD.sub("", path.name.split(".")[0])
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name begins or ends with: `train-00000-of-00002.parquet`, `gsm8k_test.jsonl`."""
+    """The split that a file's name begins or ends with: `train-00000-of-00002.parquet`,
+    `gsm8k_test.jsonl`.
+    """
     words = re.split("[-_]", _whole_split(path).casefold())
     return next((word for word in (words[0], words[-1]) if word in _SPLITS), None)
 
 
-def rows_of(source: RowSource, columns: Collection[str] = ()) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
-    """(where it stands, the row or what is wrong with it) of each row of a file that is not plain JSON lines.
+def rows_of(
+    source: RowSource, columns: Collection[str] = ()
+) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+    """(where it stands, the row or what is wrong with it) of each row of a file that is not plain
+    JSON lines.
 
-    `columns`: of these only, where a dot goes into a column; by default of all, and where one of them is missing.
+    `columns`: of these only, where a dot goes into a column; by default of all, and where one of
+    them is missing.
 
     Raises:
         ConfigError: the source cannot be read, or not to its end.
@@ -189,12 +234,16 @@ def _chosen(row: Mapping[str, Any], columns: Collection[str]) -> Mapping[str, An
 
 
 def _there(columns: Collection[str], names: Collection[str]) -> set[str] | None:
-    """Which of these names the columns are of; None for all, if no columns are chosen, or not all of them are there."""
+    """Which of these names the columns are of; None for all, if no columns are chosen, or not all
+    of them are there.
+    """
     found = {column: column if column in names else column.partition(".")[0] for column in columns}
     return {*found.values()} if columns and all(name in names for name in found.values()) else None
 
 
-def _of_file(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+def _of_file(
+    path: Path, columns: Collection[str]
+) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     import pyarrow as pa
 
     where = "its beginning"
@@ -228,7 +277,9 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
 
 def _object(row: Any) -> Mapping[str, Any]:
     if not isinstance(row, dict):
-        raise BadRowError(f'it is a {type(row).__name__}, not an object: write {{"prompt": ..., "answer": ...}}')
+        raise BadRowError(
+            f'it is a {type(row).__name__}, not an object: write {{"prompt": ..., "answer": ...}}'
+        )
     return row
 
 
@@ -245,7 +296,9 @@ def as_line(row: Mapping[str, Any]) -> bytes:
             try:
                 _dumped({name: value})
             except UnicodeEncodeError as error:
-                raise BadRowError(f"column {name!a} has text that is not UTF-8: save the file in UTF-8") from error
+                raise BadRowError(
+                    f"column {name!a} has text that is not UTF-8: save the file in UTF-8"
+                ) from error
             except (TypeError, ValueError) as error:
                 raise BadRowError(f"column {name!r}: {error}") from error
         raise
@@ -267,8 +320,8 @@ def _in_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
-        f"{type(value).__name__} is no value of JSON: name the columns that are needed, without this one, in "
-        "tasks.columns"
+        f"{type(value).__name__} is no value of JSON: name the columns that are needed, without"
+        " this one, in tasks.columns"
     )
 
 
@@ -286,11 +339,15 @@ def is_lines(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         first = file.read(1 << 12)
-    return _encoding(first) == "utf-8-sig" and not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return _encoding(first) == "utf-8-sig" and not first.removeprefix(
+        codecs.BOM_UTF8
+    ).lstrip().startswith(b"[")
 
 
 def _encoding(first: bytes) -> str:
-    """How a text with these first bytes is written: in UTF-8 or UTF-16 (Excel, Windows), with a mark or without."""
+    """How a text with these first bytes is written: in UTF-8 or UTF-16 (Excel, Windows), with a
+    mark or without.
+    """
     if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return "utf-16"
     if first[:1] and b"\0" in first[:2]:  # the first character is one of ASCII
@@ -300,12 +357,17 @@ def _encoding(first: bytes) -> str:
 
 @contextmanager
 def _text_of(path: Path, newline: str) -> Iterator[io.TextIOWrapper]:
-    with _unpacked(path) as file, io.TextIOWrapper(file, _encoding(file.peek(2)), "surrogateescape", newline) as text:
+    with (
+        _unpacked(path) as file,
+        io.TextIOWrapper(file, _encoding(file.peek(2)), "surrogateescape", newline) as text,
+    ):
         yield text
 
 
 def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
-    """The rows of an array of objects, of an object with one list of them, or of JSON lines, by how the file begins."""
+    """The rows of an array of objects, of an object with one list of them, or of JSON lines, by how
+    the file begins.
+    """
     with _text_of(path, "\n") as file:
         head = _head(file)
         if "".join(head).lstrip().startswith("["):
@@ -317,7 +379,10 @@ def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]
             yield f"row {number}", read_or_error(_object, row)
         for number, text in enumerate(() if whole else chain(head, file), 1):
             if text.strip():
-                yield f"line {number}", read_or_error(parse_line, text.encode("utf-8", "surrogateescape"))
+                yield (
+                    f"line {number}",
+                    read_or_error(parse_line, text.encode("utf-8", "surrogateescape")),
+                )
 
 
 def _head(file: io.TextIOBase) -> list[str]:
@@ -341,7 +406,8 @@ class _Begun(io.TextIOBase):
 
 
 def _of_one_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
-    """The rows of a file that is one object: those in its only list of objects, or the object. None for JSON lines.
+    """The rows of a file that is one object: those in its only list of objects, or the object. None
+    for JSON lines.
 
     What of the file has been read for it is appended to `head`.
 
@@ -356,20 +422,32 @@ def _of_one_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
     if not isinstance(value, dict):
         head[:] = "".join(head).splitlines(keepends=True)
         return None
-    tables = [name for name, inner in value.items() if _is_table(inner) and (name in _TABLES or len(value) == 1)]
+    tables = [
+        name
+        for name, inner in value.items()
+        if _is_table(inner) and (name in _TABLES or len(value) == 1)
+    ]
     if len(tables) > 1:
-        raise ValueError(f"it is one object with lists under {', '.join(tables)}: write a file for each of them")
-    if not tables and len(value) > 1 and all(isinstance(inner, list | dict) for inner in value.values()):
         raise ValueError(
-            f"it is one object of columns ({', '.join(value)}): write rows instead, as pandas does with "
-            'to_json(path, orient="records", lines=True)'
+            f"it is one object with lists under {', '.join(tables)}: write a file for each of them"
+        )
+    if (
+        not tables
+        and len(value) > 1
+        and all(isinstance(inner, list | dict) for inner in value.values())
+    ):
+        raise ValueError(
+            f"it is one object of columns ({', '.join(value)}): write rows instead, as pandas does"
+            ' with to_json(path, orient="records", lines=True)'
         )
     return list(value[tables[0]]) if tables else [value]
 
 
 def _is_table(value: Any) -> bool:
     """Whether this is a list of objects, and no chat."""
-    return isinstance(value, list) and all(isinstance(one, dict) and not {"role", "from"} & one.keys() for one in value)
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and not {"role", "from"} & one.keys() for one in value
+    )
 
 
 def _parsed(text: str) -> Any:
@@ -384,7 +462,9 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def read_or_error(read: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str, Any] | BadRowError:
+def read_or_error(
+    read: Callable[[Any], Mapping[str, Any]], value: Any
+) -> Mapping[str, Any] | BadRowError:
     """What `read` makes of a value, or why it is no row."""
     try:
         return read(value)
@@ -414,13 +494,19 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
             yield line + text.count("\n", place, begin), value
             line, place, block = line + text.count("\n", place, end), end, _BLOCK
         elif more := file.read(block):
-            text, place, block = text[place:] + more, 0, 2 * block  # twice as much: a long value is read in few tries
+            text, place, block = (
+                text[place:] + more,
+                0,
+                2 * block,
+            )  # twice as much: a long value is read in few tries
         else:
             raise ValueError(f"what follows is not JSON, or the array is not closed: {problem}")
 
 
 def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
-    """The rows of a file whose fields are separated by what its head has most of: commas, semicolons or tabs."""
+    """The rows of a file whose fields are separated by what its head has most of: commas,
+    semicolons or tabs.
+    """
     usual = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with _text_of(path, "") as file:
@@ -437,7 +523,10 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]
                 if len(fields) == len(head):
                     yield where, dict(zip(head, fields, strict=True))
                 elif fields:
-                    yield where, BadRowError(f"it has {len(fields)} fields, and the head has {len(head)}")
+                    yield (
+                        where,
+                        BadRowError(f"it has {len(fields)} fields, and the head has {len(head)}"),
+                    )
     finally:
         csv.field_size_limit(usual)
 
@@ -486,15 +575,19 @@ def _of_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{source.name!r} is neither a file nor a folder, and datasets of the hub need the package datasets: "
-            f"{install_command('data')}"
+            f"{source.name!r} is neither a file nor a folder, and datasets of the hub need the"
+            f" package datasets: {install_command('data')}"
         ) from error
     try:
-        rows = datasets.load_dataset(source.name, source.subset, split=source.split, revision=source.revision)
-    except Exception as error:  # of any of a dozen libraries: there is nothing to read, whatever it was
+        rows = datasets.load_dataset(
+            source.name, source.subset, split=source.split, revision=source.revision
+        )
+    except (
+        Exception
+    ) as error:  # of any of a dozen libraries: there is nothing to read, whatever it was
         raise ConfigError(
-            f"{source.name!r} is no file or folder here, and as a dataset of the hub it cannot be loaded (split "
-            f"{source.split}): {type(error).__name__}: {error}"
+            f"{source.name!r} is no file or folder here, and as a dataset of the hub it cannot be"
+            f" loaded (split {source.split}): {type(error).__name__}: {error}"
         ) from error
     for number, row in enumerate(rows, 1):
         yield f"row {number}", row

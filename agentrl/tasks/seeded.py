@@ -24,4 +24,9 @@ class SeededTasks:
 
     def task(self, index: int) -> Task:
         """The task of this index."""
-        return Task(self.env, split_seed(self.seed, self.split, index), self.options, f"{self.split}-{index:06d}")
+        return Task(
+            self.env,
+            split_seed(self.seed, self.split, index),
+            self.options,
+            f"{self.split}-{index:06d}",
+        )

@@ -25,8 +25,9 @@ class EvaluationSampling(Settings):
     """How the policy is sampled in an evaluation; what is left out is as in training."""
 
     temperature: Annotated[float | None, AfterValidator(check_temperature)] = Field(None, ge=0)
-    """Sampling temperature; by default the run's (`rollout.sampling.temperature`), which measures the policy that is
-    trained. verl validates greedily by default, and reports often do: write 0 to compare with them."""
+    """Sampling temperature; by default the run's (`rollout.sampling.temperature`), which measures
+    the policy that is trained. verl validates greedily by default, and reports often do: write 0 to
+    compare with them."""
     top_p: float | None = Field(None, gt=0, le=1)
     """As `rollout.sampling.top_p`, which it is by default."""
     top_k: int | None = Field(None, ge=0)
@@ -37,7 +38,9 @@ class EvaluationSampling(Settings):
     def sampling(self, in_training: SamplingParams) -> SamplingParams:
         """How the policy is sampled in the evaluation."""
         own = {name: getattr(self, name) for name in EvaluationSampling.model_fields}
-        return in_training.model_copy(update={name: value for name, value in own.items() if value is not None})
+        return in_training.model_copy(
+            update={name: value for name, value in own.items() if value is not None}
+        )
 
 
 class SuiteConfig(EvaluationSampling):
@@ -45,10 +48,14 @@ class SuiteConfig(EvaluationSampling):
 
     name: str = Field(pattern=r"^[\w-]+$")
     """Its name: results are the metrics `eval/NAME/...`."""
-    env: Annotated[OneEnv | None, BeforeValidator(lambda raw: {"name": raw} if isinstance(raw, str) else raw)] = None
+    env: Annotated[
+        OneEnv | None, BeforeValidator(lambda raw: {"name": raw} if isinstance(raw, str) else raw)
+    ] = None
     """The environment with its options; by default the run's."""
     data: str | None = None
-    """Rows of tasks, as `tasks.data`: all of them may be played. By default, tasks are held-out seeds."""
+    """Rows of tasks, as `tasks.data`: all of them may be played. By default, tasks are held-out
+    seeds.
+    """
     split: str = "test"
     """Which split of `data`, if it is a folder or on the hub."""
     subset: str | None = None
@@ -85,7 +92,8 @@ class SuiteConfig(EvaluationSampling):
         return f"suite/{self.name}"
 
     def episodes(self, env: OneEnv) -> list[Task]:
-        """Each task as often as it is played, in `env`. Their seeds belong to no training task of any run.
+        """Each task as often as it is played, in `env`. Their seeds belong to no training task of
+        any run.
 
         Raises:
             ConfigError: the data cannot be read, or is not fit for the environment.
@@ -104,6 +112,9 @@ class SuiteConfig(EvaluationSampling):
         options: Mapping[str, Any] = env.options
         if self.data is None:
             return SeededTasks(NoSettings(), env.name, 0, "held-out", options)
-        given = {name: getattr(self, name) for name in ("data", "split", "subset", *RowSettings.model_fields)}
+        given = {
+            name: getattr(self, name)
+            for name in ("data", "split", "subset", *RowSettings.model_fields)
+        }
         settings = DatasetTasks.Config(**given, held_out=0.0)
         return DatasetTasks(settings, env.name, 0, "corpus", options)

@@ -4,9 +4,10 @@
       data: mmlu.parquet
       prompt: "{question}\\n{choices | lettered}\\nAnswer with a letter."
 
-`{column}` stands for a column, where a dot goes inside. `lettered` writes choices, and `final` is the result that a
-solution ends with. A text with `{{` or `{%` is a template of Jinja, which knows
-the columns as variables (and as `row["any name"]`) and runs in a sandbox: it reaches no code but what it is made of.
+`{column}` stands for a column, where a dot goes inside. `lettered` writes choices, and `final` is
+the result that a solution ends with. A text with `{{` or `{%` is a template of Jinja, which knows
+the columns as variables (and as `row["any name"]`) and runs in a sandbox: it reaches no code but
+what it is made of.
 """
 
 import json
@@ -37,7 +38,9 @@ class RowTemplate:
         if self._is_jinja:
             _ = self._compiled
         elif unknown := [name for _, name in _FIELD.findall(text) if name not in ("", *_FILTERS)]:
-            raise ValueError(f"there is no filter {unknown[0]!r}.{plugins.nearest(unknown[0], _FILTERS)}")
+            raise ValueError(
+                f"there is no filter {unknown[0]!r}.{plugins.nearest(unknown[0], _FILTERS)}"
+            )
 
     @property
     def columns(self) -> frozenset[str] | None:
@@ -62,7 +65,9 @@ class RowTemplate:
         try:
             return str(self._compiled.render({**row, "row": row})).strip()
         except TemplateError as error:
-            raise BadRowError(f"its template fails: {error}. The columns are {listed(row)}") from error
+            raise BadRowError(
+                f"its template fails: {error}. The columns are {listed(row)}"
+            ) from error
         except Exception as error:  # whatever the operations of a template raise on a row's values
             raise BadRowError(f"its template fails: {type(error).__name__}: {error}") from error
 
@@ -70,7 +75,9 @@ class RowTemplate:
         try:
             value = column(row, found[1])
         except BadRowError as error:
-            raise BadRowError(f"{error}. Braces that are text need a template of Jinja: {{{{ column }}}}") from error
+            raise BadRowError(
+                f"{error}. Braces that are text need a template of Jinja: {{{{ column }}}}"
+            ) from error
         return str(_shown(_FILTERS[found[2]](value) if found[2] else value))
 
     @cached_property
@@ -97,12 +104,20 @@ def lettered(choices: Any) -> str:
     if isinstance(choices, Mapping) and isinstance(choices.get("text"), list | tuple):
         choices = choices["text"]
     if not isinstance(choices, list | tuple) or len(choices) > len(ascii_uppercase):
-        raise BadRowError(f"`lettered` takes a list of at most {len(ascii_uppercase)} choices, got {choices!r:.80}")
-    return "\n".join(f"{letter}. {_shown(choice)}" for letter, choice in zip(ascii_uppercase, choices, strict=False))
+        raise BadRowError(
+            f"`lettered` takes a list of at most {len(ascii_uppercase)} choices, got"
+            f" {choices!r:.80}"
+        )
+    return "\n".join(
+        f"{letter}. {_shown(choice)}"
+        for letter, choice in zip(ascii_uppercase, choices, strict=False)
+    )
 
 
 def final(solution: Any) -> str:
-    """The result that a solution ends with: what follows its last `####`, or stands in its last `\\boxed{}`."""
+    """The result that a solution ends with: what follows its last `####`, or stands in its last
+    `\\boxed{}`.
+    """
     text = str(_shown(solution))
     if "####" in text:
         return text.rpartition("####")[2].strip()
@@ -125,4 +140,8 @@ def _shown(value: Any) -> Any:
     """A value as it stands in a text: lists and mappings as JSON, and nothing for null."""
     if value is None:
         return ""
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | tuple | Mapping) else value
+    return (
+        json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, list | tuple | Mapping)
+        else value
+    )

@@ -1,7 +1,7 @@
 """A scripted engine: the public fake of `Engine`, for tests of everything above it.
 
-It needs no torch and no model, waits only by the running loop's clock (so it works under a virtual one), and fails,
-hangs and slows down on request.
+It needs no torch and no model, waits only by the running loop's clock (so it works under a virtual
+one), and fails, hangs and slows down on request.
 """
 
 import asyncio
@@ -29,28 +29,31 @@ NextLogits = Callable[[Sequence[int]], Sequence[float]]
 Reply = Callable[[GenerateRequest], Sequence[int]]
 """Maps a request to the tokens of the answer."""
 NextToken = Callable[[GenerateRequest, Sequence[int]], tuple[int, float, IntArray]]
-"""Maps a request and the tokens sampled for it so far to the next token, its logprob, and the ids that it was sampled
-from (none: the whole vocabulary)."""
+"""Maps a request and the tokens sampled for it so far to the next token, its logprob, and the ids
+that it was sampled from (none: the whole vocabulary)."""
 
 
 class ScriptedEngine:
     """An `Engine` whose model is a function.
 
-    `ScriptedEngine(next_logits)` samples from the function's logits as a real engine would: temperature, truncation,
-    seeds, stop tokens and texts, limits, versions. `ScriptedEngine.replying(reply)` answers with given tokens, each of
-    logprob 0.
+    `ScriptedEngine(next_logits)` samples from the function's logits as a real engine would:
+    temperature, truncation, seeds, stop tokens and texts, limits, versions.
+    `ScriptedEngine.replying(reply)` answers with given tokens, each of logprob 0.
 
     Args:
         next_logits: The model.
         max_context: Largest prompt plus completion, in tokens.
         max_batch: Requests served at once; the others wait by (priority, arrival).
-        on_weights: Called by `update_weights`; what it returns, if anything, is the model from then on.
+        on_weights: Called by `update_weights`; what it returns, if anything, is the model from then
+        on.
         prefill_seconds: Seconds of loop time before a request's first token.
         seconds_per_token: Seconds of loop time for each token; called for each.
         fail: The error to raise for a request instead of sampling, or None.
         tokenizer: Turns tokens into text; requests with stop texts take one.
-        hang: Whether a request never gets an answer. It keeps its place until it is cancelled or interrupted.
-        dies: Whether the engine dies of a request, with all that it works on, when that has been prefilled.
+        hang: Whether a request never gets an answer. It keeps its place until it is cancelled or
+        interrupted.
+        dies: Whether the engine dies of a request, with all that it works on, when that has been
+        prefilled.
     """
 
     def __init__(
@@ -143,12 +146,18 @@ class ScriptedEngine:
         """See `Engine.generate`."""
         self._check_running()
         max_new = max_new_tokens(
-            request, max_context=self._max_context, vocab_size=None, live_ids=self._live, formats=self._formats
+            request,
+            max_context=self._max_context,
+            vocab_size=None,
+            live_ids=self._live,
+            formats=self._formats,
         )
         stops = None
         if request.sampling.stop:
             if self._tokenizer is None:
-                raise EngineError(f"{request.id} has stop texts: give the ScriptedEngine a tokenizer")
+                raise EngineError(
+                    f"{request.id} has stop texts: give the ScriptedEngine a tokenizer"
+                )
             stops = StopTexts(self._tokenizer, request)
         self.requests.append(request)
         live = self._live[request.id] = _Live(request, max_new, stops)
@@ -173,10 +182,15 @@ class ScriptedEngine:
         self._check_running()
         check_score(request, max_context=self._max_context, vocab_size=None)
         if self._next_logits is None:
-            raise EngineError("a ScriptedEngine of given replies has no logits to score tokens with")
+            raise EngineError(
+                "a ScriptedEngine of given replies has no logits to score tokens with"
+            )
         tokens, logprobs = request.token_ids.tolist(), []
         for position in range(request.start, len(tokens)):
-            logits_V = np.asarray(self._next_logits(tokens[:position]), dtype=np.float64) / request.temperature
+            logits_V = (
+                np.asarray(self._next_logits(tokens[:position]), dtype=np.float64)
+                / request.temperature
+            )
             logprobs.append(_logprobs(logits_V)[tokens[position]])
         return Scores(floats(logprobs), self._version)
 
@@ -184,22 +198,30 @@ class ScriptedEngine:
         """See `Engine.interrupt`: a request that hangs is ended as well."""
         self._check_running()
         self._end_all(_InterruptedError)
-        await asyncio.sleep(0)  # lets the callers, which come first in the loop's queue, get their answers
+        await asyncio.sleep(
+            0
+        )  # lets the callers, which come first in the loop's queue, get their answers
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`: takes effect between two tokens."""
         self._check_running()
         if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+            raise EngineError(
+                f"weights of version {version} after version {self._version}: versions only grow"
+            )
         model = self._on_weights(weights, version) if self._on_weights else None
         if model is not None:
             self._next_logits, self._next_token = model, _sampling_from(model)
         self._version = version
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now. It has no KV cache: `kv_use` is the share of the places in use."""
+        """What the engine is doing now. It has no KV cache: `kv_use` is the share of the places in
+        use.
+        """
         use = self._running / self._max_batch
-        return EngineStats(self._running, len(self._waiting), self._generated, self._prefilled, 0, kv_use=use)
+        return EngineStats(
+            self._running, len(self._waiting), self._generated, self._prefilled, 0, kv_use=use
+        )
 
     def _check_running(self) -> None:
         if self._closed is not None:
@@ -284,7 +306,9 @@ class ScriptedEngine:
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A request under way. `waits_for`: the future that it sleeps on. `ended`: the error that ends it."""
+    """A request under way. `waits_for`: the future that it sleeps on. `ended`: the error that ends
+    it.
+    """
 
     request: GenerateRequest
     max_new: int
@@ -298,7 +322,9 @@ class _Live:
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         support = Ragged.of(self.supports) if self.request.keep_support else None
-        return Completion(ints(self.tokens), floats(self.logprobs), ints(self.versions), finish_reason, support)
+        return Completion(
+            ints(self.tokens), floats(self.logprobs), ints(self.versions), finish_reason, support
+        )
 
 
 class _InterruptedError(Exception):
@@ -319,16 +345,18 @@ def _logprobs(logits_V: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _sampling_from(next_logits: NextLogits) -> NextToken:
     def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         temperature = request.sampling.temperature
-        logits_V = np.asarray(next_logits([*request.prompt_ids.tolist(), *sampled]), dtype=np.float64) / (
-            temperature or 1.0
-        )
+        logits_V = np.asarray(
+            next_logits([*request.prompt_ids.tolist(), *sampled]), dtype=np.float64
+        ) / (temperature or 1.0)
         kept = _kept(logits_V, request.sampling) if request.sampling.truncated else ints(())
         if len(kept):
             logits_V = np.where(np.isin(np.arange(len(logits_V)), kept), logits_V, -np.inf)
         logprobs_V = _logprobs(logits_V)
         noise_V = np.zeros_like(logprobs_V)
         if temperature > 0:  # Gumbel-max; the noise is a function of seed and position alone
-            noise_V = np.random.default_rng((request.seed & (2**64 - 1), len(sampled))).gumbel(size=len(logprobs_V))
+            noise_V = np.random.default_rng((request.seed & (2**64 - 1), len(sampled))).gumbel(
+                size=len(logprobs_V)
+            )
         token = int(np.argmax(logprobs_V + noise_V))
         return token, float(logprobs_V[token]), kept
 
@@ -351,7 +379,10 @@ def _reciting(reply: Reply) -> NextToken:
     def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         words = (*reply(request), *request.sampling.stop_token_ids[:1])
         if len(sampled) == len(words):
-            raise EngineError(f"the reply to {request.id} is used up, and the request has no stop token to end with")
+            raise EngineError(
+                f"the reply to {request.id} is used up, and the request has no stop token to end"
+                " with"
+            )
         return words[len(sampled)], 0.0, ints(words[len(sampled) : len(sampled) + 1])
 
     return next_token

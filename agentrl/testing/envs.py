@@ -1,14 +1,17 @@
-"""`check_env`: tests an environment against the contract of `agentrl.protocols.Env`, for authors of plug-ins.
+"""`check_env`: tests an environment against the contract of `agentrl.protocols.Env`, for authors of
+plug-ins.
 
     def test_my_env_keeps_the_contract() -> None:
         check_env(MyEnv, options={"level": 3})
 
-The environment runs in its own thread with a deadline for every call, so a hang is reported instead of blocking the
-test. While a call runs, the global `random` and `numpy.random` are seeded from the turn, so that only the check of
-global randomness reports an environment that uses them. Their states are restored afterwards.
+The environment runs in its own thread with a deadline for every call, so a hang is reported instead
+of blocking the test. While a call runs, the global `random` and `numpy.random` are seeded from the
+turn, so that only the check of global randomness reports an environment that uses them. Their
+states are restored afterwards.
 
-At the end the first episode is played again wherever a run may play it (`env.isolation`): on an event loop and, if the
-environment's address is given, as `agentrl check-env` does, in a process of its own.
+At the end the first episode is played again wherever a run may play it (`env.isolation`): on an
+event loop and, if the environment's address is given, as `agentrl check-env` does, in a process of
+its own.
 """
 
 import asyncio
@@ -39,17 +42,28 @@ from agentrl.errors import ConfigError, ConformanceError, EnvError, OutageError
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
-from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, success_of, system_prompt_in
+from agentrl.rollout.agents import (
+    ALONE,
+    agents_in,
+    earnings,
+    next_agent,
+    success_of,
+    system_prompt_in,
+)
 from agentrl.trajectory import ToolCall
 
 INLINE_STEP = 0.05
-"""Seconds that the median step of an inline environment may take: all other episodes wait meanwhile."""
+"""Seconds that the median step of an inline environment may take: all other episodes wait
+meanwhile.
+"""
 START_SECONDS = 60.0
-"""Seconds that a reset may take in a process of its own, which first imports the environment's packages."""
+"""Seconds that a reset may take in a process of its own, which first imports the environment's
+packages.
+"""
 
 Actions = Sequence[str] | Callable[[Env, random.Random], str] | None
-"""Messages in order, or a scripted player, or `None`: the checker calls the environment's tools, or sends words that
-the environment itself has written."""
+"""Messages in order, or a scripted player, or `None`: the checker calls the environment's tools, or
+sends words that the environment itself has written."""
 
 GARBAGE = (
     "",
@@ -76,11 +90,12 @@ def check_env(
 ) -> tuple[str, ...]:
     """Play episodes and check them against the contract.
 
-    `make_env` is the class, or a function that makes a new instance; `deadline` is in seconds per call. If the
-    environment has a `reward_range`, (lowest, highest) of a single step, rewards are checked against it. `gold` is a
-    player that has to succeed on every seed within `max_turns`. Without one, if an episode of one message gives the
-    right answer as `info["answer"]`, that answer has to succeed. `address` is the registered name or
-    `package.module:Name` by which a process of its own finds the environment, to play it there too.
+    `make_env` is the class, or a function that makes a new instance; `deadline` is in seconds per
+    call. If the environment has a `reward_range`, (lowest, highest) of a single step, rewards are
+    checked against it. `gold` is a player that has to succeed on every seed within `max_turns`.
+    Without one, if an episode of one message gives the right answer as `info["answer"]`, that
+    answer has to succeed. `address` is the registered name or `package.module:Name` by which a
+    process of its own finds the environment, to play it there too.
 
     Returns remarks on what keeps the contract but is worth knowing.
 
@@ -91,9 +106,12 @@ def check_env(
     """
     if not callable(make_env):
         raise ConformanceError(
-            f"check_env needs a class or a function that makes an environment, got {make_env!r:.100}"
+            "check_env needs a class or a function that makes an environment, got"
+            f" {make_env!r:.100}"
         )
-    check = _Check(make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold, address)
+    check = _Check(
+        make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold, address
+    )
     with _global_rng_kept():
         check.run()
     if check.findings:
@@ -139,7 +157,9 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """One episode as it was first played: the actions, and what was seen (one more than actions: the reset)."""
+    """One episode as it was first played: the actions, and what was seen (one more than actions:
+    the reset).
+    """
 
     seed: int
     actions: tuple[str, ...]
@@ -149,14 +169,17 @@ class _Script:
 class _Worker:
     """A daemon thread with an event loop, which runs one call at a time.
 
-    `blocked_seconds`: how long the last call kept its event loop from serving others. What it awaited does not count.
-    `inline`: calls are made on the running loop, as those of an inline environment are.
+    `blocked_seconds`: how long the last call kept its event loop from serving others. What it
+    awaited does not count. `inline`: calls are made on the running loop, as those of an inline
+    environment are.
     """
 
     def __init__(self, *, inline: bool = False) -> None:
         self.blocked_seconds = 0.0
         self._inline = inline
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], float, Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], float, Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._serve, name="check_env", daemon=True).start()
 
     def _serve(self) -> None:
@@ -165,7 +188,9 @@ class _Worker:
                 self._answer(runner, *call)
                 del call  # with what the call has raised, and that holds
 
-    def _answer(self, runner: asyncio.Runner, work: Callable[[], Any], seconds: float, future: "Future[Any]") -> None:
+    def _answer(
+        self, runner: asyncio.Runner, work: Callable[[], Any], seconds: float, future: "Future[Any]"
+    ) -> None:
         try:
             began = time.perf_counter()
             result = runner.run(_called(work)) if self._inline else work()
@@ -183,8 +208,8 @@ class _Worker:
         future: Future[Any] = Future()
         self._calls.put((work, seconds, future))
         text = (
-            f"{phase} did not answer within {seconds:g} s. Set a timeout for what it waits for, or pass a "
-            "larger deadline to check_env"
+            f"{phase} did not answer within {seconds:g} s. Set a timeout for what it waits for, or"
+            " pass a larger deadline to check_env"
         )
         try:
             # The thread itself cancels an awaitable a little earlier.
@@ -275,7 +300,8 @@ class _Check:
                 self._check_process(scripts[0], self.address)
 
     def _check_survival(self, process: ProcessEnv) -> None:
-        """Play first where it cannot do harm: what ends its process would end this one, and nothing would be said.
+        """Play first where it cannot do harm: what ends its process would end this one, and nothing
+        would be said.
 
         What else is wrong is found, and told better, in this process.
         """
@@ -290,37 +316,41 @@ class _Check:
         if died is not None:
             raise _Broken(
                 "exit",
-                f"{died.text}. It must not end its process: raise an exception instead, or call what exits in a "
-                "process of its own",
+                f"{died.text}. It must not end its process: raise an exception instead, or call"
+                " what exits in a process of its own",
             )
 
     def _check_inline(self, script: _Script) -> None:
-        """A run may play it on the event loop, which is what it declares, or what `env.isolation` chooses."""
+        """A run may play it on the event loop, which is what it declares, or what `env.isolation`
+        chooses.
+        """
         with _Subject(self) as subject:
             declared = getattr(subject.env, "isolation", "thread")
             is_inline = declared == "inline" or inspect.iscoroutinefunction(subject.env.step)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of a coroutine that could not be run there
+            warnings.simplefilter(
+                "ignore", RuntimeWarning
+            )  # of a coroutine that could not be run there
             wrong = self._replayed(script, _Elsewhere(self, self.make_env, inline=True))
             if wrong:
                 gc.collect()
         if wrong and is_inline:
             self.note(
-                f"[isolation] on the event loop, where a run plays it, {wrong}. Leave `isolation` out and declare step "
-                "with `def`, and it runs in a thread"
+                f"[isolation] on the event loop, where a run plays it, {wrong}. Leave `isolation`"
+                " out and declare step with `def`, and it runs in a thread"
             )
         elif wrong:
             self.remarks.append(
-                f"[isolation] with env.isolation=inline it cannot be played: {wrong}. Without that setting, "
-                f"{declared} is what a run takes"
+                f"[isolation] with env.isolation=inline it cannot be played: {wrong}. Without that"
+                f" setting, {declared} is what a run takes"
             )
 
     def _check_process(self, script: _Script, address: str) -> None:
         if wrong := self._replayed(script, _Elsewhere(self, lambda: ProcessEnv(address))):
             self.note(
-                f"[isolation] in a process of its own (env.isolation=process, env.python, env.requires) {wrong}. Its "
-                "process has another current folder, another hash seed and nothing that was set in this one; replies "
-                "leave it as JSON"
+                "[isolation] in a process of its own (env.isolation=process, env.python,"
+                f" env.requires) {wrong}. Its process has another current folder, another hash seed"
+                " and nothing that was set in this one; replies leave it as JSON"
             )
 
     def _replayed(self, script: _Script, subject: "_Subject") -> str:
@@ -383,8 +413,9 @@ class _Check:
             inline = getattr(subject.env, "isolation", "thread") == "inline"
         if inline and self.step_seconds and statistics.median(self.step_seconds) > INLINE_STEP:
             self.note(
-                f"[blocking] isolation is inline, and the median step takes {statistics.median(self.step_seconds):.2f} "
-                f"s, which all other episodes wait for. Leave `isolation` out, and it runs in a thread"
+                "[blocking] isolation is inline, and the median step takes"
+                f" {statistics.median(self.step_seconds):.2f} s, which all other episodes wait for."
+                " Leave `isolation` out, and it runs in a thread"
             )
 
     def _check_garbage(self) -> None:
@@ -395,15 +426,17 @@ class _Check:
                     seen = subject.step(text)
                     if seen.terminated and seen.success and seen.reward > 0:
                         self.note(
-                            f"[garbage] the message {text!r:.60} succeeds and earns {seen.reward:g}. Read answers "
-                            "strictly, and pay nothing for one that cannot be read"
+                            f"[garbage] the message {text!r:.60} succeeds and earns"
+                            f" {seen.reward:g}. Read answers strictly, and pay nothing for one that"
+                            " cannot be read"
                         )
                 except _Hung:
                     raise
                 except _Broken as broken:
                     self.note(
-                        f"[garbage] the message {text!r:.60} is not answered: {broken}. Answer a message that cannot "
-                        "be used with an observation that says what is expected, and reward 0"
+                        f"[garbage] the message {text!r:.60} is not answered: {broken}. Answer a"
+                        " message that cannot be used with an observation that says what is"
+                        " expected, and reward 0"
                     )
 
     def _check_gold(self, scripts: Sequence[_Script]) -> None:
@@ -413,12 +446,14 @@ class _Check:
                 self._check_golden_play(script.seed, player)
 
     def _teller(self, script: _Script) -> ScriptedPlayer | None:
-        """A player that gives the environment's own right answer, if it has one and the episode is one message."""
+        """A player that gives the environment's own right answer, if it has one and the episode is
+        one message.
+        """
         answer = script.seen[-1].answer
         if answer is None and not self.remarks:
             self.remarks.append(
-                f'[gold] info["answer"] of seed {script.seed} is None: no answer is known to be right, and nothing '
-                "here shows that the task can be solved"
+                f'[gold] info["answer"] of seed {script.seed} is None: no answer is known to be'
+                " right, and nothing here shows that the task can be solved"
             )
         if answer is None or answer is _UNTOLD or len(script.actions) != 1:
             return None
@@ -435,11 +470,14 @@ class _Check:
         succeeded = earned > 0 if last.success is None else last.success
         if not (last.over and succeeded):
             end = (
-                f"its last message was {action!r:.80}" if last.over else f"it was not over after {self.max_turns} turns"
+                f"its last message was {action!r:.80}"
+                if last.over
+                else f"it was not over after {self.max_turns} turns"
             )
             self.note(
-                f"[gold] what should succeed on seed {seed} does not: reward {earned:g}, success {last.success}; "
-                f"{end}. Correct the answer or how it is scored, or the player; a long game needs a larger max_turns"
+                f"[gold] what should succeed on seed {seed} does not: reward {earned:g}, success"
+                f" {last.success}; {end}. Correct the answer or how it is scored, or the player; a"
+                " long game needs a larger max_turns"
             )
 
     def _check_determinism(self, scripts: Sequence[_Script]) -> bool:
@@ -448,8 +486,9 @@ class _Check:
                 difference = subject.replay(script)
             if difference:
                 self.note(
-                    f"[determinism] the same seed ({script.seed}) and actions gave another episode: {difference}. Take "
-                    "all randomness from `random.Random(seed)`, made in reset, and none from the clock, sets or ids"
+                    f"[determinism] the same seed ({script.seed}) and actions gave another episode:"
+                    f" {difference}. Take all randomness from `random.Random(seed)`, made in reset,"
+                    " and none from the clock, sets or ids"
                 )
                 return False
         return True
@@ -459,7 +498,10 @@ class _Check:
             with _Subject(self, world=1) as subject:
                 difference = subject.replay(script)
             if difference:
-                self.note(f"[global_rng] another global seed gives another episode: {difference}. {_OWN_RNG}")
+                self.note(
+                    f"[global_rng] another global seed gives another episode: {difference}."
+                    f" {_OWN_RNG}"
+                )
                 return
 
     def _check_state(self, scripts: Sequence[_Script]) -> None:
@@ -468,8 +510,8 @@ class _Check:
                 difference = subject.replay(script)
                 if difference:
                     self.note(
-                        f"[state] an episode on a used instance differs from the same on a fresh one: {difference}. "
-                        "Set everything that an episode changes in reset"
+                        "[state] an episode on a used instance differs from the same on a fresh"
+                        f" one: {difference}. Set everything that an episode changes in reset"
                     )
                     return
                 # The next reset comes in the middle of an episode, as after a cancelled one.
@@ -484,17 +526,22 @@ class _Check:
                     seen = next(play, None)
                     if seen is not None and seen != script.seen[turn]:
                         self.note(
-                            "[interleaving] two instances played in turns influence each other: "
-                            f"{_difference(script, turn, seen)}. Keep state on the instance, not on the class or module"
+                            "[interleaving] two instances played in turns influence each other:"
+                            f" {_difference(script, turn, seen)}. Keep state on the instance, not"
+                            " on the class or module"
                         )
                         return
 
 
-_OWN_RNG = "Use a `random.Random(seed)` or `numpy.random.default_rng(seed)` of the instance, made in reset"
+_OWN_RNG = (
+    "Use a `random.Random(seed)` or `numpy.random.default_rng(seed)` of the instance, made in reset"
+)
 
 
 class _Subject:
-    """One instance under test. Leaving closes it twice; `world` chooses how the global RNGs are seeded."""
+    """One instance under test. Leaving closes it twice; `world` chooses how the global RNGs are
+    seeded.
+    """
 
     def __init__(self, check: _Check, world: int = 0) -> None:
         self._check = check
@@ -508,7 +555,9 @@ class _Subject:
     def __enter__(self) -> "_Subject":
         self.env: Env = self._call("the constructor, called with no arguments,", self._make)
         if not isinstance(self.env, Env):
-            raise _Broken("shape", f"{type(self.env).__name__} lacks one of the methods reset, step and close")
+            raise _Broken(
+                "shape", f"{type(self.env).__name__} lacks one of the methods reset, step and close"
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -536,12 +585,15 @@ class _Subject:
         low, high = getattr(self.env, "reward_range", (-math.inf, math.inf))
         if not low <= seen.reward <= high:
             self._check.note(
-                f"[reward] step returned the reward {seen.reward:g} outside of its reward_range, {low:g} to {high:g}"
+                f"[reward] step returned the reward {seen.reward:g} outside of its reward_range,"
+                f" {low:g} to {high:g}"
             )
         return seen
 
     def _of_agents(self, seen: _Seen, info: Mapping[str, Any]) -> _Seen:
-        """Add what the info says of the acting agent, of the others' rewards, and of the next agent."""
+        """Add what the info says of the acting agent, of the others' rewards, and of the next
+        agent.
+        """
         actor, rewards = self._actor, {}
         with _about_agents():
             if self._agents is not ALONE:
@@ -559,8 +611,8 @@ class _Subject:
                 raise
             except _Broken as broken:
                 self._check.note(
-                    f"[close] close {when}{again}: {broken}. It may be called at any time, more than once: release "
-                    "what is held and forget it"
+                    f"[close] close {when}{again}: {broken}. It may be called at any time, more"
+                    " than once: release what is held and forget it"
                 )
                 return
 
@@ -580,8 +632,8 @@ class _Subject:
     def check_options(self) -> None:
         if self._options != self._check.options:
             self._check.note(
-                f"[options] the options were changed to {self._options!r:.200}. Copy what you want to change: whoever "
-                "calls reset may use the mapping again"
+                f"[options] the options were changed to {self._options!r:.200}. Copy what you want"
+                " to change: whoever calls reset may use the mapping again"
             )
 
     def _told(self, call: str, error: BaseException) -> str:
@@ -601,11 +653,15 @@ class _Subject:
             raise _Broken("raises", self._told(f"{phase}{where}", error)) from error
         finally:
             if (random.getrandbits(64), np.random.bytes(8)) != _first_draws(seed):
-                self._check.note(f"[global_rng] {phase} uses the global random or numpy.random. {_OWN_RNG}")
+                self._check.note(
+                    f"[global_rng] {phase} uses the global random or numpy.random. {_OWN_RNG}"
+                )
 
 
 class _Elsewhere(_Subject):
-    """An instance that is played as a run can play it: on the event loop (`inline`), or in a process of its own."""
+    """An instance that is played as a run can play it: on the event loop (`inline`), or in a
+    process of its own.
+    """
 
     def __init__(self, check: _Check, make: Callable[[], Env], *, inline: bool = False) -> None:
         super().__init__(check)
@@ -634,7 +690,16 @@ def _about_agents() -> Iterator[None]:
 def _difference(script: _Script, turn: int, seen: _Seen) -> str:
     where = "reset" if turn == 0 else f"turn {turn}, action {script.actions[turn - 1]!r:.40},"
     expected = script.seen[turn]
-    for name in ("observation", "reward", "terminated", "truncated", "success", "answer", "agent", "rewards"):
+    for name in (
+        "observation",
+        "reward",
+        "terminated",
+        "truncated",
+        "success",
+        "answer",
+        "agent",
+        "rewards",
+    ):
         was, now = getattr(expected, name), getattr(seen, name)
         if was != now:
             return f"{where} gave {name} {was!r:.80} first and then {now!r:.80}"
@@ -654,20 +719,37 @@ def _checked_reset(result: Any) -> _Seen:
 def _checked_step(result: Any) -> _Seen:
     if not isinstance(result, tuple) or len(result) != 5:
         raise _Broken(
-            "shape", f"step returned {result!r:.100}; return (observation, reward, terminated, truncated, info)"
+            "shape",
+            f"step returned {result!r:.100}; return (observation, reward, terminated, truncated,"
+            " info)",
         )
     observation, reward, terminated, truncated, info = result
     _check_observation("step", observation)
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
-        raise _Broken("shape", f"step returned the reward {reward!r:.80}; return a finite float: `float(...)`")
+    if (
+        isinstance(reward, bool)
+        or not isinstance(reward, int | float)
+        or not abs(reward) <= sys.float_info.max
+    ):
+        raise _Broken(
+            "shape", f"step returned the reward {reward!r:.80}; return a finite float: `float(...)`"
+        )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool):
             raise _Broken(
-                "shape", f"step returned {name}={flag!r:.80} ({type(flag).__name__}); return a bool: `bool(...)`"
+                "shape",
+                f"step returned {name}={flag!r:.80} ({type(flag).__name__}); return a bool:"
+                " `bool(...)`",
             )
     _check_info("step", info)
     _as_in_training(checked_step, result)
-    return _Seen(observation, float(reward), terminated, truncated, info.get("success"), info.get("answer", _UNTOLD))
+    return _Seen(
+        observation,
+        float(reward),
+        terminated,
+        truncated,
+        info.get("success"),
+        info.get("answer", _UNTOLD),
+    )
 
 
 def _as_in_training(check: Callable[[str, Any], Any], reply: Any) -> None:
@@ -680,21 +762,27 @@ def _as_in_training(check: Callable[[str, Any], Any], reply: Any) -> None:
 
 def _check_observation(phase: str, observation: Any) -> None:
     if not isinstance(observation, str):
-        raise _Broken("shape", f"{phase} returned the observation {observation!r:.80}; return text: a str")
+        raise _Broken(
+            "shape", f"{phase} returned the observation {observation!r:.80}; return text: a str"
+        )
 
 
 def _check_info(phase: str, info: Any) -> None:
     if not isinstance(info, dict) or not all(isinstance(key, str) for key in info):
         raise _Broken(
-            "shape", f"{phase} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for nothing"
+            "shape",
+            f"{phase} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for"
+            " nothing",
         )
     success = info.get("success", False)
-    by_agent = isinstance(success, Mapping) and all(isinstance(told, bool) for told in success.values())
+    by_agent = isinstance(success, Mapping) and all(
+        isinstance(told, bool) for told in success.values()
+    )
     if not isinstance(success, bool | None) and not by_agent:
         raise _Broken(
             "shape",
-            f'{phase} returned info["success"]={info["success"]!r:.80}; write `bool(...)`, or leave it '
-            "(None: the reward decides)",
+            f'{phase} returned info["success"]={info["success"]!r:.80}; write `bool(...)`, or leave'
+            " it (None: the reward decides)",
         )
 
 
@@ -702,12 +790,15 @@ def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
     _check_reward_range(getattr(env, "reward_range", (-math.inf, math.inf)))
     prompt = getattr(env, "system_prompt", "")
     if not isinstance(prompt, str):
-        note(f"[attributes] system_prompt is {prompt!r:.80}; it is the text of the system message: a str")
+        note(
+            f"[attributes] system_prompt is {prompt!r:.80}; it is the text of the system message:"
+            " a str"
+        )
     isolation = getattr(env, "isolation", "thread")
     if isolation not in ("inline", "thread", "process"):
         note(
-            f'[attributes] isolation is {isolation!r:.80}; write "thread", or "inline" if every call takes '
-            'microseconds, or "process" if it may hang or crash'
+            f'[attributes] isolation is {isolation!r:.80}; write "thread", or "inline" if every'
+            ' call takes microseconds, or "process" if it may hang or crash'
         )
     tools = getattr(env, "tools", ())
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
@@ -718,7 +809,8 @@ def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
         problem = _tool_problem(tool, names)
         if problem:
             note(
-                f"[tools] {problem} in {tool!r:.150}. agentrl.conversation.tools.tools_of writes schemas from typed methods"
+                f"[tools] {problem} in {tool!r:.150}. agentrl.conversation.tools.tools_of writes"
+                " schemas from typed methods"
             )
 
 
@@ -726,7 +818,9 @@ def _check_reward_range(declared: Any) -> None:
     match declared:
         case (int() | float() as low, int() | float() as high) if low < high:
             return
-    raise _Broken("attributes", f"reward_range is {declared!r:.80}; write (lowest, highest), of a single step")
+    raise _Broken(
+        "attributes", f"reward_range is {declared!r:.80}; write (lowest, highest), of a single step"
+    )
 
 
 def _tool_problem(tool: Any, names: set[str]) -> str:
@@ -743,8 +837,8 @@ def _tool_problem(tool: Any, names: set[str]) -> str:
             pass
         case _:
             return (
-                'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": '
-                '{"type": "object", "properties": {...}}}}, unlike the one'
+                'a tool is {"type": "function", "function": {"name": ..., "description": ...,'
+                ' "parameters": {"type": "object", "properties": {...}}}}, unlike the one'
             )
     required: Any = rest.get("required", ())
     problem = ""
@@ -769,18 +863,24 @@ def _is_json(value: Any) -> bool:
 
 
 def _plausible(env: Env, observation: str, rng: random.Random) -> str:
-    """A message that may mean something: a call of one of the tools, or a word the environment has written."""
+    """A message that may mean something: a call of one of the tools, or a word the environment has
+    written.
+    """
     tools = [tool for tool in getattr(env, "tools", ()) if not _tool_problem(tool, set())]
     if tools:
         function = rng.choice(tools)["function"]
         properties = function["parameters"].get("properties", {})
-        return ToolCall(function["name"], {name: _example(shape, rng) for name, shape in properties.items()}).render()
+        return ToolCall(
+            function["name"], {name: _example(shape, rng) for name, shape in properties.items()}
+        ).render()
     words = re.findall(r"\w+", f"{getattr(env, 'system_prompt', '')} {observation}")
     return rng.choice(words) if words else "yes"
 
 
 def _example(shape: Any, rng: random.Random) -> Any:
-    """A value that fits a simple schema. If it does not fit, the environment has to cope with that anyway."""
+    """A value that fits a simple schema. If it does not fit, the environment has to cope with that
+    anyway.
+    """
     match shape:
         case {"enum": [*values]}:
             return rng.choice(values)
@@ -789,14 +889,22 @@ def _example(shape: Any, rng: random.Random) -> Any:
         case {"type": "array", "items": items}:
             return [_example(items, rng)]
         case {"type": str(kind)}:
-            simple = {"integer": rng.randint(0, 20), "number": 0.5, "boolean": True, "string": "a", "object": {}}
+            simple = {
+                "integer": rng.randint(0, 20),
+                "number": 0.5,
+                "boolean": True,
+                "string": "a",
+                "object": {},
+            }
             return simple.get(kind)
     return None
 
 
 @lru_cache(maxsize=1024)
 def _first_draws(seed: int) -> tuple[int, bytes]:
-    """The first draws of the global generators after this seed. (Comparing their states takes ten times as long.)"""
+    """The first draws of the global generators after this seed. (Comparing their states takes ten
+    times as long.)
+    """
     return random.Random(seed).getrandbits(64), np.random.RandomState(seed).bytes(8)
 
 

@@ -1,8 +1,9 @@
-"""`JudgeServer`: an OpenAI-compatible chat endpoint whose answers, and whose failures, are a script.
+"""`JudgeServer`: an OpenAI-compatible chat endpoint whose answers, and whose failures, are a
+script.
 
-async with JudgeServer(lambda call: JudgeReply.json({"levels": {"polite": 10}}, seconds=0.1)) as server:
-    ... RubricJudge(RubricJudge.Config(url=server.url, criteria={"polite": "It is polite."})) ...
-    assert len(server.calls) == 1
+async with JudgeServer(lambda call: JudgeReply.json({"levels": {"polite": 10}}, seconds=0.1)) as
+    server: ... RubricJudge(RubricJudge.Config(url=server.url, criteria={"polite": "It is
+    polite."})) ... assert len(server.calls) == 1
 """
 
 import asyncio
@@ -19,7 +20,9 @@ from agentrl.errors import AgentRLError
 
 MODEL = "scripted-judge"
 """The name of the one model."""
-_JUDGED = re.compile(r"\AThe key is (?P<key>\w+)\.\n<data-(?P=key)>\n(?P<data>.*)\n</data-(?P=key)>$", re.MULTILINE)
+_JUDGED = re.compile(
+    r"\AThe key is (?P<key>\w+)\.\n<data-(?P=key)>\n(?P<data>.*)\n</data-(?P=key)>$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +40,23 @@ class JudgeCall:
 
     @property
     def data(self) -> Any:
-        """The judged values, parsed from the JSON between the marks; equal whenever the same text is judged.
+        """The judged values, parsed from the JSON between the marks; equal whenever the same text
+        is judged.
 
         Raises:
             ValueError: the user message is not that of a `JudgePrompt`.
         """
         if (judged := _JUDGED.search(self.user)) is None:
-            raise ValueError("the user message has no data between the marks <data-KEY> and </data-KEY>")
+            raise ValueError(
+                "the user message has no data between the marks <data-KEY> and </data-KEY>"
+            )
         return json.loads(judged["data"])
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """What happens to a request, after `seconds`: it is answered with `content`, refused with `status`, or worse.
+    """What happens to a request, after `seconds`: it is answered with `content`, refused with
+    `status`, or worse.
 
     `hang` answers never, `drop` closes the connection without a word.
     """
@@ -75,11 +82,13 @@ Script = Callable[[JudgeCall], JudgeReply]
 
 @dataclass(slots=True, eq=False)
 class JudgeServer:
-    """A real HTTP server on this machine. An async context manager; `stop` and `start` again keep the port.
+    """A real HTTP server on this machine. An async context manager; `stop` and `start` again keep
+    the port.
 
-    `calls` are all requests for a verdict so far, refused and dropped ones included, `most_live` how many were under
-    way at once; none is answered until `together` of them have been. With an `api_key`, requests without it are
-    refused with 401, and are no calls. Without `lists_models` it does not say what it serves.
+    `calls` are all requests for a verdict so far, refused and dropped ones included, `most_live`
+    how many were under way at once; none is answered until `together` of them have been. With an
+    `api_key`, requests without it are refused with 401, and are no calls. Without `lists_models` it
+    does not say what it serves.
     """
 
     script: Script
@@ -114,9 +123,13 @@ class JudgeServer:
         if self._runner is not None:
             raise AgentRLError(f"the server listens at {self.url} already")
         app = web.Application(client_max_size=2**26)
-        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._complete)])
+        app.add_routes(
+            [web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._complete)]
+        )
         # At the end, requests under way are not waited for (to aiohttp 0 seconds are for ever).
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port, backlog=1024).start()
         self.port, self._runner = runner.addresses[0][1], runner
@@ -130,14 +143,18 @@ class JudgeServer:
     async def _models(self, request: web.Request) -> web.Response:
         if not self.lists_models:
             raise web.HTTPNotFound
-        return self._refusal(request) or _json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        return self._refusal(request) or _json(
+            {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        )
 
     async def _complete(self, request: web.Request) -> web.Response:
         if (refusal := self._refusal(request)) is not None:
             return refusal
         body = json.loads(await request.read())
         contents = {message["role"]: message["content"] for message in body["messages"]}
-        call = JudgeCall(len(self.calls), contents.get("system", ""), contents.get("user", ""), body)
+        call = JudgeCall(
+            len(self.calls), contents.get("system", ""), contents.get("user", ""), body
+        )
         self.calls.append(call)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
@@ -153,7 +170,9 @@ class JudgeServer:
         given = request.headers.get("Authorization", "")
         if self.api_key is None or given == f"Bearer {self.api_key}":
             return None
-        return _json({"error": {"message": f"Incorrect API key provided: {given}"}}, 401)  # some say it aloud
+        return _json(
+            {"error": {"message": f"Incorrect API key provided: {given}"}}, 401
+        )  # some say it aloud
 
 
 async def _act(reply: JudgeReply, request: web.Request) -> web.Response:
@@ -166,13 +185,28 @@ async def _act(reply: JudgeReply, request: web.Request) -> web.Response:
         raise web.HTTPServiceUnavailable
     if reply.status != 200:
         headers = {} if reply.retry_after is None else {"Retry-After": reply.retry_after}
-        return _json({"error": {"message": reply.content or f"scripted {reply.status}"}}, reply.status, headers)
+        return _json(
+            {"error": {"message": reply.content or f"scripted {reply.status}"}},
+            reply.status,
+            headers,
+        )
     message = {"role": "assistant", "content": reply.content}
     choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason}
     usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
-    return _json({"id": "chatcmpl-scripted", "object": "chat.completion", "model": MODEL, "choices": [choice],
-                  "usage": usage})  # fmt: skip
+    return _json(
+        {
+            "id": "chatcmpl-scripted",
+            "object": "chat.completion",
+            "model": MODEL,
+            "choices": [choice],
+            "usage": usage,
+        }
+    )
 
 
-def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=to_json(value), status=status, content_type="application/json", headers=headers)
+def _json(
+    value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=to_json(value), status=status, content_type="application/json", headers=headers
+    )

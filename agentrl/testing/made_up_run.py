@@ -41,11 +41,12 @@ STEP_SECONDS = 10.0
 class MadeUpRun:
     """Writes the files of a run into a folder, step by step, without a model.
 
-    In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3, and weights take 1.
-    The second turn of each group's first member forks. `texts` are what the environment shows, `pictures` how it
-    draws its states; tests give hostile ones. `untrained`: whether the
-    messages of the failed episode of each step are kept. `tools`: names of tools, of which each turn calls one and the
-    last one fails; a call of the first takes 0.1 s, of the second 0.2 s, and so on.
+    In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3,
+    and weights take 1. The second turn of each group's first member forks. `texts` are what the
+    environment shows, `pictures` how it draws its states; tests give hostile ones. `untrained`:
+    whether the messages of the failed episode of each step are kept. `tools`: names of tools, of
+    which each turn calls one and the last one fails; a call of the first takes 0.1 s, of the second
+    0.2 s, and so on.
     """
 
     folder: Path
@@ -65,7 +66,12 @@ class MadeUpRun:
     def begin(self) -> None:
         """Write what a run writes at its beginning."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        settings: dict[str, object] = {"env": {"name": self.env}, "seed": 0, "steps": 100, **self.settings}
+        settings: dict[str, object] = {
+            "env": {"name": self.env},
+            "seed": 0,
+            "steps": 100,
+            **self.settings,
+        }
         (self.folder / "config.yaml").write_text(json.dumps(settings))  # which is YAML too
         origins = {"env.name": "run.yaml:1", "steps": "command line"}
         (self.folder / "origins.json").write_text(json.dumps(origins))
@@ -74,18 +80,32 @@ class MadeUpRun:
         """Write one more step."""
         step, rng = self._done, random.Random(self._done)
         groups = [self._group(step, number, rng) for number in range(self.groups)]
-        scored = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+        scored = [
+            pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
+        ]
         write_trajectories(self.folder / "trajectories" / f"step_{step:06d}.parquet", scored)
         processing = BatchProcessing(BatchProcessingConfig())
         traced = traced_batch_of(groups, Grpo(), processing, 0)
         batch, origins = traced.batch, traced.origins
         old_N = batch.rollout_logprobs_N + 0.01
-        told_3N = floats(np.stack([old_N, old_N + np.linspace(-0.1, 0.1, len(old_N)), np.linspace(0, 2, len(old_N))]))
+        told_3N = floats(
+            np.stack(
+                [old_N, old_N + np.linspace(-0.1, 0.1, len(old_N)), np.linspace(0, 2, len(old_N))]
+            )
+        )
         trained = TrainedBatch(batch, origins, told_3N)
-        write_samples(self.folder / "samples" / f"step_{step:06d}.parquet", step, trained, drawn_groups(batch, 1, step))
+        write_samples(
+            self.folder / "samples" / f"step_{step:06d}.parquet",
+            step,
+            trained,
+            drawn_groups(batch, 1, step),
+        )
         if self.untrained:
             lost = Task(self.env, step, {}, f"train-{self._tasks + self.groups:06d}")
-            failed = replace(self._trajectory(step, lost, 0, 0.0, rng), status=Failed("environment", self.texts[0]))
+            failed = replace(
+                self._trajectory(step, lost, 0, 0.0, rng),
+                status=Failed("environment", self.texts[0]),
+            )
             path = self.folder / "untrained" / f"step_{step:06d}.parquet"
             write_trajectories(path, [(failed, Score.failed(self.texts[0], "environment"))])
         self._record(step, groups)
@@ -106,21 +126,32 @@ class MadeUpRun:
         channel = {"depth": 1.0, "capacity": 4.0, "put_wait": 0.0, "get_wait": 6.0 * (step + 1)}
         slots = float(self.groups * self.members)
         return {
-            "live_episodes": slots, "live_episodes/limit": 2 * slots, "groups/playing": float(self.groups),
-            "groups/ready": 0.0, "blocked_seconds": 6.0 * (step + 1),
+            "live_episodes": slots,
+            "live_episodes/limit": 2 * slots,
+            "groups/playing": float(self.groups),
+            "groups/ready": 0.0,
+            "blocked_seconds": 6.0 * (step + 1),
             **{f"channels/groups/{name}": value for name, value in channel.items()},
-        }  # fmt: skip
+        }
 
     def _group(self, step: int, number: int, rng: random.Random) -> Group:
         task = Task(self.env, rng.randrange(10**6), {}, f"train-{self._tasks + number:06d}")
         scores = [rng.choice((0.0, 0.5, 1.0)) for _ in range(self.members)]
-        members = [self._trajectory(step, task, member, scores[member], rng) for member in range(self.members)]
+        members = [
+            self._trajectory(step, task, member, scores[member], rng)
+            for member in range(self.members)
+        ]
         ended = BEGIN + STEP_SECONDS * step + 6.0
         return Group(
-            task, tuple(members), tuple(_score(*pair, ended) for pair in zip(members, scores, strict=True)), step
+            task,
+            tuple(members),
+            tuple(_score(*pair, ended) for pair in zip(members, scores, strict=True)),
+            step,
         )
 
-    def _trajectory(self, step: int, task: Task, member: int, score: float, rng: random.Random) -> Trajectory:
+    def _trajectory(
+        self, step: int, task: Task, member: int, score: float, rng: random.Random
+    ) -> Trajectory:
         started = BEGIN + STEP_SECONDS * step + rng.random()
         seconds = 5 / self.turns
         turns, messages = [], [Message("system", "Continue.")]
@@ -154,22 +185,39 @@ class MadeUpRun:
         status = Truncated("turns") if rng.random() < 0.1 else Terminated()
         episode = f"{task.id}/{member}/0"
         return Trajectory(
-            episode, task, tuple(turns), status, tuple(messages), 5.0, started=started, picture=self.pictures[-1]
+            episode,
+            task,
+            tuple(turns),
+            status,
+            tuple(messages),
+            5.0,
+            started=started,
+            picture=self.pictures[-1],
         )
 
     def _calls(self, turn: int) -> tuple[MadeCall, ...] | None:
         if not self.tools:
             return None
         place = turn % len(self.tools)
-        return (MadeCall(ToolCall(self.tools[place], {}), place == len(self.tools) - 1, 0.1 * (place + 1)),)
+        return (
+            MadeCall(
+                ToolCall(self.tools[place], {}), place == len(self.tools) - 1, 0.1 * (place + 1)
+            ),
+        )
 
     def evaluate(self, scores: Sequence[float | None], name: str = "held_out") -> None:
-        """Write an evaluation of the weights after the steps so far: a score for each task, None for one that fails."""
+        """Write an evaluation of the weights after the steps so far: a score for each task, None
+        for one that fails.
+        """
         step, rng = self._done, random.Random(self._done)
         played = []
         for number, score in enumerate(scores):
-            task = Task(self.env, number, {}, f"{name}-{number:06d}" + ("" if name == "held_out" else "/0"))
-            one = replace(self._trajectory(step, task, 0, score or 0.0, rng), id=task.id, status=Terminated())
+            task = Task(
+                self.env, number, {}, f"{name}-{number:06d}" + ("" if name == "held_out" else "/0")
+            )
+            one = replace(
+                self._trajectory(step, task, 0, score or 0.0, rng), id=task.id, status=Terminated()
+            )
             if score is None:
                 failed = Failed("environment", self.texts[0])
                 played.append((replace(one, status=failed), Score(float("nan"), status=failed)))
@@ -189,7 +237,9 @@ class MadeUpRun:
                 ledger.admit(number, group.task, step)
                 for member in range(self.members):
                     ledger.begin(number, member, 0)
-            ledger.trained(step, {n: list(group.rewards_G) for n, group in enumerate(groups, self._tasks)})
+            ledger.trained(
+                step, {n: list(group.rewards_G) for n, group in enumerate(groups, self._tasks)}
+            )
             failed = self._tasks + len(groups)
             ledger.admit(failed, Task(self.env, step, {}, f"train-{failed:06d}"), step)
             ledger.begin(failed, 0, 0)
@@ -202,11 +252,15 @@ class MadeUpRun:
         with (self.folder / "timeline.jsonl").open("a") as file:
             for phase, at in (("rollout", 0.0), ("train", 6.0), ("weights", 9.0), ("record", 10.0)):
                 since = datetime.fromtimestamp(begin + at, UTC).isoformat()
-                file.write(json.dumps({"pid": 0, "step": step, "phase": phase, "since": since}) + "\n")
+                file.write(
+                    json.dumps({"pid": 0, "step": step, "phase": phase, "since": since}) + "\n"
+                )
         status = {"pid": 0, "step": step, "phase": "record", "since": since}
         (self.folder / "status.json").write_text(json.dumps(status))
 
 
 def _score(trajectory: Trajectory, value: float, ended: float) -> Score:
     """The score of an episode, at which rewards work from its end on until the Unix time `ended`."""
-    return Score(value, {"environment": value}, worked=((trajectory.started + trajectory.seconds, ended),))
+    return Score(
+        value, {"environment": value}, worked=((trajectory.started + trajectory.seconds, ended),)
+    )

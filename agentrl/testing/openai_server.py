@@ -1,4 +1,5 @@
-"""An OpenAI-compatible server over any `Engine`: the public fake for `engine=openai`, and a way to share an engine.
+"""An OpenAI-compatible server over any `Engine`: the public fake for `engine=openai`, and a way to
+share an engine.
 
 It implements the part of vLLM's `/v1/completions` that is about token ids.
 """
@@ -38,14 +39,19 @@ class _Body(BaseModel):
 
 
 @asynccontextmanager
-async def serve_engine(engine: Engine, *, port: int = 0, api_key: str | None = None) -> AsyncIterator[str]:
+async def serve_engine(
+    engine: Engine, *, port: int = 0, api_key: str | None = None
+) -> AsyncIterator[str]:
     """Serve an entered `engine` on this machine, and yield the URL. Port 0 takes a free port.
 
     A client that disconnects cancels its request, as in vLLM.
     """
     # The end does not wait for requests under way (for aiohttp, 0 seconds mean no limit).
     runner = web.AppRunner(
-        openai_app(engine, api_key), handler_cancellation=True, shutdown_timeout=0.01, access_log=None
+        openai_app(engine, api_key),
+        handler_cancellation=True,
+        shutdown_timeout=0.01,
+        access_log=None,
     )
     await runner.setup()
     try:
@@ -73,7 +79,9 @@ def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
         return response
 
     async def models(request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [{"id": MODEL, "max_model_len": engine.max_context}]})
+        return _json(
+            {"object": "list", "data": [{"id": MODEL, "max_model_len": engine.max_context}]}
+        )
 
     async def completions(request: web.Request) -> web.Response:
         body = _Body.model_validate_json(await request.read())
@@ -81,7 +89,9 @@ def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
         sampling = SamplingParams.model_validate(chosen)
         name = f"cmpl-{next(numbers)}"
         completion = await engine.generate(
-            GenerateRequest(name, ints(body.prompt), sampling, body.seed, body.priority, body.session_id)
+            GenerateRequest(
+                name, ints(body.prompt), sampling, body.seed, body.priority, body.session_id
+            )
         )
         return _json(_answer(name, len(body.prompt), completion))
 
@@ -95,7 +105,10 @@ def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, 
     logprobs = {
         "tokens": tokens,
         "token_logprobs": completion.logprobs.tolist(),
-        "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)],
+        "top_logprobs": [
+            {token: logprob}
+            for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)
+        ],
         "text_offset": [0] * len(tokens),
     }
     choice = {
@@ -106,7 +119,13 @@ def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, 
         "token_ids": completion.token_ids.tolist(),
     }
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(tokens)}
-    return {"id": name, "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage}
+    return {
+        "id": name,
+        "object": "text_completion",
+        "model": MODEL,
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def _json(value: dict[str, Any], status: int = 200) -> web.Response:

@@ -18,7 +18,17 @@ from agentrl.scoring.part import Ask, RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.returned import own_metrics
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
-from agentrl.trajectory import Completion, Failed, MadeCall, Message, Score, Task, Terminated, Trajectory, Turn
+from agentrl.trajectory import (
+    Completion,
+    Failed,
+    MadeCall,
+    Message,
+    Score,
+    Task,
+    Terminated,
+    Trajectory,
+    Turn,
+)
 
 
 def trajectory(
@@ -30,10 +40,11 @@ def trajectory(
     options: Mapping[str, Any] | None = None,
     id: str = "task/0/0",  # noqa: A002  as the field is called
 ) -> Trajectory:
-    """An episode with these messages of the model, one per turn, and the environment's answers and rewards (default 0).
+    """An episode with these messages of the model, one per turn, and the environment's answers and
+    rewards (default 0).
 
-    The messages are tokenised byte by byte; the first observation is empty. `observations` become messages of a tool.
-    `calls`: what the environment took for calls in each message, if it says so.
+    The messages are tokenised byte by byte; the first observation is empty. `observations` become
+    messages of a tool. `calls`: what the environment took for calls in each message, if it says so.
     """
     texts = [replies] if isinstance(replies, str) else list(replies)
     messages, turns = [Message("user", "")], []
@@ -41,12 +52,21 @@ def trajectory(
         texts, observations[: len(texts)], rewards[: len(texts)], calls[: len(texts)]
     ):
         tokens = ints(list(text.encode()))
-        sampled = Completion(tokens, floats(np.full(len(tokens), -1.0)), ints(np.zeros(len(tokens))), "stop")
+        sampled = Completion(
+            tokens, floats(np.full(len(tokens), -1.0)), ints(np.zeros(len(tokens))), "stop"
+        )
         known = None if made is None else tuple(made)
         turns.append(Turn(ints([0]), sampled, reward or 0.0, {}, calls=known))
-        messages += [Message("assistant", text), *([Message("tool", seen)] if seen is not None else [])]
+        messages += [
+            Message("assistant", text),
+            *([Message("tool", seen)] if seen is not None else []),
+        ]
     return Trajectory(
-        id, Task("test", 0, options or {}, id.partition("/")[0]), tuple(turns), Terminated(), tuple(messages)
+        id,
+        Task("test", 0, options or {}, id.partition("/")[0]),
+        tuple(turns),
+        Terminated(),
+        tuple(messages),
     )
 
 
@@ -59,22 +79,26 @@ def check_reward(
 ) -> None:
     """Let a reward score trajectories, and check it against the contract.
 
-    `make_reward` makes it: a class without settings, or a function without arguments that returns it (for a plain
-    function `f`: `lambda: f`). The reward is entered, scores all trajectories one by one, then again, then all at once,
-    says its `metrics()` if it has any, and is left. `pure`: whether the same trajectory must always get the same score;
-    by default only for a `Rule`. `seconds` is the deadline of one call. A reward may fail with `RewardError` or
-    `Score.failed`. It must not return NaN, an infinity or a failed score with a value, nor raise another exception.
+    `make_reward` makes it: a class without settings, or a function without arguments that returns
+    it (for a plain function `f`: `lambda: f`). The reward is entered, scores all trajectories one
+    by one, then again, then all at once, says its `metrics()` if it has any, and is left. `pure`:
+    whether the same trajectory must always get the same score; by default only for a `Rule`.
+    `seconds` is the deadline of one call. A reward may fail with `RewardError` or `Score.failed`.
+    It must not return NaN, an infinity or a failed score with a value, nor raise another exception.
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
     """
     if not trajectories:
         raise ConformanceError(
-            "check_reward needs at least one trajectory; agentrl.testing.rewards.trajectory makes one"
+            "check_reward needs at least one trajectory; agentrl.testing.rewards.trajectory"
+            " makes one"
         )
     findings = asyncio.run(_findings(make_reward, list(trajectories), pure, seconds))
     if findings:
-        listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(dict.fromkeys(findings), 1))
+        listed = "\n".join(
+            f"  {number}. {text}" for number, text in enumerate(dict.fromkeys(findings), 1)
+        )
         raise ConformanceError(f"the reward breaks the contract:\n{listed}")
 
 
@@ -92,14 +116,21 @@ async def _findings(
         alone = [await asker.ask(group) for group in groups]
         again = [await asker.ask(group) for group in groups]
         async with Flow("check_reward") as flow:
-            tasks = [flow.start(asker.ask(group), name=str(number)) for number, group in enumerate(groups)]
+            tasks = [
+                flow.start(asker.ask(group), name=str(number))
+                for number, group in enumerate(groups)
+            ]
         together = [task.result() for task in tasks]
         asker.findings += _findings_of_metrics(part.owner)
     if played != kept:
         asker.findings.append("[pure] it changed a trajectory; make a new value instead")
     if pure or (pure is None and isinstance(reward, Rule)):
-        asker.hold("pure", alone, again, "two calls with the same trajectory returned {0} and then {1}")
-        asker.hold("concurrent", alone, together, "calls at the same time returned {1}, and one by one {0}")
+        asker.hold(
+            "pure", alone, again, "two calls with the same trajectory returned {0} and then {1}"
+        )
+        asker.hold(
+            "concurrent", alone, together, "calls at the same time returned {1}, and one by one {0}"
+        )
     return asker.findings
 
 
@@ -112,9 +143,15 @@ def _findings_of_metrics(reward: Any) -> list[str]:
     except ScoreError as error:
         return [f"[metrics] {error}"]
     except RAISED_BY_CODE as error:  # whatever the reward raises is a finding
-        return [f"[metrics] metrics() raised {type(error).__name__}: {error}; a run asks for them after each step"]
+        return [
+            f"[metrics] metrics() raised {type(error).__name__}: {error}; a run asks for them after"
+            " each step"
+        ]
     dropped = sorted(set(returned) - set(kept))
-    return [f"[metrics] {name!r} is {returned[name]!r:.80}, and a metric is a finite number" for name in dropped]
+    return [
+        f"[metrics] {name!r} is {returned[name]!r:.80}, and a metric is a finite number"
+        for name in dropped
+    ]
 
 
 class _Asker:
@@ -139,20 +176,24 @@ class _Asker:
             if is_cancellation(error):
                 raise
             self.findings.append(
-                f"[failure] {trajectories[0].id}: it raised {type(error).__name__}: {error}; raise RewardError(why) "
-                "for what cannot be scored"
+                f"[failure] {trajectories[0].id}: it raised {type(error).__name__}: {error}; raise"
+                " RewardError(why) for what cannot be scored"
             )
             return type(error).__name__
         for score in scores:
             if isinstance(score.status, Failed) and not math.isnan(score.value):
                 self.findings.append(
-                    f"[failure] {trajectories[0].id}: a failed score has the value {score.value:g}; "
-                    "write Score.failed(why)"
+                    f"[failure] {trajectories[0].id}: a failed score has the value {score.value:g};"
+                    " write Score.failed(why)"
                 )
         return scores
 
-    def hold(self, check: str, first: Sequence[object], second: Sequence[object], text: str) -> None:
-        """Note where two rounds differ. They are compared by `repr`, since failed scores contain NaN."""
+    def hold(
+        self, check: str, first: Sequence[object], second: Sequence[object], text: str
+    ) -> None:
+        """Note where two rounds differ. They are compared by `repr`, since failed scores contain
+        NaN.
+        """
         for one, other in zip(first, second, strict=True):
             if repr(one) != repr(other):
                 self.findings.append(f"[{check}] " + text.format(_short(one), _short(other)))

@@ -6,10 +6,11 @@ END = "\x03"
 
 
 class ByteTokenizer:
-    """One token per byte; `END` (byte 3) ends a turn. With it, `TemplateRenderer` runs without transformers.
+    """One token per byte; `END` (byte 3) ends a turn. With it, `TemplateRenderer` runs without
+    transformers.
 
-    `forgets_thoughts=True` behaves like templates that drop `<think>...</think>` from earlier assistant turns, which
-    makes a conversation fork.
+    `forgets_thoughts=True` behaves like templates that drop `<think>...</think>` from earlier
+    assistant turns, which makes a conversation fork.
     """
 
     chat_template = "{role}:{content}" + END

@@ -1,7 +1,8 @@
-"""Tests a trainer against its contract, for the trainer's author: `asyncio.run(check_trainer(make, model, workspace))`.
+"""Tests a trainer against its contract, for the trainer's author: `asyncio.run(check_trainer(make,
+model, workspace))`.
 
-The results of the trainer are compared with a reference that is as plain as possible: one sample at a time, the whole
-model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
+The results of the trainer are compared with a reference that is as plain as possible: one sample at
+a time, the whole model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
 """
 
 import math
@@ -31,7 +32,9 @@ TOLERANCE = 1e-5
 
 def loss_with(entropy_bonus: float) -> Loss:
     """A clipped surrogate with weights, and an entropy bonus."""
-    clips = Grpo.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2, entropy_bonus=entropy_bonus)
+    clips = Grpo.Config(
+        clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2, entropy_bonus=entropy_bonus
+    )
     return Grpo(clips).loss
 
 
@@ -40,7 +43,8 @@ LOSS: Loss = loss_with(0.0)
 
 @dataclass(frozen=True, slots=True)
 class TrainerCase:
-    """The settings of a check: AdamW in float32 at a constant learning rate, with weight decay of matrices only.
+    """The settings of a check: AdamW in float32 at a constant learning rate, with weight decay of
+    matrices only.
 
     `eps` is large, so that AdamW does not amplify rounding errors in gradients near zero.
     """
@@ -73,7 +77,8 @@ MakeTrainer = Callable[[Path, TrainerCase], Trainer]
 async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
     """Check that a trainer follows the protocol, and that its numbers are right.
 
-    `model` is a Hugging Face folder with full attention and no dropout; `workspace` an empty folder to write into.
+    `model` is a Hugging Face folder with full attention and no dropout; `workspace` an empty folder
+    to write into.
 
     Raises:
         ConformanceError: it does not; the message says what differs.
@@ -98,22 +103,28 @@ async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
         predicted_N = await trainer.predict(batch)
     if predicted_N.shape != (batch.num_loss_tokens,):
         raise ConformanceError(
-            f"the prediction has the shape {predicted_N.shape}, but should have one number for each of the "
-            f"{batch.num_loss_tokens} loss tokens"
+            f"the prediction has the shape {predicted_N.shape}, but should have one number for each"
+            f" of the {batch.num_loss_tokens} loss tokens"
         )
     of_samples = np.split(predicted_N, np.cumsum(batch.loss_tokens_M)[:-1])
     for number, (sample, got_N) in enumerate(zip(samples, of_samples, strict=True), 1):
         with torch.no_grad():
             want_N = reference._logprobs(sample)[0]
         if not torch.allclose(torch.from_numpy(got_N), want_N, rtol=0, atol=TOLERANCE):
-            raise ConformanceError(f"the logprobs of sample {number} are not those of the plain reference")
+            raise ConformanceError(
+                f"the logprobs of sample {number} are not those of the plain reference"
+            )
 
 
 async def check_tells_logprobs(make_trainer: MakeTrainer, model: Path) -> None:
-    """A trainer that `SupportsTokenLogprobs` tells the logprobs before its step, and those at each update."""
+    """A trainer that `SupportsTokenLogprobs` tells the logprobs before its step, and those at each
+    update.
+    """
     case = TrainerCase(minibatches=3, lr=1e-2)
     async with make_trainer(model, case) as trainer:
-        if not (isinstance(trainer, SupportsTokenLogprobs) and isinstance(trainer, SupportsPredict)):
+        if not (
+            isinstance(trainer, SupportsTokenLogprobs) and isinstance(trainer, SupportsPredict)
+        ):
             return
         reference = _Reference.open(model, case, await trainer.weights())
         batch = collate(random_samples(reference.vocab_size, seed=1))
@@ -126,16 +137,23 @@ async def check_tells_logprobs(make_trainer: MakeTrainer, model: Path) -> None:
             f"{None if told_3N is None else told_3N.shape}, but should have three numbers for each"
         )
     if not np.allclose(told_3N[0], before_N, rtol=0, atol=TOLERANCE):
-        raise ConformanceError("the first row of the token logprobs is not what `predict` gave before the step")
+        raise ConformanceError(
+            "the first row of the token logprobs is not what `predict` gave before the step"
+        )
     first = int(batch.loss_tokens_M[: equal_parts(batch.loss_tokens_M, case.minibatches)[0]].sum())
     if not np.allclose(told_3N[1, :first], before_N[:first], rtol=0, atol=TOLERANCE):
-        raise ConformanceError("nothing is updated before the first minibatch, and its token logprobs differ")
+        raise ConformanceError(
+            "nothing is updated before the first minibatch, and its token logprobs differ"
+        )
     if np.allclose(told_3N[1, first:], before_N[first:], rtol=0, atol=TOLERANCE):
-        raise ConformanceError("the second row of the token logprobs does not show the updates of earlier minibatches")
+        raise ConformanceError(
+            "the second row of the token logprobs does not show the updates of earlier minibatches"
+        )
 
 
 async def check_lora(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
-    """Check that a trainer with the setting `lora` trains only adapters, and publishes the weights as `LowRank`.
+    """Check that a trainer with the setting `lora` trains only adapters, and publishes the weights
+    as `LowRank`.
 
     Raises:
         ConformanceError: it does not; the message says what differs.
@@ -161,22 +179,29 @@ async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: T
             for name, value in want.items():
                 if name not in got or abs(got[name] - value) > TOLERANCE * max(1.0, abs(value)):
                     raise ConformanceError(
-                        f"step {step}, {case.minibatches} minibatches: the metric {name!r} is {got.get(name)}, the "
-                        f"reference has {value}"
+                        f"step {step}, {case.minibatches} minibatches: the metric {name!r} is"
+                        f" {got.get(name)}, the reference has {value}"
                     )
             if case.minibatches == 1:
                 _check_norms_by_group(got, step)
-            _compare(await trainer.weights(), reference.weights(), TOLERANCE, f"after step {step} of {case}")
+            _compare(
+                await trainer.weights(),
+                reference.weights(),
+                TOLERANCE,
+                f"after step {step} of {case}",
+            )
 
 
 def _check_norms_by_group(metrics: Mapping[str, float], step: int) -> None:
-    """Gradient norms by group of layers, where a trainer tells them, make up that of the whole gradient."""
+    """Gradient norms by group of layers, where a trainer tells them, make up that of the whole
+    gradient.
+    """
     groups = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
     together = math.sqrt(sum(value**2 for value in groups.values()))
     if groups and abs(together - metrics["grad_norm"]) > TOLERANCE * max(1.0, metrics["grad_norm"]):
         raise ConformanceError(
-            f"step {step}: the gradient norms by group of layers {groups} make up {together}, and grad_norm is "
-            f"{metrics['grad_norm']}"
+            f"step {step}: the gradient norms by group of layers {groups} make up {together}, and"
+            f" grad_norm is {metrics['grad_norm']}"
         )
 
 
@@ -188,9 +213,13 @@ async def check_accumulation(make_trainer: MakeTrainer, model: Path) -> None:
 
 
 async def check_resume(
-    make_trainer: MakeTrainer, model: Path, workspace: Path, case: TrainerCase = TrainerCase(minibatches=2)
+    make_trainer: MakeTrainer,
+    model: Path,
+    workspace: Path,
+    case: TrainerCase = TrainerCase(minibatches=2),
 ) -> None:
-    """Saving, loading and going on is bitwise the same as going on, and the folder is a model with a tokenizer.
+    """Saving, loading and going on is bitwise the same as going on, and the folder is a model with
+    a tokenizer.
 
     The published weights are the same too (`agentrl/weights/publisher.py`).
     """
@@ -211,19 +240,31 @@ async def check_resume(
         await trainer.load(folder)
         _compare(await trainer.weights(), saved, 0.0, "right after load")
         await _steps(trainer, batches[2:])
-        _compare(await trainer.weights(), unbroken, 0.0, "two steps after load, against never having stopped")
-    as_model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        _compare(
+            await trainer.weights(),
+            unbroken,
+            0.0,
+            "two steps after load, against never having stopped",
+        )
+    as_model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, dtype=torch.float32
+    )
     as_published = WeightNames.of(as_model).published(as_model.state_dict())
     _compare(saved, as_published, 0.0, "the saved folder as a Hugging Face model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (model / name).exists() and not (folder / name).exists():
             raise ConformanceError(
-                f"the model's {name} is not in the saved folder, so no engine can be started from it"
+                f"the model's {name} is not in the saved folder, so no engine can be started"
+                " from it"
             )
 
 
-async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path, case: TrainerCase = TrainerCase()) -> None:
-    """A NaN in a loss token raises `TrainingError`, and changes neither the weights nor the next step."""
+async def check_refuses_non_finite(
+    make_trainer: MakeTrainer, model: Path, case: TrainerCase = TrainerCase()
+) -> None:
+    """A NaN in a loss token raises `TrainingError`, and changes neither the weights nor the next
+    step.
+    """
     (batch,) = random_batches(model, 1)
     broken = replace(batch, advantages_N=np.full_like(batch.advantages_N, np.nan))
     async with make_trainer(model, case) as trainer:
@@ -237,14 +278,20 @@ async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path, case:
         _compare(await trainer.weights(), before, 0.0, "after a refused step")
         await _steps(trainer, [batch])
         after = _copy(await trainer.weights())
-    _compare(after, await _train(make_trainer, model, case, [batch]), 0.0, "a good step after a refused one")
+    _compare(
+        after,
+        await _train(make_trainer, model, case, [batch]),
+        0.0,
+        "a good step after a refused one",
+    )
 
 
 def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[TrainingSample]:
-    """Samples of several turns with uneven lengths, advantages of both signs, and logprobs near a random model's.
+    """Samples of several turns with uneven lengths, advantages of both signs, and logprobs near a
+    random model's.
 
-    In every third sample, most tokens were sampled from a few ids (`TrainingSample.support`). Every third begins as the
-    sample before it, as the members of a group do.
+    In every third sample, most tokens were sampled from a few ids (`TrainingSample.support`). Every
+    third begins as the sample before it, as the members of a group do.
     """
     rng, truncating = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     samples: list[TrainingSample] = []
@@ -257,9 +304,13 @@ def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[Traini
         if number % 3 == 1:
             begun = samples[-1].token_ids[: 2 * length // 3]
             tokens = ints([*begun, *tokens[len(begun) :]])
-        support = _random_support(tokens, mask_T, vocab_size, truncating) if number % 3 == 2 else None
+        support = (
+            _random_support(tokens, mask_T, vocab_size, truncating) if number % 3 == 2 else None
+        )
         if support is not None:
-            logprobs = np.where(support.lengths > 0, -np.log(np.maximum(support.lengths, 1)), logprobs)
+            logprobs = np.where(
+                support.lengths > 0, -np.log(np.maximum(support.lengths, 1)), logprobs
+            )
         samples.append(
             TrainingSample(
                 token_ids=tokens,
@@ -274,18 +325,29 @@ def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[Traini
     return samples
 
 
-def _random_support(tokens_T: IntArray, mask_T: IntArray, vocab_size: int, rng: np.random.Generator) -> Ragged:
-    """Up to eight ids for each loss token, itself among them; none, as for the whole vocabulary, for some."""
+def _random_support(
+    tokens_T: IntArray, mask_T: IntArray, vocab_size: int, rng: np.random.Generator
+) -> Ragged:
+    """Up to eight ids for each loss token, itself among them; none, as for the whole vocabulary,
+    for some.
+    """
     sizes_T = rng.integers(0, 8, len(tokens_T)) * mask_T
     others = [rng.integers(0, vocab_size, size).tolist() for size in sizes_T]
-    return Ragged.of([list({token, *ids}) if ids else [] for token, ids in zip(tokens_T.tolist(), others, strict=True)])
+    return Ragged.of(
+        [
+            list({token, *ids}) if ids else []
+            for token, ids in zip(tokens_T.tolist(), others, strict=True)
+        ]
+    )
 
 
 def random_batches(model: Path, count: int) -> list[TrainBatch]:
     """Batches of `random_samples` in the vocabulary of a model folder."""
     from transformers import AutoConfig
 
-    vocab_size = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size
+    vocab_size = (
+        AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size
+    )
     return [collate(random_samples(vocab_size, seed=seed)) for seed in range(count)]
 
 
@@ -303,10 +365,14 @@ class _Reference:
     def open(folder: Path, case: TrainerCase, start: Mapping[str, Tensor]) -> "_Reference":
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32
+        ).eval()
         _compare(start, model.state_dict(), 0.0, "before the first step")
         factors = _factors(start) if case.lora is not None else {}
-        parameters = [side for A, B, _ in factors.values() for side in (A, B)] or list(model.parameters())
+        parameters = [side for A, B, _ in factors.values() for side in (A, B)] or list(
+            model.parameters()
+        )
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": case.weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -328,7 +394,9 @@ class _Reference:
     def step(self, samples: Sequence[TrainingSample], weights_N: FloatArray) -> dict[str, float]:
         """Train on the samples, and return the metrics that a trainer must report too."""
         ends = np.cumsum([int(sample.loss_mask.sum()) for sample in samples])
-        weights = [torch.from_numpy(of_sample.copy()) for of_sample in np.split(weights_N, ends[:-1])]
+        weights = [
+            torch.from_numpy(of_sample.copy()) for of_sample in np.split(weights_N, ends[:-1])
+        ]
         normalizer = sum(sum(s.loss_mask) for s in samples) / self.case.minibatches
         with torch.no_grad():
             old = [self._logprobs(sample)[0] for sample in samples]
@@ -343,11 +411,15 @@ class _Reference:
                 advantages = _at_loss(samples[i], samples[i].advantages)
                 logprobs_N, entropies_N = self._logprobs(samples[i])
                 numbers_N = torch.full(advantages.shape, int(i))
-                tokens = LossTokens(old[i], rollout[i], rollout[i], advantages, numbers_N, entropies_N)
+                tokens = LossTokens(
+                    old[i], rollout[i], rollout[i], advantages, numbers_N, entropies_N
+                )
                 token_loss_N = loss_with(self.case.entropy_bonus)(logprobs_N, tokens).loss_N
                 loss = loss + (weights[i] * token_loss_N).sum() / normalizer
             loss.backward()  # type: ignore[no-untyped-call]
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, self.case.max_grad_norm)))
+            norms.append(
+                float(torch.nn.utils.clip_grad_norm_(self.parameters, self.case.max_grad_norm))
+            )
             losses.append(float(loss.detach()))
             self.optimizer.step()
         return {
@@ -362,26 +434,37 @@ class _Reference:
         """The logprobs of the loss tokens, and the entropies before them; shape 2N."""
         ids = torch.tensor(sample.token_ids, dtype=torch.long)
         logits = (
-            functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float() / self.case.temperature
+            functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float()
+            / self.case.temperature
         )
         if sample.support is not None:
             kept = torch.zeros(len(ids), logits.shape[1], dtype=torch.bool)
             rows, kept_ids = sample.support.row_of_value(), sample.support.values
-            kept[torch.tensor(rows, dtype=torch.long), torch.tensor(kept_ids, dtype=torch.long)] = True
+            kept[torch.tensor(rows, dtype=torch.long), torch.tensor(kept_ids, dtype=torch.long)] = (
+                True
+            )
             part = kept[1:].any(dim=1, keepdim=True)
             logits = logits.masked_fill(part & ~kept[1:], -torch.inf)
         all_logprobs = torch.log_softmax(logits, dim=-1)
-        entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(all_logprobs.isinf(), 0.0)).sum(dim=-1)
+        entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(all_logprobs.isinf(), 0.0)).sum(
+            dim=-1
+        )
         logprobs = all_logprobs.gather(1, ids[1:, None])[:, 0]
-        return torch.stack([logprobs, entropies])[:, torch.tensor(sample.loss_mask[1:], dtype=torch.bool)]
+        return torch.stack([logprobs, entropies])[
+            :, torch.tensor(sample.loss_mask[1:], dtype=torch.bool)
+        ]
 
 
 def _factors(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:
     """The trainer's initial adapters, copied as parameters."""
     if not isinstance(weights, LowRank) or not weights.factors:
-        raise ConformanceError(f"with the setting lora, the weights are {type(weights).__name__} and no LowRank")
+        raise ConformanceError(
+            f"with the setting lora, the weights are {type(weights).__name__} and no LowRank"
+        )
     return {
-        name: Factors(A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_(), scale)
+        name: Factors(
+            A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_(), scale
+        )
         for name, (A, B, scale) in weights.factors.items()
     }
 
@@ -391,7 +474,10 @@ def _at_loss(sample: TrainingSample, values_T: FloatArray) -> Tensor:
 
 
 async def _train(
-    make_trainer: MakeTrainer, model: Path, case: TrainerCase, batches: Sequence[TrainBatch] | None = None
+    make_trainer: MakeTrainer,
+    model: Path,
+    case: TrainerCase,
+    batches: Sequence[TrainBatch] | None = None,
 ) -> Mapping[str, Tensor]:
     async with make_trainer(model, case) as trainer:
         await _steps(trainer, random_batches(model, 3) if batches is None else batches)
@@ -407,8 +493,12 @@ def _copy(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
 
 
-def _compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, when: str) -> None:
-    """Check that all of `got` is in `want` and equal, and that weights missing in `got` are tied to others in it."""
+def _compare(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, when: str
+) -> None:
+    """Check that all of `got` is in `want` and equal, and that weights missing in `got` are tied to
+    others in it.
+    """
     if not got or not got.keys() <= want.keys():
         raise ConformanceError(f"{when}: unknown weights {sorted(got.keys() - want.keys())[:5]}")
     present = {want[name].data_ptr() for name in got}
@@ -419,8 +509,11 @@ def _compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: f
         other = want[name].detach().cpu()
         if weight.dtype != torch.float32 or weight.shape != other.shape:
             raise ConformanceError(
-                f"{when}: {name} is {weight.dtype} {tuple(weight.shape)}, want float32 {other.shape}"
+                f"{when}: {name} is {weight.dtype} {tuple(weight.shape)}, want float32"
+                f" {other.shape}"
             )
         gap = float((weight.detach().cpu() - other).abs().max())
         if not gap <= tolerance:
-            raise ConformanceError(f"{when}: {name} is off by {gap:.3g}, the tolerance is {tolerance:.3g}")
+            raise ConformanceError(
+                f"{when}: {name} is off by {gap:.3g}, the tolerance is {tolerance:.3g}"
+            )

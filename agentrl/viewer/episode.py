@@ -1,4 +1,6 @@
-"""One episode in full: its conversation, its tokens with all that is known of each, and what became of it."""
+"""One episode in full: its conversation, its tokens with all that is known of each, and what became
+of it.
+"""
 
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -37,7 +39,8 @@ class EpisodeReader:
     def episode(self, name: str, agent: str = "", step: int | None = None) -> dict[str, Any]:
         """An episode from the view of an agent: its row of the index, trajectory, samples and fate.
 
-        If it was trained on in parts, the part of `step`, by default the last. What was never written is `None`.
+        If it was trained on in parts, the part of `step`, by default the last. What was never
+        written is `None`.
 
         Raises:
             ConfigError: there is no such episode.
@@ -45,22 +48,36 @@ class EpisodeReader:
         rows = self._index.named(name)
         if not rows:
             of_task = list(dict.fromkeys(row["id"] for row in self._index.group(name)))
-            there = f"; the episodes of that task are {', '.join(of_task[:_NAMED])}" if of_task else ""
+            there = (
+                f"; the episodes of that task are {', '.join(of_task[:_NAMED])}" if of_task else ""
+            )
             raise ConfigError(f"this run has no episode {name!r}{there}")
-        fitting = [row for row in rows if (not agent or row["agent"] == agent) and step in (None, row["step"])]
+        fitting = [
+            row
+            for row in rows
+            if (not agent or row["agent"] == agent) and step in (None, row["step"])
+        ]
         row = (fitting or rows)[-1]
         played = self._trajectory(row)
-        samples = [] if row["step"] is None else self._samples(row["step"], name, row["agent"] or "")
+        samples = (
+            [] if row["step"] is None else self._samples(row["step"], name, row["agent"] or "")
+        )
         if played is not None:
             _add_numbers(played["turns"], samples)
             for turn, parent in zip(played["turns"], parents(played["turns"]), strict=True):
                 turn["parent"] = parent
-                turn["prompt"], turn["tokens"] = self._texts(turn["prompt_ids"]), self._texts(turn["token_ids"])
+                turn["prompt"], turn["tokens"] = (
+                    self._texts(turn["prompt_ids"]),
+                    self._texts(turn["token_ids"]),
+                )
         return {
             "row": row,
             "others": [{key: one[key] for key in ("agent", "step", "score")} for one in rows],
             "trajectory": played,
-            "samples": [{key: value for key, value in one.items() if not isinstance(value, list)} for one in samples],
+            "samples": [
+                {key: value for key, value in one.items() if not isinstance(value, list)}
+                for one in samples
+            ],
             "fate": self._fate(row, samples),
         }
 
@@ -70,15 +87,20 @@ class EpisodeReader:
         for row in self._index.group(task):
             played = self._trajectory(row, ["messages"])
             messages = [] if played is None else played["messages"]
-            shown = [{**message, "content": (message["content"] or "")[:_SHORT]} for message in messages]
+            shown = [
+                {**message, "content": (message["content"] or "")[:_SHORT]} for message in messages
+            ]
             members.append({"row": row, "messages": shown})
         return {"task": task, "members": members}
 
-    def turns_of_step(self, step: int, kind: str = "trajectories", *, staleness: bool = False) -> list[dict[str, Any]]:
-        """When the episodes of a step were played, and when the model, the environment and rewards worked in each.
+    def turns_of_step(
+        self, step: int, kind: str = "trajectories", *, staleness: bool = False
+    ) -> list[dict[str, Any]]:
+        """When the episodes of a step were played, and when the model, the environment and rewards
+        worked in each.
 
-        `kind`: those that were trained on (`trajectories`), or some of the others (`untrained`). With `staleness`, also
-        how many versions the oldest token of each turn is behind the step.
+        `kind`: those that were trained on (`trajectories`), or some of the others (`untrained`).
+        With `staleness`, also how many versions the oldest token of each turn is behind the step.
         """
         path = self._run.files(kind).get(step)
         if path is None:
@@ -91,16 +113,26 @@ class EpisodeReader:
             "started",
             "seconds",
             "scoring",
-            *(f"turns.list.element.{n}" for n in (*_TIMES, *(["policy_versions"] if staleness else []))),
+            *(
+                f"turns.list.element.{n}"
+                for n in (*_TIMES, *(["policy_versions"] if staleness else []))
+            ),
         ]
         try:
             with pq.ParquetFile(path) as file:
-                rows = [row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist()]
+                rows = [
+                    row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist()
+                ]
         except _UNREAD:
             return []
-        return sorted((_timed(row, step if staleness else None) for row in rows), key=lambda one: one["started"])
+        return sorted(
+            (_timed(row, step if staleness else None) for row in rows),
+            key=lambda one: one["started"],
+        )
 
-    def _trajectory(self, row: Mapping[str, Any], columns: Sequence[str] | None = None) -> dict[str, Any] | None:
+    def _trajectory(
+        self, row: Mapping[str, Any], columns: Sequence[str] | None = None
+    ) -> dict[str, Any] | None:
         path = None if row["kind"] is None else self._run.files(row["kind"]).get(row["step"])
         if path is None or row["place"] is None:
             return None
@@ -115,7 +147,9 @@ class EpisodeReader:
         if path is None:
             return []
         try:
-            table = pq.read_table(path, filters=(pc.field("episode") == name) & (pc.field("agent") == agent))
+            table = pq.read_table(
+                path, filters=(pc.field("episode") == name) & (pc.field("agent") == agent)
+            )
             total = pq.read_metadata(path).num_rows
         except _UNREAD:
             return []
@@ -131,14 +165,21 @@ class EpisodeReader:
             return _held_out(row, self._index.named(row["id"]))
         if any(sample["loss_tokens"] for sample in samples):
             return _trained(row, samples, self._index.group(row["task"]))
-        if row["fate"] != "masked" and row["kind"] == KINDS[0] and row["step"] in self._run.files("samples"):
+        if (
+            row["fate"] != "masked"
+            and row["kind"] == KINDS[0]
+            and row["step"] in self._run.files("samples")
+        ):
             return (
-                f"{row['id']} was in the batch of step {row['step']}, and none of its tokens carried a loss there (too "
-                "old, or left out by `batch_processing`)."
+                f"{row['id']} was in the batch of step {row['step']}, and none of its tokens"
+                " carried a loss there (too old, or left out by `batch_processing`)."
             )
         ledger = self._run.path / "ledger.sqlite"
         if not ledger.exists():
-            return f"{row['id']} is in the batch of step {row['step']}. The run has no ledger that says more."
+            return (
+                f"{row['id']} is in the batch of step {row['step']}. The run has no ledger that"
+                " says more."
+            )
         try:
             with read_ledger(ledger) as reader:
                 return explain(reader, row["id"]).sentence
@@ -150,7 +191,9 @@ _TIMES = ("asked", "generate_seconds", "env_seconds")
 
 
 def _timed(row: dict[str, Any], step: int | None) -> dict[str, Any]:
-    """The times of an episode's turns and rewards; with a `step`, how many versions each turn is behind it."""
+    """The times of an episode's turns and rewards; with a `step`, how many versions each turn is
+    behind it.
+    """
     turns = [turn for turn in row.pop("turns") or () if "asked" in turn]
     times = [[turn[name] for name in _TIMES] for turn in turns]
     scoring = [[one["began"], one["ended"]] for one in row.pop("scoring", None) or ()]
@@ -160,7 +203,9 @@ def _timed(row: dict[str, Any], step: int | None) -> dict[str, Any]:
     return {**found, "stale": [step - min(turn["policy_versions"], default=step) for turn in turns]}
 
 
-def _row_at(file: pq.ParquetFile, place: int, columns: Sequence[str] | None) -> dict[str, Any] | None:
+def _row_at(
+    file: pq.ParquetFile, place: int, columns: Sequence[str] | None
+) -> dict[str, Any] | None:
     """The row at this place of a file, of which only its row group is read."""
     for number in range(file.num_row_groups):
         rows = file.metadata.row_group(number).num_rows
@@ -172,18 +217,32 @@ def _row_at(file: pq.ParquetFile, place: int, columns: Sequence[str] | None) -> 
     return None
 
 
-def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group: Sequence[Mapping[str, Any]]) -> str:
+def _trained(
+    row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group: Sequence[Mapping[str, Any]]
+) -> str:
     numbers = [str(sample["sample"]) for sample in samples]
-    named = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {', '.join(numbers[:-1])} and {numbers[-1]}"
+    named = (
+        f"sample {numbers[0]}"
+        if len(numbers) == 1
+        else f"samples {', '.join(numbers[:-1])} and {numbers[-1]}"
+    )
     fate = f"{row['id']} was trained at step {row['step']} as {named} of {samples[0]['of']}"
     advantages = sorted({round(sample["advantage"], 3) for sample in samples})
-    fate += f", with the advantage {' and '.join(f'{each:+g}' if each else '0' for each in advantages)}."
-    scores = [member["score"] for member in group if member["score"] is not None and member["agent"] == row["agent"]]
+    fate += (
+        ", with the advantage"
+        f" {' and '.join(f'{each:+g}' if each else '0' for each in advantages)}."
+    )
+    scores = [
+        member["score"]
+        for member in group
+        if member["score"] is not None and member["agent"] == row["agent"]
+    ]
     if len(scores) > 1 and constant(scores):
         fate += f" All {len(scores)} members of its group scored {scores[0]:g}."
     elif len(scores) > 1 and row["score"] is not None:
         fate += (
-            f" It scored {row['score']:g}; the mean of its group of {len(scores)} is {sum(scores) / len(scores):.3g}."
+            f" It scored {row['score']:g}; the mean of its group of {len(scores)} is"
+            f" {sum(scores) / len(scores):.3g}."
         )
     if all(sample["weight"] == 0 for sample in samples):
         fate += " Its loss had the weight 0, as only the critic learned in this step."
@@ -192,9 +251,18 @@ def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group
 
 def _held_out(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]]) -> str:
     """Which evaluation played the episode, and when its task was solved."""
-    name = "the held-out tasks" if row["evaluation"] == HELD_OUT else f"the suite {row['evaluation']}"
-    fate = f"{row['id']} was played to evaluate the weights after {row['step']} steps on {name}; nothing trains on it."
-    own = [one for one in plays if one["evaluation"] == row["evaluation"] and one["agent"] == row["agent"]]
+    name = (
+        "the held-out tasks" if row["evaluation"] == HELD_OUT else f"the suite {row['evaluation']}"
+    )
+    fate = (
+        f"{row['id']} was played to evaluate the weights after {row['step']} steps on {name};"
+        " nothing trains on it."
+    )
+    own = [
+        one
+        for one in plays
+        if one["evaluation"] == row["evaluation"] and one["agent"] == row["agent"]
+    ]
     solved = [one["step"] for one in own if one["success"]]
     if len(own) > 1 and any(one["success"] is not None for one in own):
         first = f", first after {solved[0]} steps" if solved else ""
@@ -203,7 +271,9 @@ def _held_out(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]]) -> str
 
 
 def _add_numbers(turns: Sequence[dict[str, Any]], samples: Sequence[Mapping[str, Any]]) -> None:
-    """Add what the trainer computed to each turn: lists with an entry for each sampled token, `None` where unknown."""
+    """Add what the trainer computed to each turn: lists with an entry for each sampled token,
+    `None` where unknown.
+    """
     for turn in turns:
         count = len(turn["token_ids"])
         turn["sample"] = None
@@ -231,5 +301,7 @@ def _tokenizer(path: Path, changed: int) -> Any:
 
 def _words(path: Path, token_ids: Sequence[int]) -> list[str]:
     tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
-    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids)}
+    texts = {
+        token: tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids)
+    }
     return [texts[token] for token in token_ids]

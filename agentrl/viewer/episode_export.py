@@ -1,6 +1,8 @@
-"""Episodes of a run for other programs: as ATIF, the interchange format of Harbor, as JSON lines, or as a data set.
+"""Episodes of a run for other programs: as ATIF, the interchange format of Harbor, as JSON lines,
+or as a data set.
 
-ATIF is the Agent Trajectory Interchange Format (RFC 0001 of https://github.com/laude-institute/harbor), version 1.7.
+ATIF is the Agent Trajectory Interchange Format (RFC 0001 of
+https://github.com/laude-institute/harbor), version 1.7.
 """
 
 import json
@@ -30,19 +32,23 @@ _FILES = (".json", ".csv", ".gz")
 def export_episodes(folder: Path, into: Path, step: int | None) -> int:
     """Write the trained episodes of a run, or of one step; returns how many.
 
-    Into a file that ends in `.jsonl`: a line for each, with all that is known of it. Into one that ends in `.parquet`:
-    a row for each, as data sets of conversations have them. Into a new folder: a file of ATIF for each.
+    Into a file that ends in `.jsonl`: a line for each, with all that is known of it. Into one that
+    ends in `.parquet`: a row for each, as data sets of conversations have them. Into a new folder:
+    a file of ATIF for each.
 
     Raises:
-        ConfigError: the folder or the file is there already, a folder has the name of a file, or there is no episode.
+        ConfigError: the folder or the file is there already, a folder has the name of a file, or
+        there is no episode.
     """
     if into.exists():
         raise ConfigError(
-            f"{into} is there already: name a new folder (for ATIF), or a new file that ends in .jsonl or .parquet"
+            f"{into} is there already: name a new folder (for ATIF), or a new file that ends in"
+            " .jsonl or .parquet"
         )
     if into.suffix in _FILES:
         raise ConfigError(
-            f"{into} would be a folder: name one without {into.suffix} (for ATIF), or {into.stem}.jsonl or .parquet"
+            f"{into} would be a folder: name one without {into.suffix} (for ATIF), or"
+            f" {into.stem}.jsonl or .parquet"
         )
     run = RunFolder(folder.name, folder)
     index = EpisodeIndex(run)
@@ -63,13 +69,19 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
     else:
         model = str(run.settings().get("model.name", "")) or None
         for episode in found:
-            name = "_".join(filter(None, (episode["row"]["id"], episode["row"]["agent"]))).replace("/", "_")
+            name = "_".join(filter(None, (episode["row"]["id"], episode["row"]["agent"]))).replace(
+                "/", "_"
+            )
             into.mkdir(parents=True, exist_ok=True)
             file_name = f"step_{episode['row']['step']:06d}_{name}.json"
-            write_whole(into / file_name, json.dumps(finite(atif_of(episode, run.name, model)), indent=1))
+            write_whole(
+                into / file_name, json.dumps(finite(atif_of(episode, run.name, model)), indent=1)
+            )
             count += 1
     if not count:
-        raise ConfigError(f"{folder} has no episode in a batch" + ("" if step is None else f" of step {step}"))
+        raise ConfigError(
+            f"{folder} has no episode in a batch" + ("" if step is None else f" of step {step}")
+        )
     return count
 
 
@@ -87,13 +99,17 @@ DATASET_SCHEMA = pa.schema(
         ("words", pa.string()),
         (
             "messages",
-            pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("reasoning", pa.string())])),
+            pa.list_(
+                pa.struct(
+                    [("role", pa.string()), ("content", pa.string()), ("reasoning", pa.string())]
+                )
+            ),
         ),
         ("fate", pa.string()),
     ]
 )
-"""An episode as a row of a data set: `messages` in the form that trainers of conversations read; `parts` and `words`
-(what judges said) are JSON."""
+"""An episode as a row of a data set: `messages` in the form that trainers of conversations read;
+`parts` and `words` (what judges said) are JSON."""
 
 
 _OF_TRAJECTORY = ("seed", "parts", "words", "messages")
@@ -101,7 +117,10 @@ _OF_TRAJECTORY = ("seed", "parts", "words", "messages")
 
 def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
     into.parent.mkdir(parents=True, exist_ok=True)
-    count, kept = 0, [name for name in DATASET_SCHEMA.names if name not in (*_OF_TRAJECTORY, "fate")]
+    count, kept = (
+        0,
+        [name for name in DATASET_SCHEMA.names if name not in (*_OF_TRAJECTORY, "fate")],
+    )
     with pq.ParquetWriter(unfinished(into), DATASET_SCHEMA, compression="zstd") as writer:
         while batch := list(islice(episodes, _AT_ONCE)):
             rows = [
@@ -120,7 +139,9 @@ def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
 
 
 def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str, Any]:
-    """An episode of `EpisodeReader` as an ATIF document. Tokens, logprobs and versions are among its metrics."""
+    """An episode of `EpisodeReader` as an ATIF document. Tokens, logprobs and versions are among
+    its metrics.
+    """
     row, played = episode["row"], episode["trajectory"]
     steps: list[dict[str, Any]] = []
     turns = iter(_prompted(played["turns"]))
@@ -137,7 +158,11 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
         "schema_version": "ATIF-v1.7",
         "session_id": run,
         "trajectory_id": row["id"] + (f"/{row['agent']}" if row["agent"] else ""),
-        "agent": {"name": row["agent"] or "agentrl", "version": installed_version(), "model_name": model},
+        "agent": {
+            "name": row["agent"] or "agentrl",
+            "version": installed_version(),
+            "model_name": model,
+        },
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
         "final_metrics": {
             "total_prompt_tokens": sum(len(turn["prompt_ids"]) for turn in played["turns"]),
@@ -159,10 +184,14 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
     }
 
 
-def _episodes(reader: EpisodeReader, index: EpisodeIndex, step: int | None) -> Iterator[dict[str, Any]]:
+def _episodes(
+    reader: EpisodeReader, index: EpisodeIndex, step: int | None
+) -> Iterator[dict[str, Any]]:
     offset = 0
     while True:
-        query = EpisodeQuery(step=step, kind=KINDS[0], sort="id", descending=False, offset=offset, limit=_AT_ONCE)
+        query = EpisodeQuery(
+            step=step, kind=KINDS[0], sort="id", descending=False, offset=offset, limit=_AT_ONCE
+        )
         rows = index.page(query)["rows"]
         if not rows:
             return
@@ -210,7 +239,11 @@ def _agent_step(
             "prompt_token_ids": prompt_ids,
             "completion_token_ids": turn["token_ids"],
             "logprobs": turn["logprobs"],
-            "extra": {"policy_versions": turn["policy_versions"], "reward": turn["reward"], "forked": turn["forked"]},
+            "extra": {
+                "policy_versions": turn["policy_versions"],
+                "reward": turn["reward"],
+                "forked": turn["forked"],
+            },
         }
         if turn.get("asked"):
             step["timestamp"] = datetime.fromtimestamp(turn["asked"], UTC).isoformat()
@@ -218,7 +251,9 @@ def _agent_step(
 
 
 def _observe(step: dict[str, Any], message: Mapping[str, Any]) -> None:
-    """Add a tool's result to the step that called it: to the call that it names, or else to the next one."""
+    """Add a tool's result to the step that called it: to the call that it names, or else to the
+    next one.
+    """
     results = step.setdefault("observation", {"results": []})["results"]
     calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
     result = {"content": message["content"] or ""}

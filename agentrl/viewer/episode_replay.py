@@ -32,20 +32,31 @@ def list_episodes(folder: Path, console: Console) -> None:
         table.add_column(column)
     for row in found["rows"]:
         score = "" if row["score"] is None else f"{row['score']:g}"
-        cells = (row["id"], row["agent"], row["step"], row["env"], row["status"], score, row["num_turns"])
+        cells = (
+            row["id"],
+            row["agent"],
+            row["step"],
+            row["env"],
+            row["status"],
+            score,
+            row["num_turns"],
+        )
         table.add_row(*("" if cell is None else escape(str(cell)) for cell in cells))
     console.print(table)
     newest = found["rows"][0]["id"]
     console.print(
-        f"\nthe newest of {found['total']:,} episodes in batches; `agentrl replay {folder} {newest}` plays one again, "
-        f"`agentrl view {folder}` shows all",
+        f"\nthe newest of {found['total']:,} episodes in batches; `agentrl replay {folder}"
+        f" {newest}` plays one again, `agentrl view {folder}` shows all",
         highlight=False,
         soft_wrap=True,
     )
 
 
-async def replay(folder: Path, name: str, console: Console, *, agent: str = "", speed: float = 1.0) -> None:
-    """Print an episode message by message, each answer after as long as the model took, and what became of it.
+async def replay(
+    folder: Path, name: str, console: Console, *, agent: str = "", speed: float = 1.0
+) -> None:
+    """Print an episode message by message, each answer after as long as the model took, and what
+    became of it.
 
     No wait is longer than 3 seconds. `speed`: how many times as fast; 0: without waiting.
 
@@ -59,17 +70,29 @@ async def replay(folder: Path, name: str, console: Console, *, agent: str = "", 
         raise ConfigError(f"only the fate of {name} was kept: {episode['fate']}")
     turns = iter(played["turns"])
     for message in played["messages"]:
-        turn = next(turns, None) if message["role"] == "assistant" and not message.get("given") else None
+        turn = (
+            next(turns, None)
+            if message["role"] == "assistant" and not message.get("given")
+            else None
+        )
         if turn is not None and speed > 0:
             await asyncio.sleep(min(turn["generate_seconds"] / speed, _LONGEST))
         style = "green" if message["role"] == "assistant" else "cyan"
         if message["reasoning"]:
-            console.print(f"[dim]{escape(message['reasoning'])}[/dim]", highlight=False, soft_wrap=True)
+            console.print(
+                f"[dim]{escape(message['reasoning'])}[/dim]", highlight=False, soft_wrap=True
+            )
         text = escape(message["content"] or "")
-        console.print(f"[bold {style}]{message['role']}[/bold {style}] {text}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold {style}]{message['role']}[/bold {style}] {text}",
+            highlight=False,
+            soft_wrap=True,
+        )
         for call in json.loads(message["tool_calls"] or "[]"):
             called = f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
-            console.print(f"  [{style}]→[/{style}] {escape(called)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"  [{style}]→[/{style}] {escape(called)}", highlight=False, soft_wrap=True
+            )
         if turn is not None and speed > 0:
             await asyncio.sleep(min(turn["env_seconds"] / speed, _LONGEST))
     row = episode["row"]

@@ -1,4 +1,6 @@
-"""An index of a run's episodes: what a table shows of each, in DuckDB. Texts and tokens stay in the run's files."""
+"""An index of a run's episodes: what a table shows of each, in DuckDB. Texts and tokens stay in the
+run's files.
+"""
 
 import sqlite3
 import threading
@@ -21,10 +23,22 @@ from agentrl.viewer.folders import EVALUATION, RunFolder
 _BARS = 24
 _MEMORY = "160MB"
 _COLUMNS = {
-    "id": "VARCHAR", "agent": "VARCHAR", "task": "VARCHAR", "env": "VARCHAR", "status": "VARCHAR", "detail": "VARCHAR",
-    "success": "BOOLEAN", "score": "DOUBLE", "started": "DOUBLE", "seconds": "DOUBLE", "num_turns": "INTEGER",
-    "num_tokens": "BIGINT", "num_forks": "INTEGER", "oldest_version": "INTEGER", "trained_turns": "INTEGER",
-}  # fmt: skip
+    "id": "VARCHAR",
+    "agent": "VARCHAR",
+    "task": "VARCHAR",
+    "env": "VARCHAR",
+    "status": "VARCHAR",
+    "detail": "VARCHAR",
+    "success": "BOOLEAN",
+    "score": "DOUBLE",
+    "started": "DOUBLE",
+    "seconds": "DOUBLE",
+    "num_turns": "INTEGER",
+    "num_tokens": "BIGINT",
+    "num_forks": "INTEGER",
+    "oldest_version": "INTEGER",
+    "trained_turns": "INTEGER",
+}
 _SCHEMA = f"""
 SET memory_limit = '{_MEMORY}'; SET threads = 2; SET enable_progress_bar = false;
 SET autoinstall_known_extensions = false; SET autoload_known_extensions = false;
@@ -64,9 +78,10 @@ _Number = Annotated[int, Ge(-(2**31)), Le(2**31 - 1)]
 class EpisodeQuery:
     """Which episodes to show: each field that is not `None` or empty is a condition.
 
-    `kind` is one of `KINDS`, `low` and `high` bound the score, `stale` is the least staleness, `text` a part of any
-    message. `evaluation`: those of the evaluation of this name, and not those that were played to train. `tool`: those
-    that called this tool; with `refused`, only those of which a call of it failed.
+    `kind` is one of `KINDS`, `low` and `high` bound the score, `stale` is the least staleness,
+    `text` a part of any message. `evaluation`: those of the evaluation of this name, and not those
+    that were played to train. `tool`: those that called this tool; with `refused`, only those of
+    which a call of it failed.
     """
 
     kind: str = ""
@@ -101,7 +116,9 @@ class EpisodeQuery:
         wanted += [("staleness >= ?", self.stale)] if self.stale is not None else []
         wanted += [("evaluation = ?", self.evaluation)] if self.evaluation else []
         always = "TRUE" if self.evaluation else "evaluation IS NULL"
-        return " AND ".join([always, *(condition for condition, _ in wanted)]), [value for _, value in wanted]
+        return " AND ".join([always, *(condition for condition, _ in wanted)]), [
+            value for _, value in wanted
+        ]
 
 
 def check_duckdb() -> None:
@@ -114,12 +131,14 @@ def check_duckdb() -> None:
         import duckdb  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"the tables of a run's episodes need DuckDB, which is missing here ({error}): pip install duckdb"
+            f"the tables of a run's episodes need DuckDB, which is missing here ({error}): pip"
+            " install duckdb"
         ) from error
 
 
 class EpisodeIndex:
-    """The episodes of one run. Calls may come from several threads; each first reads what is new in the files.
+    """The episodes of one run. Calls may come from several threads; each first reads what is new in
+    the files.
 
     Raises:
         ConfigError: DuckDB is not installed.
@@ -131,7 +150,9 @@ class EpisodeIndex:
 
         self._run = run
         self._db = duckdb.connect()
-        self._db.execute("SET temp_directory = ?", [f"{gettempdir()}/agentrl-view"])  # not in the folder that we are in
+        self._db.execute(
+            "SET temp_directory = ?", [f"{gettempdir()}/agentrl-view"]
+        )  # not in the folder that we are in
         self._db.execute(_SCHEMA)
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
@@ -147,60 +168,76 @@ class EpisodeIndex:
             self._refresh()
 
     def page(self, query: EpisodeQuery) -> dict[str, Any]:
-        """The rows of a table, how many there are in all, the histogram of their scores, and what files could not be
-        read.
+        """The rows of a table, how many there are in all, the histogram of their scores, and what
+        files could not be read.
 
         Raises:
             ConfigError: there is no such column to sort by.
         """
         if query.sort not in SORTS:
-            raise ConfigError(f"episodes cannot be sorted by {query.sort!r}, only by {', '.join(SORTS)}")
+            raise ConfigError(
+                f"episodes cannot be sorted by {query.sort!r}, only by {', '.join(SORTS)}"
+            )
         with self._lock:
             self._refresh()
             found = f"{self._with_text(query)} AND {self._with_calls(query)}"
             where, values = query.conditions()
             where = f"{where} AND {found}"
             order = f"{query.sort} {'DESC' if query.descending else 'ASC'} NULLS LAST, id, agent"
-            rows = self._dicts(f"SELECT * FROM episodes WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
-                               [*values, query.limit, query.offset])  # fmt: skip
+            rows = self._dicts(
+                f"SELECT * FROM episodes WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
+                [*values, query.limit, query.offset],
+            )
             (total,) = self._one(f"SELECT count(*) FROM episodes WHERE {where}", values)
-            return {"rows": rows, "total": total, "histogram": self._histogram(query, found),
-                    "unreadable": [f"{name}: {why}" for name, why in self._unreadable.items()]}  # fmt: skip
+            return {
+                "rows": rows,
+                "total": total,
+                "histogram": self._histogram(query, found),
+                "unreadable": [f"{name}: {why}" for name, why in self._unreadable.items()],
+            }
 
     def choices(self, evaluation: str = "") -> dict[str, list[Any]]:
-        """The values that a filter may ask for, the most frequent first: of the episodes that were played to train, or
-        of those of an evaluation. `evaluation`: the evaluations.
+        """The values that a filter may ask for, the most frequent first: of the episodes that were
+        played to train, or of those of an evaluation. `evaluation`: the evaluations.
         """
         where, values = EpisodeQuery(evaluation=evaluation).conditions()
         with self._lock:
             self._refresh()
-            found = {name: self._counts(name, where, values) for name in ("env", "fate", "layer", "status")}
+            found = {
+                name: self._counts(name, where, values)
+                for name in ("env", "fate", "layer", "status")
+            }
             return {**found, "evaluation": self._counts("evaluation", "TRUE", [])}
 
     def _counts(self, name: str, where: str, values: Sequence[Any]) -> list[Any]:
         rows = self._db.execute(
-            f"SELECT {name}, count(*) FROM episodes WHERE {where} AND {name} IS NOT NULL GROUP BY 1 "
-            "ORDER BY 2 DESC, 1 LIMIT 50",
+            f"SELECT {name}, count(*) FROM episodes WHERE {where} AND {name} IS NOT NULL GROUP BY 1"
+            " ORDER BY 2 DESC, 1 LIMIT 50",
             list(values),
         )
         return [list(row) for row in rows.fetchall()]
 
     def evaluated(self, evaluation: str) -> list[dict[str, Any]]:
-        """What each task did in each evaluation of a name: `success` and `score` are means over its `episodes`."""
+        """What each task did in each evaluation of a name: `success` and `score` are means over its
+        `episodes`.
+        """
         with self._lock:
             self._refresh()
             return self._dicts(
-                "SELECT CASE WHEN evaluation = 'held_out' THEN task ELSE regexp_replace(task, '/[^/]*$', '') END "
-                "AS task, min(env) AS env, step, avg(success::INTEGER) FILTER (fate <> 'failed') AS success, "
-                "avg(score) FILTER (isfinite(score)) AS score, count(*) AS episodes, "
-                "count(*) FILTER (fate = 'failed') AS failed, min(id) AS id "
-                "FROM episodes WHERE evaluation = ? GROUP BY 1, 3 ORDER BY 3, 1",
+                "SELECT CASE WHEN evaluation = 'held_out' THEN task ELSE regexp_replace(task,"
+                " '/[^/]*$', '') END AS task, min(env) AS env, step, avg(success::INTEGER) FILTER"
+                " (fate <> 'failed') AS success, avg(score) FILTER (isfinite(score)) AS score,"
+                " count(*) AS episodes, count(*) FILTER (fate = 'failed') AS failed, min(id) AS id"
+                " FROM episodes WHERE evaluation = ? GROUP BY 1, 3 ORDER BY 3, 1",
                 [evaluation],
             )
 
-    def tools(self, first: int | None = None, last: int | None = None, evaluation: str = "") -> dict[str, Any]:
-        """The tools that were called in the episodes of some steps, by name, the most called first: `calls`, those that
-        `failed`, seconds (median, 99 % of the calls, all), `episodes`, and `by_step` (step, calls, failed, seconds).
+    def tools(
+        self, first: int | None = None, last: int | None = None, evaluation: str = ""
+    ) -> dict[str, Any]:
+        """The tools that were called in the episodes of some steps, by name, the most called first:
+        `calls`, those that `failed`, seconds (median, 99 % of the calls, all), `episodes`, and
+        `by_step` (step, calls, failed, seconds).
 
         `unknown`: the episodes were recorded by a release that did not keep calls.
         """
@@ -226,7 +263,11 @@ class EpisodeIndex:
         told = [
             {
                 **row,
-                "by_step": [[step, *by_step[row["name"], step]] for step in steps if (row["name"], step) in by_step],
+                "by_step": [
+                    [step, *by_step[row["name"], step]]
+                    for step in steps
+                    if (row["name"], step) in by_step
+                ],
             }
             for row in whole[:_DRAWN]
         ]
@@ -249,12 +290,12 @@ class EpisodeIndex:
         if not paths:
             return []
         return self._dicts(
-            "WITH called AS (SELECT filename AS file, hash(id, agent) AS episode, unnest(calls) AS call "
-            "FROM read_parquet(?, filename = true)) "
-            "SELECT call.name AS name, file, count(*) AS calls, count(*) FILTER (call.refused) AS failed, "
-            "sum(call.seconds) AS seconds, quantile_cont(call.seconds::FLOAT, 0.5) AS median, "
-            "quantile_cont(call.seconds::FLOAT, 0.99) AS p99, count(DISTINCT episode) AS episodes "
-            "FROM called GROUP BY GROUPING SETS ((call.name), (call.name, file)) ORDER BY calls DESC, name",
+            "WITH called AS (SELECT filename AS file, hash(id, agent) AS episode, unnest(calls) AS"
+            " call FROM read_parquet(?, filename = true)) SELECT call.name AS name, file, count(*)"
+            " AS calls, count(*) FILTER (call.refused) AS failed, sum(call.seconds) AS seconds,"
+            " quantile_cont(call.seconds::FLOAT, 0.5) AS median, quantile_cont(call.seconds::FLOAT,"
+            " 0.99) AS p99, count(DISTINCT episode) AS episodes FROM called GROUP BY GROUPING SETS"
+            " ((call.name), (call.name, file)) ORDER BY calls DESC, name",
             [list(paths)],
         )
 
@@ -268,14 +309,18 @@ class EpisodeIndex:
         """The rows of a task's episodes."""
         with self._lock:
             self._refresh()
-            return self._dicts("SELECT * FROM episodes WHERE task = ? ORDER BY id, agent, step LIMIT 256", [task])
+            return self._dicts(
+                "SELECT * FROM episodes WHERE task = ? ORDER BY id, agent, step LIMIT 256", [task]
+            )
 
     def fates(self, step: int) -> dict[str, str]:
         """The fate of each episode whose messages were kept with those of a step, by its id."""
         with self._lock:
             self._refresh()
             found = self._db.execute(
-                "SELECT id, fate FROM episodes WHERE step = ? AND kind IS NOT NULL AND evaluation IS NULL", [step]
+                "SELECT id, fate FROM episodes WHERE step = ? AND kind IS NOT NULL AND evaluation"
+                " IS NULL",
+                [step],
             )
             return dict(found.fetchall())
 
@@ -283,20 +328,30 @@ class EpisodeIndex:
         """The rows of episodes that were played between two Unix times, as far as they were kept."""
         with self._lock:
             self._refresh()
-            condition = "kind IS NOT NULL AND evaluation IS NULL AND started < ? AND started + seconds > ?"
-            return self._dicts(f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin])
+            condition = (
+                "kind IS NOT NULL AND evaluation IS NULL AND started < ? AND started + seconds > ?"
+            )
+            return self._dicts(
+                f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin]
+            )
 
     def failed_layers(self, first: int, last: int) -> list[str]:
         """The layers at fault for episodes that failed in these steps, or when is not known."""
         with self._lock:
             self._refresh()
             condition = "layer IS NOT NULL AND (step IS NULL OR step BETWEEN ? AND ?)"
-            found = self._db.execute(f"SELECT DISTINCT layer FROM episodes WHERE {condition} ORDER BY 1", [first, last])
+            found = self._db.execute(
+                f"SELECT DISTINCT layer FROM episodes WHERE {condition} ORDER BY 1", [first, last]
+            )
             return [layer for (layer,) in found.fetchall()]
 
     def _refresh(self) -> None:
         evaluations = (f"{EVALUATION}{name}" for name in self._run.evaluations())
-        files = {(kind, step): path for kind in (*KINDS, *evaluations) for step, path in self._run.files(kind).items()}
+        files = {
+            (kind, step): path
+            for kind in (*KINDS, *evaluations)
+            for step, path in self._run.files(kind).items()
+        }
         stamps = {key: stamp for key, path in files.items() if (stamp := _stamp(path)) is not None}
         changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
         gone = [key for key in self._known if key not in stamps]
@@ -336,10 +391,12 @@ class EpisodeIndex:
         paths, columns = files
         shown = ", ".join(name if name in columns else f"NULL AS {name}" for name in _COLUMNS)
         self._db.execute(
-            "INSERT INTO trajectories SELECT CASE WHEN regexp_matches(filename, '/step_[0-9]{1,9}\\.parquet$') "
-            "THEN regexp_extract(filename, '([a-z]+)/step_[0-9]+\\.parquet$', 1) "
-            f"ELSE '{EVALUATION}' || regexp_extract(filename, '/([^/]+)_[0-9]+\\.parquet$', 1) END, "
-            f"{_STEP_OF_FILE}, file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number = true)",
+            "INSERT INTO trajectories SELECT CASE WHEN regexp_matches(filename,"
+            " '/step_[0-9]{1,9}\\.parquet$') THEN regexp_extract(filename,"
+            f" '([a-z]+)/step_[0-9]+\\.parquet$', 1) ELSE '{EVALUATION}' ||"
+            f" regexp_extract(filename, '/([^/]+)_[0-9]+\\.parquet$', 1) END, {_STEP_OF_FILE},"
+            f" file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number ="
+            " true)",
             [paths],
         )
 
@@ -368,7 +425,9 @@ class EpisodeIndex:
         text = query.text.lower()
         self._db.execute("SET VARIABLE wanted = ?", [text])
         asked = text, query.step, query.evaluation, tuple(self._known.items())
-        if asked != self._searched:  # the next page of the same search, or another order, reads no file again
+        if (
+            asked != self._searched
+        ):  # the next page of the same search, or another order, reads no file again
             self._search(text, self._files(query))
             self._searched = asked
         return (
@@ -380,7 +439,9 @@ class EpisodeIndex:
     def _files(self, query: EpisodeQuery) -> list[str]:
         """The files with the messages of the episodes that are asked for."""
         kinds = (f"{EVALUATION}{query.evaluation}",) if query.evaluation else KINDS
-        found = [(kind, number, path) for kind in kinds for number, path in self._run.files(kind).items()]
+        found = [
+            (kind, number, path) for kind in kinds for number, path in self._run.files(kind).items()
+        ]
         return [
             str(path)
             for kind, number, path in found
@@ -389,7 +450,9 @@ class EpisodeIndex:
 
     def _search(self, text: str, files: Sequence[str]) -> None:
         """Put the episodes in whose messages the text is into a table."""
-        self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR, step INTEGER)")
+        self._db.execute(
+            "CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR, step INTEGER)"
+        )
         of_message = "contains(lower(m.content), $2) OR contains(lower(m.reasoning), $2)"
         condition = f"len(list_filter(messages, lambda m: {of_message})) > 0"
         self._put("found", condition, files, [text])
@@ -398,7 +461,9 @@ class EpisodeIndex:
         """A condition that holds for the episodes that called a tool."""
         if not query.tool:
             return "TRUE"
-        self._db.execute("CREATE OR REPLACE TEMP TABLE callers (id VARCHAR, agent VARCHAR, step INTEGER)")
+        self._db.execute(
+            "CREATE OR REPLACE TEMP TABLE callers (id VARCHAR, agent VARCHAR, step INTEGER)"
+        )
         condition = "len(list_filter(calls, lambda c: c.name = $2 AND (c.refused OR NOT $3))) > 0"
         self._put("callers", condition, self._files(query), [query.tool, query.refused])
         return "(id, coalesce(agent, ''), step) IN (SELECT id, agent, step FROM callers)"
@@ -414,7 +479,9 @@ class EpisodeIndex:
                 self._db.execute(insert, [list(files), *values])
         except self._unread:
             for file in files:
-                with suppress(*self._unread):  # it is written again, has just been deleted, or is of an earlier release
+                with suppress(
+                    *self._unread
+                ):  # it is written again, has just been deleted, or is of an earlier release
                     self._db.execute(insert, [[file], *values])
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
@@ -427,11 +494,16 @@ class EpisodeIndex:
         width = (high - low) / _BARS or 1.0
         counts = dict(
             self._db.execute(
-                f"SELECT least(floor((score - ?) / ?), ?)::INTEGER, count(*) FROM episodes WHERE {where} GROUP BY 1",
+                "SELECT least(floor((score - ?) / ?), ?)::INTEGER, count(*) FROM episodes WHERE"
+                f" {where} GROUP BY 1",
                 [low, width, _BARS - 1, *values],
             ).fetchall()
         )
-        return {"low": low, "high": high, "counts": [counts.get(number, 0) for number in range(_BARS)]}
+        return {
+            "low": low,
+            "high": high,
+            "counts": [counts.get(number, 0) for number in range(_BARS)],
+        }
 
     def _one(self, query: str, values: Sequence[Any]) -> tuple[Any, ...]:
         row = self._db.execute(query, list(values)).fetchone()
@@ -446,7 +518,11 @@ class EpisodeIndex:
 
 def _name(kind: str, step: int) -> str:
     name = kind.removeprefix(EVALUATION)
-    return f"{kind}/step_{step:06d}.parquet" if name == kind else f"{KINDS[0]}/{name}_{step:06d}.parquet"
+    return (
+        f"{kind}/step_{step:06d}.parquet"
+        if name == kind
+        else f"{KINDS[0]}/{name}_{step:06d}.parquet"
+    )
 
 
 def _shown(path: Path) -> str:

@@ -30,13 +30,16 @@ class TaskQuery:
     limit: Annotated[int, Ge(0), Le(MOST_ROWS)] = 100
 
 
-def evaluations(index: EpisodeIndex, names: Mapping[str, Sequence[int]], query: TaskQuery) -> dict[str, Any]:
+def evaluations(
+    index: EpisodeIndex, names: Mapping[str, Sequence[int]], query: TaskQuery
+) -> dict[str, Any]:
     """The tasks of an evaluation. `names`: the evaluations, and the numbers of steps before each.
 
-    `columns`: each evaluation in order; `tasks`: in `cells` what a task did in each of them (success, score, episodes,
-    failed ones, an episode), the steps before the `first` that solved it, its `best` and `worst` value with the steps
-    before, the `last` value, and its `change` since the first one. A value is the score, or where there is none the
-    success. `counts`: tasks by what became of them; `low` and `high`: the range of the scores.
+    `columns`: each evaluation in order; `tasks`: in `cells` what a task did in each of them
+    (success, score, episodes, failed ones, an episode), the steps before the `first` that solved
+    it, its `best` and `worst` value with the steps before, the `last` value, and its `change` since
+    the first one. A value is the score, or where there is none the success. `counts`: tasks by what
+    became of them; `low` and `high`: the range of the scores.
 
     Raises:
         ConfigError: there is no such evaluation, order or kind of task.
@@ -45,7 +48,11 @@ def evaluations(index: EpisodeIndex, names: Mapping[str, Sequence[int]], query: 
     if not ordered:
         return {"names": [], "name": "", "columns": [], "tasks": [], "counts": {}, "total": 0}
     name = query.name or ordered[0]
-    for given, allowed in ((name, ordered), (query.sort, list(_ORDERS)), (query.show or "all", ["all", *_KINDS])):
+    for given, allowed in (
+        (name, ordered),
+        (query.sort, list(_ORDERS)),
+        (query.show or "all", ["all", *_KINDS]),
+    ):
         if given not in allowed:
             raise ConfigError(f"there is no {given!r} here, only {', '.join(allowed)}")
     rows = index.evaluated(name)
@@ -54,7 +61,8 @@ def evaluations(index: EpisodeIndex, names: Mapping[str, Sequence[int]], query: 
     shown = [
         task
         for task in tasks
-        if query.text.lower() in task["task"].lower() and (not query.show or _KINDS[query.show](task))
+        if query.text.lower() in task["task"].lower()
+        and (not query.show or _KINDS[query.show](task))
     ]
     known = [task for task in shown if _ORDERS[query.sort](task) is not None]
     known.sort(key=_ORDERS[query.sort], reverse=query.descending)
@@ -66,7 +74,10 @@ def evaluations(index: EpisodeIndex, names: Mapping[str, Sequence[int]], query: 
         "columns": [_column(step, [row for row in rows if row["step"] == step]) for step in steps],
         "tasks": shown[query.offset : query.offset + query.limit],
         "total": len(shown),
-        "counts": {"all": len(tasks), **{kind: sum(map(holds, tasks)) for kind, holds in _KINDS.items()}},
+        "counts": {
+            "all": len(tasks),
+            **{kind: sum(map(holds, tasks)) for kind, holds in _KINDS.items()},
+        },
         "low": min(scores, default=None),
         "high": max(scores, default=None),
     }
@@ -80,7 +91,9 @@ def _tasks(rows: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[_Tas
 
 
 def _task(name: str, own: Mapping[int, Mapping[str, Any]], steps: Sequence[int]) -> _Task:
-    values = [(value, step) for step in steps if step in own and (value := _value(own[step])) is not None]
+    values = [
+        (value, step) for step in steps if step in own and (value := _value(own[step])) is not None
+    ]
     solved = [step for step in steps if step in own and _solved(own[step])]
     played = [own[step] for step in steps if step in own]
     return {
@@ -114,7 +127,11 @@ def _cell(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _column(step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": step, "solved": sum(map(_solved, rows)), "failed": sum(r["failed"] for r in rows)}
+    found: dict[str, Any] = {
+        "step": step,
+        "solved": sum(map(_solved, rows)),
+        "failed": sum(r["failed"] for r in rows),
+    }
     for name in ("success", "score"):
         values = [row[name] for row in rows if row[name] is not None]
         found[name] = sum(values) / len(values) if values else None

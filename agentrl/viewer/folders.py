@@ -38,8 +38,8 @@ class Phase(TypedDict):
 
 
 class Changed(TypedDict):
-    """A config of a run: its number, the step from which on it counts, the time, and the settings that it changed, each
-    with its old and its new value.
+    """A config of a run: its number, the step from which on it counts, the time, and the settings
+    that it changed, each with its old and its new value.
     """
 
     config: int
@@ -49,7 +49,9 @@ class Changed(TypedDict):
 
 
 class Warned(TypedDict):
-    """A warning: the step that gave rise to it, and the metrics that it is about, if the run said which."""
+    """A warning: the step that gave rise to it, and the metrics that it is about, if the run said
+    which.
+    """
 
     step: int
     text: str
@@ -60,8 +62,8 @@ class Warned(TypedDict):
 class RunFolder:
     """A run's folder, which a run may be writing to, and which may be deleted at any time.
 
-    Rows of metrics that have been read once are kept, and small files are read again only when they have changed. Calls
-    may come from several threads.
+    Rows of metrics that have been read once are kept, and small files are read again only when they
+    have changed. Calls may come from several threads.
     """
 
     name: str
@@ -106,8 +108,9 @@ class RunFolder:
             return self._rows
 
     def status(self) -> dict[str, Any]:
-        """The step and phase, since when, whether its process lives here, what waits for what in it, its summary, its
-        warnings, and how it ended (an `Ending`). A run that lives and has no phase is starting.
+        """The step and phase, since when, whether its process lives here, what waits for what in
+        it, its summary, its warnings, and how it ended (an `Ending`). A run that lives and has no
+        phase is starting.
         """
         status, summary = self._json("status.json"), self._json("summary.json")
         now = read_live_state(self.path)
@@ -133,11 +136,21 @@ class RunFolder:
             "about": self.about(),
         }
 
-    def _ending(self, status: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _ending(
+        self, status: Mapping[str, Any], summary: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
         """How the run has ended, whose process does not live; `None` if nothing tells."""
-        if "ended" not in status and (summary or not status or status.get("host") not in (None, socket.gethostname())):
-            return None  # a run of an earlier release, or one whose process another machine knows of
-        steps = [int(found[1]) for path in self._names("checkpoints") if (found := _CHECKPOINT.fullmatch(path))]
+        if "ended" not in status and (
+            summary or not status or status.get("host") not in (None, socket.gethostname())
+        ):
+            return (
+                None  # a run of an earlier release, or one whose process another machine knows of
+            )
+        steps = [
+            int(found[1])
+            for path in self._names("checkpoints")
+            if (found := _CHECKPOINT.fullmatch(path))
+        ]
         ending = ending_kept(status, self.path, max(steps, default=None))
         return None if ending is None else ending.as_row()
 
@@ -147,8 +160,13 @@ class RunFolder:
         return [] if found is None else list(found)
 
     def settings(self, number: int | None = None) -> dict[str, Any]:
-        """The settings of the run, by dotted name: the newest ones, or those of its config with this number."""
-        return dict(self._once("config.yaml" if number is None else f"config.{number}.yaml", _settings) or {})
+        """The settings of the run, by dotted name: the newest ones, or those of its config with
+        this number.
+        """
+        return dict(
+            self._once("config.yaml" if number is None else f"config.{number}.yaml", _settings)
+            or {}
+        )
 
     def changes(self) -> list[Changed]:
         """The configs that the run has had, in order, each with what it changed."""
@@ -159,7 +177,9 @@ class RunFolder:
         return {name: str(origin) for name, origin in self._json("origins.json").items()}
 
     def phases(self) -> list[Phase]:
-        """What the run's loop did, in order. A phase that its process did not live to end has no length."""
+        """What the run's loop did, in order. A phase that its process did not live to end has no
+        length.
+        """
         begun = self._once("timeline.jsonl", _begun) or []
         phases = []
         for (row, begin), follows in zip_longest(begun, begun[1:]):
@@ -173,16 +193,22 @@ class RunFolder:
         return phases
 
     def files(self, kind: str) -> dict[int, Path]:
-        """The Parquet files of `trajectories`, `untrained` or `samples`, by step, or those of the evaluation NAME
-        (`eval:NAME`), by the number of steps before it.
+        """The Parquet files of `trajectories`, `untrained` or `samples`, by step, or those of the
+        evaluation NAME (`eval:NAME`), by the number of steps before it.
         """
         if kind.startswith(EVALUATION):
             return self.evaluations().get(kind.removeprefix(EVALUATION), {})
         names = sorted(self._names(kind))
-        return {int(found[1]): self.path / kind / name for name in names if (found := _STEP_FILE.fullmatch(name))}
+        return {
+            int(found[1]): self.path / kind / name
+            for name in names
+            if (found := _STEP_FILE.fullmatch(name))
+        }
 
     def evaluations(self) -> dict[str, dict[int, Path]]:
-        """The files with the episodes of evaluations: by name, and by the number of steps before each."""
+        """The files with the episodes of evaluations: by name, and by the number of steps before
+        each.
+        """
         found: dict[str, dict[int, Path]] = {}
         for name in sorted(self._names("trajectories")):
             if (match := _EVALUATION_FILE.fullmatch(name)) and not _STEP_FILE.fullmatch(name):
@@ -203,7 +229,9 @@ class RunFolder:
         tags = settings.get("observe.tags")
         return {
             "began": launches[0]["at"] if launches else None,
-            "last": next((at for at in (ended, status.get("since")) if _time(at) is not None), None),
+            "last": next(
+                (at for at in (ended, status.get("since")) if _time(at) is not None), None
+            ),
             "launches": len(launches),
             **{name: newest.get(name) for name in ("host", "commit", "changed", "version")},
             "notes": "\n\n".join(note.strip() for note in notes if note.strip()),
@@ -211,15 +239,23 @@ class RunFolder:
         }
 
     def machine(self, begin: float, end: float) -> list[MachineState]:
-        """How busy the machine of the run's controller was between two Unix times, as far as it was sampled."""
+        """How busy the machine of the run's controller was between two Unix times, as far as it was
+        sampled.
+        """
         found: list[MachineState] = self._once("machine.jsonl", read_machine) or []
         return [state for state in found if begin <= state.at <= end]
 
     def tokenizer(self) -> Path | None:
         """The tokenizer of the run's model, if there is one."""
         model = self.settings().get("model.name", "")
-        folders = [*sorted((self.path / "checkpoints").glob("step_*")), self.path / "model", Path(str(model))]
-        return next((path for folder in folders if (path := folder / "tokenizer.json").exists()), None)
+        folders = [
+            *sorted((self.path / "checkpoints").glob("step_*")),
+            self.path / "model",
+            Path(str(model)),
+        ]
+        return next(
+            (path for folder in folders if (path := folder / "tokenizer.json").exists()), None
+        )
 
     def _names(self, folder: str) -> list[str]:
         try:
@@ -232,7 +268,9 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def _once(self, name: str, read: Callable[[bytes], Any]) -> Any:
-        """What `read` makes of a file, which is read again only when it has changed; `None` if it cannot be read."""
+        """What `read` makes of a file, which is read again only when it has changed; `None` if it
+        cannot be read.
+        """
         path = self.path / name
         try:
             found = path.stat()
@@ -246,7 +284,8 @@ class RunFolder:
 
 
 def find_runs(places: Iterable[Path]) -> list[RunFolder]:
-    """The runs in some folders, each of which is a run or has runs in it, by the time of their beginning.
+    """The runs in some folders, each of which is a run or has runs in it, by the time of their
+    beginning.
 
     Raises:
         ConfigError: a place is no folder.
@@ -254,9 +293,16 @@ def find_runs(places: Iterable[Path]) -> list[RunFolder]:
     found: dict[Path, float] = {}
     for place in places:
         if not place.is_dir():
-            raise ConfigError(f"there is no folder {str(place)!r}: give the folder of a run, or one with runs in it")
+            raise ConfigError(
+                f"there is no folder {str(place)!r}: give the folder of a run, or one with runs"
+                " in it"
+            )
         is_run = (place / "config.yaml").exists()
-        configs = [place / "config.yaml"] if is_run else [*place.glob("*/config.yaml"), *place.glob("*/*/config.yaml")]
+        configs = (
+            [place / "config.yaml"]
+            if is_run
+            else [*place.glob("*/config.yaml"), *place.glob("*/*/config.yaml")]
+        )
         for config in configs:
             try:
                 found.setdefault(config.parent.resolve(), config.stat().st_mtime)
@@ -277,7 +323,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return {intern(name): value for name, value in row.items()}  # thousands of rows have the same names
+    return {
+        intern(name): value for name, value in row.items()
+    }  # thousands of rows have the same names
 
 
 def _settings(text: bytes) -> dict[str, Any]:
@@ -301,9 +349,20 @@ def _changed(text: bytes) -> list[Changed]:
     found = []
     for line in text.split(b"\n"):
         row = _row(line)
-        if row is None or not isinstance(row.get("config"), int) or not isinstance(row.get("changed"), dict):
+        if (
+            row is None
+            or not isinstance(row.get("config"), int)
+            or not isinstance(row.get("changed"), dict)
+        ):
             continue
-        found.append(Changed(config=row["config"], step=row["step"], at=str(row.get("at")), changed=row["changed"]))
+        found.append(
+            Changed(
+                config=row["config"],
+                step=row["step"],
+                at=str(row.get("at")),
+                changed=row["changed"],
+            )
+        )
     return found
 
 

@@ -10,10 +10,12 @@ _Tokens = npt.NDArray[np.int64]
 
 
 def parents(turns: Sequence[Mapping[str, Any]]) -> list[int | None]:
-    """For each turn, the turn whose prompt and answer its own prompt begins with; the longest one, or `None`.
+    """For each turn, the turn whose prompt and answer its own prompt begins with; the longest one,
+    or `None`.
 
-    A turn that did not fork continues the one before. The first of a row may continue any other, also a later one:
-    rows are in the order in which they were trained, each sampled token in one of them.
+    A turn that did not fork continues the one before. The first of a row may continue any other,
+    also a later one: rows are in the order in which they were trained, each sampled token in one of
+    them.
     """
     ends, rows = _ends(turns)
     found: list[int | None] = []
@@ -25,14 +27,18 @@ def parents(turns: Sequence[Mapping[str, Any]]) -> list[int | None]:
         fitting = [
             (length, other)
             for other, length in enumerate(ends)
-            if other != place and 0 < length <= len(prompt) and _begins(prompt, rows[other][:length])
+            if other != place
+            and 0 < length <= len(prompt)
+            and _begins(prompt, rows[other][:length])
         ]
         found.append(max(fitting)[1] if fitting else None)
     return found
 
 
 def _ends(turns: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[_Tokens]]:
-    """How many tokens each turn's prompt and answer are, and the whole row of tokens that they begin."""
+    """How many tokens each turn's prompt and answer are, and the whole row of tokens that they
+    begin.
+    """
     starts = [place for place, turn in enumerate(turns) if place == 0 or turn["forked"]]
     ends: list[int] = []
     rows: list[_Tokens] = []

@@ -1,4 +1,6 @@
-"""`agentrl profile RUN --live SECONDS`: asks a run that goes on for a trace, by a file in its folder."""
+"""`agentrl profile RUN --live SECONDS`: asks a run that goes on for a trace, by a file in its
+folder.
+"""
 
 import asyncio
 from datetime import UTC, datetime
@@ -21,8 +23,9 @@ async def record_live(folder: Path, seconds: float) -> Path:
     run = RunFolder(folder.name, folder)
     if not run.status()["live"]:
         raise ConfigError(
-            f"{folder} does not run on this machine, so --live has nothing to record. `agentrl profile {folder}` shows "
-            "what it has recorded; with observe.profile=true, a run is recorded from its beginning"
+            f"{folder} does not run on this machine, so --live has nothing to record. `agentrl"
+            f" profile {folder}` shows what it has recorded; with observe.profile=true, a run is"
+            " recorded from its beginning"
         )
     place = folder / FOLDER / f"live-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     request, failed, trace = (place.with_suffix(suffix) for suffix in (REQUEST, FAILED, SUFFIX))

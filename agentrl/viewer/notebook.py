@@ -1,4 +1,6 @@
-"""Plots of runs for notebooks: `from agentrl.viewer.notebook import plot`, and then `plot("runs/frozen_lake")` in a cell."""
+"""Plots of runs for notebooks: `from agentrl.viewer.notebook import plot`, and then
+`plot("runs/frozen_lake")` in a cell.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -27,11 +29,13 @@ _HELD_OUT = {"success": "eval/success", "reward": "eval/reward"}
 def plot(*runs: str | Path, metrics: Sequence[str] = (), smooth: int = 1) -> "RunPlot":
     """Draw the metrics of runs by training step, one panel for each metric, with all runs in it.
 
-    Points are held-out tasks, with their 95 % interval where the run has one. A run may still go on: call it again.
+    Points are held-out tasks, with their 95 % interval where the run has one. A run may still go
+    on: call it again.
 
     Args:
         runs: Folders of runs, or folders with runs in them.
-        metrics: Names as in `metrics.jsonl`, such as "reward" or "health/repetition"; by default those of `DEFAULT`.
+        metrics: Names as in `metrics.jsonl`, such as "reward" or "health/repetition"; by default
+        those of `DEFAULT`.
         smooth: Mean over the last so many steps; the values themselves are then drawn thinly.
 
     Raises:
@@ -41,13 +45,16 @@ def plot(*runs: str | Path, metrics: Sequence[str] = (), smooth: int = 1) -> "Ru
         raise ConfigError(f"smooth={smooth}: it is a number of steps, 1 or more")
     found = find_runs(Path(run) for run in runs)
     if not found:
-        raise ConfigError(f"there is no run in {', '.join(map(str, runs)) or 'nothing'}: plot('runs/frozen_lake')")
+        raise ConfigError(
+            f"there is no run in {', '.join(map(str, runs)) or 'nothing'}: plot('runs/frozen_lake')"
+        )
     rows = {run.name: list(run.metrics()) for run in found}
     return RunPlot(rows, _chosen(rows, metrics), smooth)
 
 
 def metrics_of(run: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics, one for each step and evaluation: `pandas.DataFrame(metrics_of("runs/demo"))`.
+    """The rows of a run's metrics, one for each step and evaluation:
+    `pandas.DataFrame(metrics_of("runs/demo"))`.
 
     Raises:
         ConfigError: it is not the folder of one run.
@@ -59,9 +66,13 @@ def metrics_of(run: str | Path) -> list[dict[str, Any]]:
 
 
 class RunPlot:
-    """A plot of runs, which notebooks show. `figure` is a figure of matplotlib, to change or to save."""
+    """A plot of runs, which notebooks show. `figure` is a figure of matplotlib, to change or to
+    save.
+    """
 
-    def __init__(self, rows: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str], smooth: int) -> None:
+    def __init__(
+        self, rows: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str], smooth: int
+    ) -> None:
         from matplotlib.figure import Figure
 
         columns = min(_COLUMNS, len(metrics))
@@ -82,7 +93,9 @@ class RunPlot:
             panel.set_xlabel("training step")
         if len(rows) > 1:
             handles, names = axes[0].get_legend_handles_labels()
-            self.figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(rows)), frameon=False)
+            self.figure.legend(
+                handles, names, loc="outside upper center", ncols=min(4, len(rows)), frameon=False
+            )
 
     def save(self, path: str | Path) -> None:
         """Write it as a picture; the ending of the name chooses the format (.png, .svg, .pdf)."""
@@ -95,19 +108,30 @@ class RunPlot:
         return file.getvalue()
 
 
-def _chosen(rows: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str]) -> Sequence[str]:
-    known = dict.fromkeys(name for of_run in rows.values() for row in of_run for name in row if name != "step")
+def _chosen(
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str]
+) -> Sequence[str]:
+    known = dict.fromkeys(
+        name for of_run in rows.values() for row in of_run for name in row if name != "step"
+    )
     if not known:
         raise ConfigError(f"{', '.join(rows)}: no step has ended yet, so there is nothing to plot")
     for name in metrics:
         if name not in known:
             raise ConfigError(
-                f"no run has the metric {name!r}.{plugins.nearest(name, known)} There are: {', '.join(known)}"
+                f"no run has the metric {name!r}.{plugins.nearest(name, known)} There are:"
+                f" {', '.join(known)}"
             )
     return metrics or [name for name in DEFAULT if name in known] or list(known)[:_COLUMNS]
 
 
-def _draw(panel: "Axes", rows: Sequence[Mapping[str, Any]], metric: str, smooth: int, line: Mapping[str, str]) -> None:
+def _draw(
+    panel: "Axes",
+    rows: Sequence[Mapping[str, Any]],
+    metric: str,
+    smooth: int,
+    line: Mapping[str, str],
+) -> None:
     """One metric of one run, and what belongs to it of the held-out tasks."""
     own = [row for row in rows if isinstance(row.get(metric), int | float)]
     # Step s plays with the weights after s steps, of which an evaluation after s steps is too.
@@ -115,7 +139,9 @@ def _draw(panel: "Axes", rows: Sequence[Mapping[str, Any]], metric: str, smooth:
     values = np.array([row[metric] for row in own], np.float64)
     if smooth > 1:
         panel.plot(steps, values, color=line["color"], linewidth=0.7, alpha=0.35)
-    panel.plot(steps, moving_mean(values, smooth), linewidth=1.8, color=line["color"], label=line["label"])
+    panel.plot(
+        steps, moving_mean(values, smooth), linewidth=1.8, color=line["color"], label=line["label"]
+    )
     held_out = _HELD_OUT.get(metric, "")
     tested = [row for row in rows if held_out in row]
     if tested:

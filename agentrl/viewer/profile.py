@@ -1,8 +1,9 @@
 """`agentrl profile`: where a run's time went, as a table and as a trace for Perfetto.
 
-Without more, it comes from times that each run records anyway (`timeline.jsonl`, and those of turns in
-`trajectories/`). A run with `observe.profile` also records a trace, which knows more: evaluations, failed episodes,
-the ranks of the trainer, the controller itself, and the load of workers and GPUs.
+Without more, it comes from times that each run records anyway (`timeline.jsonl`, and those of turns
+in `trajectories/`). A run with `observe.profile` also records a trace, which knows more:
+evaluations, failed episodes, the ranks of the trainer, the controller itself, and the load of
+workers and GPUs.
 """
 
 import heapq
@@ -31,17 +32,27 @@ _LEAST_SHARE = 0.0005
 _LOOP, _EPISODES = 1, 2  # the trace's "processes"
 
 
-def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace: Path | None) -> None:
-    """Print where the time of some steps went, by default of all, and write what episodes did in Chrome's JSON format,
-    which https://ui.perfetto.dev opens.
+def profile(
+    folder: Path, console: Console, steps: tuple[int, int] | None, trace: Path | None
+) -> None:
+    """Print where the time of some steps went, by default of all, and write what episodes did in
+    Chrome's JSON format, which https://ui.perfetto.dev opens.
 
     Raises:
         ConfigError: none of these steps was timed.
     """
     run = RunFolder(folder.name, folder)
-    ended = [(one["step"], one["begin"], one["end"]) for one in run.phases() if one["end"] is not None]
-    during = [(begin, end) for step, begin, end in ended if steps is None or steps[0] <= step <= steps[1]]
-    if trace is None and during and (traced := newest_trace(folder, None if steps is None else during)) is not None:
+    ended = [
+        (one["step"], one["begin"], one["end"]) for one in run.phases() if one["end"] is not None
+    ]
+    during = [
+        (begin, end) for step, begin, end in ended if steps is None or steps[0] <= step <= steps[1]
+    ]
+    if (
+        trace is None
+        and during
+        and (traced := newest_trace(folder, None if steps is None else during)) is not None
+    ):
         show_traced(traced, console, run)
         return
     index = EpisodeIndex(run)
@@ -50,7 +61,9 @@ def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace
     if window is None:
         known = sorted({one["step"] for one in run.phases()})
         there = f"steps {known[0]} to {known[-1]} were" if known else "no step was"
-        raise ConfigError(f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)")
+        raise ConfigError(
+            f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)"
+        )
     console.print(busy_table(window.busy, window.end - window.begin))
     console.print(_shares(window), highlight=False)
     failed = index.failed_layers(window.phases[0]["step"], window.phases[-1]["step"])
@@ -58,7 +71,9 @@ def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace
         console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
     if trace is not None:
         write_whole(trace, json.dumps(trace_of(window, _episodes(reader, index, window))))
-        console.print(f"wrote {trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+        console.print(
+            f"wrote {trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True
+        )
 
 
 def show_traced(traced: TracedTime, console: Console, run: RunFolder) -> None:
@@ -66,9 +81,10 @@ def show_traced(traced: TracedTime, console: Console, run: RunFolder) -> None:
     busy = traced.busy
     console.print(busy_table(busy, traced.seconds))
     console.print(
-        f"\ntokens are sampled in {traced.sampling:.1%} of the time ({traced.answers:,.1f} answers at once on "
-        f"average); the controller's own work takes {traced.controller:.1%}; recording took "
-        f"{traced.tracing:,.2f} s ({traced.tracing / max(traced.end - traced.begin, 1e-9):.2%}), which is subtracted\n",
+        f"\ntokens are sampled in {traced.sampling:.1%} of the time ({traced.answers:,.1f} answers"
+        f" at once on average); the controller's own work takes {traced.controller:.1%}; recording"
+        f" took {traced.tracing:,.2f} s"
+        f" ({traced.tracing / max(traced.end - traced.begin, 1e-9):.2%}), which is subtracted\n",
         highlight=False,
         soft_wrap=True,
     )
@@ -82,7 +98,9 @@ def show_traced(traced: TracedTime, console: Console, run: RunFolder) -> None:
     console.print()
     for text in (*advice_on(busy), *advice(busy, run.settings())):
         console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
-    console.print(f"from {traced.path}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+    console.print(
+        f"from {traced.path}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True
+    )
 
 
 def busy_table(busy: Mapping[frozenset[str], float], total: float) -> Table:
@@ -91,10 +109,15 @@ def busy_table(busy: Mapping[frozenset[str], float], total: float) -> Table:
     table.add_column("busy at the same time")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    rows = [(" + ".join(sorted(names)) or "none of these", seconds) for names, seconds in busy.items()]
+    rows = [
+        (" + ".join(sorted(names)) or "none of these", seconds) for names, seconds in busy.items()
+    ]
     kept = sum(seconds >= _LEAST_SHARE * total for _, seconds in rows[:_ROWS])
     if len(rows) > kept + 1:
-        rows = [*rows[:kept], (f"{len(rows) - kept} other sets", sum(seconds for _, seconds in rows[kept:]))]
+        rows = [
+            *rows[:kept],
+            (f"{len(rows) - kept} other sets", sum(seconds for _, seconds in rows[kept:])),
+        ]
     for name, seconds in rows:
         table.add_row(name, f"{seconds:,.2f}", f"{seconds / max(total, 1e-9):.1%}")
     table.add_row("[bold]all[/bold]", f"[bold]{total:,.2f}[/bold]", "[bold]100.0%[/bold]")
@@ -102,7 +125,9 @@ def busy_table(busy: Mapping[frozenset[str], float], total: float) -> Table:
 
 
 def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The trace: the loop's phases on one track, and episodes with their turns on as many as ran at once."""
+    """The trace: the loop's phases on one track, and episodes with their turns on as many as ran at
+    once.
+    """
     events = [
         _named("process_name", _LOOP, 0, "agentrl loop"),
         _named("process_name", _EPISODES, 0, "episodes"),
@@ -112,7 +137,10 @@ def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, An
         begin, seconds = one["begin"] - window.begin, (one["end"] or one["begin"]) - one["begin"]
         events.append(_span((_LOOP, 1), one["phase"], begin, seconds, {"step": one["step"]}))
     for episode, track in _tracked(episodes):
-        place, about = (_EPISODES, track), {name: episode[name] for name in ("score", "success", "agent")}
+        place, about = (
+            (_EPISODES, track),
+            {name: episode[name] for name in ("score", "success", "agent")},
+        )
         begin = episode["started"] - window.begin
         events.append(_span(place, episode["id"], begin, episode["seconds"], about))
         for number, (asked, generated, waited) in enumerate(episode["turns"]):
@@ -125,7 +153,11 @@ def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, An
 def _episodes(reader: EpisodeReader, index: EpisodeIndex, window: Window) -> list[dict[str, Any]]:
     files = sorted({(row["step"], row["kind"]) for row in index.in_play(window.begin, window.end)})
     found = [episode for step, kind in files for episode in reader.turns_of_step(step, kind)]
-    return [one for one in found if one["started"] < window.end and one["started"] + one["seconds"] > window.begin]
+    return [
+        one
+        for one in found
+        if one["started"] < window.end and one["started"] + one["seconds"] > window.begin
+    ]
 
 
 def _tracked(episodes: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
@@ -145,9 +177,19 @@ def _tracked(episodes: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any
         yield episode, track
 
 
-def _span(place: tuple[int, int], name: str, begin: float, seconds: float, about: dict[str, Any]) -> dict[str, Any]:
+def _span(
+    place: tuple[int, int], name: str, begin: float, seconds: float, about: dict[str, Any]
+) -> dict[str, Any]:
     micros = {"ts": round(1e6 * begin, 1), "dur": round(1e6 * seconds, 1)}
-    return {"name": name, "cat": "agentrl", "ph": "X", "pid": place[0], "tid": place[1], **micros, "args": about}
+    return {
+        "name": name,
+        "cat": "agentrl",
+        "ph": "X",
+        "pid": place[0],
+        "tid": place[1],
+        **micros,
+        "args": about,
+    }
 
 
 def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
@@ -161,8 +203,17 @@ def _shares(window: Window) -> str:
         return sum(seconds for names, seconds in window.busy.items() if name in names) / total
 
     answers = sum(end - begin for begin, end in window.model) / total
-    other = sum(b - a for name, found in window.lanes.items() if name == "rest of the loop" for a, b in found) / total
+    other = (
+        sum(
+            b - a
+            for name, found in window.lanes.items()
+            if name == "rest of the loop"
+            for a, b in found
+        )
+        / total
+    )
     return (
-        f"\ntokens are sampled in {share('engine'):.1%} of the time ({answers:,.1f} answers at once on average), "
-        f"and trained on in {share('trainer'):.1%}; the loop itself (records, checkpoints) takes {other:.1%}\n"
+        f"\ntokens are sampled in {share('engine'):.1%} of the time ({answers:,.1f} answers at once"
+        f" on average), and trained on in {share('trainer'):.1%}; the loop itself (records,"
+        f" checkpoints) takes {other:.1%}\n"
     )

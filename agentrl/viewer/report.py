@@ -1,8 +1,9 @@
 """`agentrl report`: a run as one HTML file to send to a colleague.
 
-The file holds no program and names no other file: curves are drawings, and conversations unfold by themselves. Whatever
-comes from a run is text (Jinja escapes it), and the file's own content security policy forbids the rest. What
-environments draw is in frames without scripts, links and requests.
+The file holds no program and names no other file: curves are drawings, and conversations unfold by
+themselves. Whatever comes from a run is text (Jinja escapes it), and the file's own content
+security policy forbids the rest. What environments draw is in frames without scripts, links and
+requests.
 """
 
 import math
@@ -28,7 +29,12 @@ from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shortened
 from agentrl.viewer.timing import advice, window_of
 
 _REASONS = 12
-_HOW = {"completed": "is complete", "stopped": "was stopped", "failed": "failed", "killed": "was killed"}
+_HOW = {
+    "completed": "is complete",
+    "stopped": "was stopped",
+    "failed": "failed",
+    "killed": "was killed",
+}
 _TIMED = 16
 """Steps, the newest, whose time is divided among resources."""
 
@@ -40,13 +46,18 @@ def write_report(folder: Path, into: Path) -> None:
         ConfigError: the file's folder does not exist.
     """
     if not into.parent.is_dir():
-        raise ConfigError(f"there is no folder {str(into.parent)!r} for the report: make it, or write -o ELSEWHERE")
+        raise ConfigError(
+            f"there is no folder {str(into.parent)!r} for the report: make it, or write -o"
+            " ELSEWHERE"
+        )
     page = files("agentrl.viewer")
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
         page.joinpath("report.html").read_text()
     )
     style = Markup(page.joinpath("page", "style.css").read_text())
-    text = made.render(style=style, longest=LONGEST, width=WIDTH, height=HEIGHT, **_contents(folder))
+    text = made.render(
+        style=style, longest=LONGEST, width=WIDTH, height=HEIGHT, **_contents(folder)
+    )
     write_whole(into, text.encode("utf-8", "replace").decode())
 
 
@@ -74,7 +85,9 @@ def _contents(folder: Path) -> dict[str, Any]:
 def _state(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if status["live"]:
         return (
-            f"The run goes on: step {status['step']}, {status['phase']}" if status["phase"] else "The run is starting"
+            f"The run goes on: step {status['step']}, {status['phase']}"
+            if status["phase"]
+            else "The run is starting"
         )
     if (ended := status["ended"]) is not None:
         goes_on = f" To go on: {ended['resume']}" if ended["resume"] else ""
@@ -86,7 +99,9 @@ def _state(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     return "The run is not running" if rows else "The run is not running, and nothing was recorded"
 
 
-def _facts(rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any], run: RunFolder) -> list[tuple[str, Any]]:
+def _facts(
+    rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any], run: RunFolder
+) -> list[tuple[str, Any]]:
     trained = [row for row in rows if "reward" in row]
     # Recipes that learn from files make as many steps as they need.
     updates = [] if trained else [row for row in rows if "loss" in row]
@@ -95,14 +110,21 @@ def _facts(rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any], run: Ru
     return [
         (
             "steps",
-            f"{len(trained)} of {status['steps']}" if status["steps"] and not updates else len(updates or trained),
+            (
+                f"{len(trained)} of {status['steps']}"
+                if status["steps"] and not updates
+                else len(updates or trained)
+            ),
         ),
         ("reward", last.get("reward")),
         ("success in training", _percent(last.get("success"))),
         ("environment", settings.get("env.name")),
         ("model", settings.get("model.name")),
         ("algorithm", settings.get("algorithm.name")),
-        ("time of its steps", str(timedelta(seconds=round(sum(row.get("seconds", 0.0) for row in trained))))),
+        (
+            "time of its steps",
+            str(timedelta(seconds=round(sum(row.get("seconds", 0.0) for row in trained)))),
+        ),
     ]
 
 
@@ -122,7 +144,10 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 values = {short: row.get(f"{prefix}/{name}") for short, name in names.items()}
                 suite = prefix.removeprefix("eval").removeprefix("/")
                 values["success"] = row[key]
-                known = {name: None if value is None or math.isnan(value) else value for name, value in values.items()}
+                known = {
+                    name: None if value is None or math.isnan(value) else value
+                    for name, value in values.items()
+                }
                 found.append({"suite": suite or "held out", "step": row["step"], **known})
     return sorted(found, key=lambda one: (one["suite"] != "held out", one["suite"], one["step"]))
 
@@ -134,7 +159,11 @@ def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[st
         return {"busy": [], "advice": [], "timed": None}
     total = max(window.end - window.begin, 1e-9)
     rows = [
-        {"names": " + ".join(sorted(names)) or "none of these", "seconds": seconds, "share": seconds / total}
+        {
+            "names": " + ".join(sorted(names)) or "none of these",
+            "seconds": seconds,
+            "share": seconds / total,
+        }
         for names, seconds in window.busy.items()
     ]
     said = advice(window.busy, run.settings(), index.failed_layers(steps[0], steps[-1]))
@@ -153,14 +182,29 @@ def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
 
 def _config(run: RunFolder) -> dict[str, Any]:
     origins = run.origins()
-    every = [(name, shortened(in_yaml(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
+    every = [
+        (name, shortened(in_yaml(value)), origins.get(name, ""))
+        for name, value in sorted(run.settings().items())
+    ]
     changes = [
-        (row["step"], row["config"], [f"{key}: {_arrow(pair)}" for key, pair in row["changed"].items()])
+        (
+            row["step"],
+            row["config"],
+            [f"{key}: {_arrow(pair)}" for key, pair in row["changed"].items()],
+        )
         for row in run.changes()
         if row["changed"]
     ]
-    return {"changes": changes, "every": every, "chosen": [row for row in every if row[2] not in ("", "default")]}
+    return {
+        "changes": changes,
+        "every": every,
+        "chosen": [row for row in every if row[2] not in ("", "default")],
+    }
 
 
 def _arrow(pair: Any) -> str:
-    return " → ".join(shortened(str(value)) for value in pair) if isinstance(pair, list) else shortened(str(pair))
+    return (
+        " → ".join(shortened(str(value)) for value in pair)
+        if isinstance(pair, list)
+        else shortened(str(pair))
+    )

@@ -1,4 +1,6 @@
-"""The curves of a report: series of a run's metrics as the coordinates of a drawing, which needs no program to show."""
+"""The curves of a report: series of a run's metrics as the coordinates of a drawing, which needs no
+program to show.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +17,36 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 20
 _POINTS = 400
 """A curve of more points is drawn by the means of as many pieces of equal length."""
 _LEADING = (
-    "reward", "success", "eval/success", "preference_loss", "accuracy", "margin", "eval/preference_accuracy",
-    "demonstrations/success", "entropy", "mixed_groups", "health/effective_sample_size", "staleness/mean",
-    "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds",
-)  # fmt: skip
+    "reward",
+    "success",
+    "eval/success",
+    "preference_loss",
+    "accuracy",
+    "margin",
+    "eval/preference_accuracy",
+    "demonstrations/success",
+    "entropy",
+    "mixed_groups",
+    "health/effective_sample_size",
+    "staleness/mean",
+    "logprob_gap_mean",
+    "turns",
+    "sampled_tokens",
+    "truncated",
+    "grad_norm",
+    "kl",
+    "tokens_per_second",
+    "seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """A metric over the steps, ready to be drawn.
 
-    `line` and `band` are paths of SVG, the band one around the interval (empty if the metric has none). `ticks_x` and
-    `ticks_y` are places with the number that stands there. `per_point`: how many steps a point stands for.
+    `line` and `band` are paths of SVG, the band one around the interval (empty if the metric has
+    none). `ticks_x` and `ticks_y` are places with the number that stands there. `per_point`: how
+    many steps a point stands for.
     """
 
     name: str
@@ -49,17 +69,29 @@ def curves_of(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
     suites = [name for name in names if name.startswith("eval/") and name.endswith("/success")]
     parts = [name for name in names if name.startswith("reward/")]
     leading = [*_LEADING[:3], *suites, *(parts if len(parts) > 1 else ()), *_LEADING[3:]]
-    return [curve for name in dict.fromkeys(leading) if name in names and (curve := _curve(name, rows)) is not None]
+    return [
+        curve
+        for name in dict.fromkeys(leading)
+        if name in names and (curve := _curve(name, rows)) is not None
+    ]
 
 
 def _curve(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve | None:
     bounds = f"{name}_low", f"{name}_high"
-    found = [(row["step"], row[name], *(row.get(bound, row[name]) for bound in bounds)) for row in rows if name in row]
-    values = np.array([one for one in found if all(isinstance(value, int | float) for value in one)], np.float64)
+    found = [
+        (row["step"], row[name], *(row.get(bound, row[name]) for bound in bounds))
+        for row in rows
+        if name in row
+    ]
+    values = np.array(
+        [one for one in found if all(isinstance(value, int | float) for value in one)], np.float64
+    )
     values = values[np.isfinite(values).all(1)] if len(values) else values
     if not len(values):
         return None
-    pieces = np.array_split(values[np.argsort(values[:, 0], kind="stable")], min(_POINTS, len(values)))
+    pieces = np.array_split(
+        values[np.argsort(values[:, 0], kind="stable")], min(_POINTS, len(values))
+    )
     drawn = np.array([piece.mean(0) for piece in pieces])
     x, px = _axis(drawn[:, 0], _LEFT, WIDTH - _RIGHT, whole=True)
     y, py = _axis(drawn[:, 1:].ravel(), HEIGHT - _BOTTOM, _TOP)
@@ -83,8 +115,12 @@ def _curve(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve | None:
     )
 
 
-def _axis(values: np.ndarray, begin: float, end: float, *, whole: bool = False) -> tuple[np.ndarray, Any]:
-    """The ticks of an axis, three or more, and what takes values to places between `begin` and `end`."""
+def _axis(
+    values: np.ndarray, begin: float, end: float, *, whole: bool = False
+) -> tuple[np.ndarray, Any]:
+    """The ticks of an axis, three or more, and what takes values to places between `begin` and
+    `end`.
+    """
     low, high = float(values.min()), float(values.max())
     room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
     low, high = (low, max(high, low + 2)) if whole else (low - room, high + room)

@@ -13,45 +13,68 @@ _MESSAGES = 40
 _PICTURES = 256 << 10
 """Characters of the pictures of an episode."""
 
-# Style and images within the picture; no script, and nothing that would be asked of anyone. The page (page/episode.js)
-# draws its frames in the same way.
+# Style and images within the picture; no script, and nothing that would be asked of anyone. The
+# page (page/episode.js) draws its frames in the same way.
 _FRAME = (
-    '<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-    'style-src \'unsafe-inline\'; img-src data:"><meta http-equiv="x-dns-prefetch-control" content="off">'
-    "<style>body{margin:6px;font:14px sans-serif;color:#22303c;background:#fff}"
-    "svg,img{max-width:100%;max-height:calc(100vh - 12px)}</style>"
+    '<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
+    " content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\"><meta"
+    ' http-equiv="x-dns-prefetch-control" content="off"><style>body{margin:6px;font:14px'
+    " sans-serif;color:#22303c;background:#fff}svg,img{max-width:100%;max-height:calc(100vh -"
+    " 12px)}</style>"
 )
 
 
 def shortened(text: str | None) -> str:
     """A text as far as a report shows it."""
     text = text or ""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} more characters)"
+    return (
+        text
+        if len(text) <= LONGEST
+        else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} more characters)"
+    )
 
 
 def episodes_to_read(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dict[str, Any]]:
-    """The best, the worst and the median episode of the newest step whose episodes were kept, and one that failed."""
+    """The best, the worst and the median episode of the newest step whose episodes were kept, and
+    one that failed.
+    """
     newest = index.page(EpisodeQuery(kind=KINDS[0], limit=1))["rows"]
     step = newest[0]["step"] if newest else None
     total = index.page(EpisodeQuery(kind=KINDS[0], step=step, limit=1))["total"] if newest else 0
     places = (("The best", 0), ("The worst", total - 1), ("The median", total // 2))[:total]
     found = [
-        (f"{kind} of step {step}", EpisodeQuery(kind=KINDS[0], step=step, sort="score", offset=place, limit=1))
+        (
+            f"{kind} of step {step}",
+            EpisodeQuery(kind=KINDS[0], step=step, sort="score", offset=place, limit=1),
+        )
         for kind, place in places
     ]
     for kind, query in (*found, ("One that failed", EpisodeQuery(fate="failed", limit=1))):
         for row in index.page(query)["rows"]:
             episode = reader.episode(row["id"], row["agent"] or "", row["step"])
             played = episode["trajectory"] or {}
-            words = {name: shortened(said) for name, said in json.loads(played.get("words") or "{}").items()}
-            yield {"kind": kind, "row": row, "fate": episode["fate"], "words": words, **_conversation(played)}
+            words = {
+                name: shortened(said)
+                for name, said in json.loads(played.get("words") or "{}").items()
+            }
+            yield {
+                "kind": kind,
+                "row": row,
+                "fate": episode["fate"],
+                "words": words,
+                **_conversation(played),
+            }
 
 
 def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    """The messages of an episode, each with the document that draws what it shows, or "" where there is none."""
+    """The messages of an episode, each with the document that draws what it shows, or "" where
+    there is none.
+    """
     messages: Sequence[Mapping[str, Any]] = trajectory.get("messages") or []
     shown, room, left_out = [], _PICTURES, 0
-    for message, picture in zip(messages[:_MESSAGES], _pictures(trajectory, messages), strict=False):
+    for message, picture in zip(
+        messages[:_MESSAGES], _pictures(trajectory, messages), strict=False
+    ):
         fits = len(picture) <= room
         room -= len(picture) if fits else 0
         left_out += not fits
@@ -60,7 +83,9 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
             shortened(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})")
             for call in json.loads(message.get("tool_calls") or "[]")
         ]
-        shown.append({**texts, "calls": calls, "picture": _FRAME + picture if picture and fits else ""})
+        shown.append(
+            {**texts, "calls": calls, "picture": _FRAME + picture if picture and fits else ""}
+        )
     return {
         "messages": shown,
         "left_out": max(0, len(messages) - _MESSAGES),
@@ -69,8 +94,8 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pictures(trajectory: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The picture that belongs to each message: of the state that the next answer is about, or that the episode ended
-    in.
+    """The picture that belongs to each message: of the state that the next answer is about, or that
+    the episode ended in.
     """
     turns: Sequence[Mapping[str, Any]] = trajectory.get("turns") or []
     found, answers = [""] * len(messages), 0

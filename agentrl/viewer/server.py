@@ -1,4 +1,6 @@
-"""`agentrl view`: a page over the files of runs, and the data that it asks for. Nothing here writes to a run."""
+"""`agentrl view`: a page over the files of runs, and the data that it asks for. Nothing here writes
+to a run.
+"""
 
 import asyncio
 import math
@@ -29,11 +31,17 @@ from agentrl.viewer.numbers import json_of
 from agentrl.viewer.prometheus import exposition
 from agentrl.viewer.timing import timing
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _POLICY = (
-    # Styles and images within the page: of the pictures that environments draw, in frames without scripts.
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    # Styles and images within the page: of the pictures that environments draw, in frames without
+    # scripts.
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
@@ -50,7 +58,8 @@ class PageServer(HttpServer):
     """Serves the page over the runs in `places`. `on_start` is called with its address.
 
     Raises:
-        ConfigError: other machines could reach the server, and there is no token; a place is a file; DuckDB is missing.
+        ConfigError: other machines could reach the server, and there is no token; a place is a
+        file; DuckDB is missing.
     """
 
     def __init__(
@@ -83,7 +92,8 @@ class PageServer(HttpServer):
 
 
 class _OpenRuns:
-    """The runs that the server knows, each with its index, which is made when it is first asked for.
+    """The runs that the server knows, each with its index, which is made when it is first asked
+    for.
 
     There need not be any yet, nor the folders that they will be in.
     """
@@ -112,8 +122,8 @@ class _OpenRuns:
             return list(self._runs.values())
 
     def statuses(self) -> list[dict[str, Any]]:
-        """The status of each run, with the stamp of its metrics, which changes with them. However many pages want to
-        know, the files are looked at only once in a while.
+        """The status of each run, with the stamp of its metrics, which changes with them. However
+        many pages want to know, the files are looked at only once in a while.
         """
         with self._news_lock:
             if monotonic() - self._asked >= _LOOK_SECONDS:
@@ -139,7 +149,9 @@ class _OpenRuns:
 
 
 class _PageHeaders:
-    """Middleware that adds the headers which forbid a browser everything that the page does not need."""
+    """Middleware that adds the headers which forbid a browser everything that the page does not
+    need.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -161,10 +173,18 @@ class _Json(JSONResponse):
 
 
 def create_page_app(places: Sequence[Path], token: str | None = None) -> FastAPI:
-    """The ASGI application: the page's files, which anyone may read, and the data, for which a token may be needed."""
+    """The ASGI application: the page's files, which anyone may read, and the data, for which a
+    token may be needed.
+    """
     check_duckdb()
     runs = _OpenRuns(places)
-    app = FastAPI(title="agentrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=_Json)
+    app = FastAPI(
+        title="agentrl view",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        default_response_class=_Json,
+    )
     open_paths = _add_page(app)
     _add_runs(app, runs)
     _add_episodes(app, runs)
@@ -175,7 +195,11 @@ def create_page_app(places: Sequence[Path], token: str | None = None) -> FastAPI
 
     app.add_middleware(_PageHeaders)
     app.add_middleware(
-        RequestGate, token=token, max_body_bytes=1 << 16, request_seconds=10.0, open_paths=frozenset(open_paths)
+        RequestGate,
+        token=token,
+        max_body_bytes=1 << 16,
+        request_seconds=10.0,
+        open_paths=frozenset(open_paths),
     )
     return app
 
@@ -220,7 +244,9 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(MEANINGS)
 
     @app.get("/api/metrics")
-    def metrics(run: str, later: BackgroundTasks, after: Annotated[int, Ge(0)] = 0, generation: int = 0) -> Any:
+    def metrics(
+        run: str, later: BackgroundTasks, after: Annotated[int, Ge(0)] = 0, generation: int = 0
+    ) -> Any:
         folder = runs.run(run)
         if after == 0:  # who looks at curves will look at episodes
             later.add_task(_refresh, runs, run)
@@ -233,7 +259,9 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
     def config(run: str, number: int | None = None) -> Any:
         folder = runs.run(run)
         origins = folder.origins() if number is None else {}
-        return _Json({"settings": folder.settings(number), "origins": origins, "changes": folder.changes()})
+        return _Json(
+            {"settings": folder.settings(number), "origins": origins, "changes": folder.changes()}
+        )
 
     @app.get("/api/events")
     async def events() -> StreamingResponse:
@@ -259,7 +287,9 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(evaluations(runs.episodes(run)[0], names, query))
 
     @app.get("/api/tools")
-    def tools(run: str, first: int | None = None, last: int | None = None, evaluation: str = "") -> Any:
+    def tools(
+        run: str, first: int | None = None, last: int | None = None, evaluation: str = ""
+    ) -> Any:
         return _Json(runs.episodes(run)[0].tools(first, last, evaluation))
 
     @app.get("/api/episode")
@@ -273,20 +303,29 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
     @app.get("/api/time")
     def time(run: str, first: int | None = None, last: int | None = None) -> Any:
         index, reader = runs.episodes(run)
-        return _Json(timing(runs.run(run), index, reader, None if first is None or last is None else (first, last)))
+        return _Json(
+            timing(
+                runs.run(run),
+                index,
+                reader,
+                None if first is None or last is None else (first, last),
+            )
+        )
 
     @app.get("/api/gantt")
     def gantt(run: str, step: int) -> Any:
         index, reader = runs.episodes(run)
         kinds = {kind: reader.turns_of_step(step, kind, staleness=True) for kind in KINDS}
         fates = index.fates(step)
-        played = [{**one, "fate": fates.get(one["id"], "")} for found in kinds.values() for one in found]
+        played = [
+            {**one, "fate": fates.get(one["id"], "")} for found in kinds.values() for one in found
+        ]
         return _Json(sorted(played, key=lambda one: one["started"]))
 
 
 async def _events(runs: _OpenRuns) -> AsyncIterator[bytes]:
-    """An event for each change of a run's status or metrics, one for each run that is gone, and a comment now and then,
-    which shows a lost client.
+    """An event for each change of a run's status or metrics, one for each run that is gone, and a
+    comment now and then, which shows a lost client.
     """
     said: dict[str, Any] = {}
     quiet = 0.0

@@ -1,4 +1,6 @@
-"""The graph of a run's stages and channels, as it was in some steps: what each did, and where something waited."""
+"""The graph of a run's stages and channels, as it was in some steps: what each did, and where
+something waited.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,9 @@ def stage_graph(
 ) -> list[dict[str, Any]]:
     """The stages and channels that ran, in the order in which an episode meets them.
 
-    Each has its `name`, its `kind` ("stage" or "channel"), and `facts`: [what, value] pairs. A stage has its `share`,
-    of the time in which it was busy; a channel how `full` it was, on average at the end of a step, if it is bounded.
+    Each has its `name`, its `kind` ("stage" or "channel"), and `facts`: [what, value] pairs. A
+    stage has its `share`, of the time in which it was busy; a channel how `full` it was, on average
+    at the end of a step, if it is bounded.
     """
     steps = {one["step"] for one in window.phases}
     inside = [row for row in rows if row["step"] in steps and "reward" in row]
@@ -23,7 +26,12 @@ def stage_graph(
         name: sum(spent for names, spent in window.busy.items() if name in names) / seconds
         for name in ("engine", "environments", "rewards", "trainer", "weights")
     }
-    played = {"episodes": window.played, "engine": window.model, "environments": window.env, "rewards": window.rewards}
+    played = {
+        "episodes": window.played,
+        "engine": window.model,
+        "environments": window.env,
+        "rewards": window.rewards,
+    }
     at_once = {
         name: sum(min(end, window.end) - max(begin, window.begin) for begin, end in found) / seconds
         for name, found in played.items()
@@ -31,10 +39,14 @@ def stage_graph(
     nodes = [_episodes(inside, at_once["episodes"], settings)]
     for name in ("engine", "environments", "rewards"):
         if at_once[name] > 0:
-            nodes.append(_stage(name, shares[name], [["at once", round(at_once[name], 2) or "< 0.01"]]))
+            nodes.append(
+                _stage(name, shares[name], [["at once", round(at_once[name], 2) or "< 0.01"]])
+            )
     nodes += _channels(inside, earlier)
     if ready := [row["groups/ready"] for row in inside if "groups/ready" in row]:
-        nodes.append(_channel("ready groups", None, [["on average", round(sum(ready) / len(ready), 2)]]))
+        nodes.append(
+            _channel("ready groups", None, [["on average", round(sum(ready) / len(ready), 2)]])
+        )
     blocked = _grown("blocked_seconds", inside, earlier)
     waits = [] if blocked is None else [["waited for groups", f"{blocked:.1f} s"]]
     nodes.append(_stage("trainer", shares["trainer"], waits))
@@ -42,22 +54,32 @@ def stage_graph(
     return nodes
 
 
-def _episodes(inside: Sequence[Mapping[str, Any]], at_once: float, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _episodes(
+    inside: Sequence[Mapping[str, Any]], at_once: float, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     facts: list[list[Any]] = [["at once", round(at_once, 2)]]
     limits = [row["live_episodes/limit"] for row in inside if "live_episodes/limit" in row]
     playing = [row["groups/playing"] for row in inside if "groups/playing" in row]
     if limits:
         facts.append(["slots", round(sum(limits) / len(limits))])
     if playing:
-        most = (settings.get("rollout.max_staleness", 0) + 1) * settings.get("rollout.groups_per_step", 0)
-        facts.append(["groups", f"{sum(playing) / len(playing):.1f}" + (f" of {most}" if most else "")])
+        most = (settings.get("rollout.max_staleness", 0) + 1) * settings.get(
+            "rollout.groups_per_step", 0
+        )
+        facts.append(
+            ["groups", f"{sum(playing) / len(playing):.1f}" + (f" of {most}" if most else "")]
+        )
     full = at_once * len(limits) / sum(limits) if limits and sum(limits) else None
     return _channel("episodes in play", full, facts)
 
 
-def _channels(inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _channels(
+    inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """The channels of the run's flow, by what each step has reported of them."""
-    names = sorted({key.split("/")[1] for row in inside for key in row if key.startswith("channels/")})
+    names = sorted(
+        {key.split("/")[1] for row in inside for key in row if key.startswith("channels/")}
+    )
     found = []
     for name in names:
         prefix = f"channels/{name}/"
@@ -72,8 +94,12 @@ def _channels(inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str
     return found
 
 
-def _grown(name: str, inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> float | None:
-    """By how much a metric that only grows has grown in these steps; a resumed run begins again at 0."""
+def _grown(
+    name: str, inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """By how much a metric that only grows has grown in these steps; a resumed run begins again at
+    0.
+    """
     values = [float(row[name]) for row in inside if name in row]
     if not values:
         return None
@@ -87,4 +113,9 @@ def _stage(name: str, share: float, facts: list[list[Any]]) -> dict[str, Any]:
 
 
 def _channel(name: str, full: float | None, facts: list[list[Any]]) -> dict[str, Any]:
-    return {"name": name, "kind": "channel", "full": None if full is None else round(min(1.0, full), 4), "facts": facts}
+    return {
+        "name": name,
+        "kind": "channel",
+        "full": None if full is None else round(min(1.0, full), 4),
+        "facts": facts,
+    }

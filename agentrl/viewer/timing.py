@@ -1,7 +1,7 @@
 """Where a run's time went: which resources were busy while others waited, and what follows from it.
 
-The table of busy sets is RL-Scope's (J. Gleeson et al., MLSys 2021, section 3): every moment belongs to the set of
-resources that were busy in it.
+The table of busy sets is RL-Scope's (J. Gleeson et al., MLSys 2021, section 3): every moment
+belongs to the set of resources that were busy in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,17 @@ Intervals = Sequence[tuple[float, float]]
 _BINS = 240
 _SHOWN = 8
 _MOST_FILES = 16
-"""More files of trajectories than these are not read for one picture, which then lacks engine and environments."""
+"""More files of trajectories than these are not read for one picture, which then lacks engine and
+environments.
+"""
 _LANES = {"train": "trainer", "weights": "weights", "evaluation": "evaluation"}
 _OTHER = "rest of the loop"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened in some steps, in Unix time: the loop's phases, and when the model answered, environments worked,
-    rewards worked and episodes were played.
+    """What happened in some steps, in Unix time: the loop's phases, and when the model answered,
+    environments worked, rewards worked and episodes were played.
     """
 
     begin: float
@@ -46,7 +48,11 @@ class Window:
         """The phases by resource; `trainer` and `weights` are always among them."""
         found: dict[str, list[tuple[float, float]]] = {"trainer": [], "weights": []}
         for one in self.phases:
-            name = "waits for episodes" if one["phase"] == "rollout" else _LANES.get(one["phase"], _OTHER)
+            name = (
+                "waits for episodes"
+                if one["phase"] == "rollout"
+                else _LANES.get(one["phase"], _OTHER)
+            )
             found.setdefault(name, []).append((one["begin"], one["end"] or one["begin"]))
         return found
 
@@ -60,14 +66,21 @@ class Window:
 
 
 def window_of(
-    run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None, most_files: int
+    run: RunFolder,
+    index: EpisodeIndex,
+    reader: EpisodeReader,
+    steps: tuple[int, int] | None,
+    most_files: int,
 ) -> Window | None:
-    """The steps from the first to the last of `steps`, by default all of the run; `None` if none of them was timed.
+    """The steps from the first to the last of `steps`, by default all of the run; `None` if none of
+    them was timed.
 
     If their episodes are in more than `most_files` files, turns are left out.
     """
     timed = [one for one in run.phases() if one["end"] is not None]
-    phases = timed if steps is None else [one for one in timed if steps[0] <= one["step"] <= steps[1]]
+    phases = (
+        timed if steps is None else [one for one in timed if steps[0] <= one["step"] <= steps[1]]
+    )
     if not phases:
         return None
     begin, end = phases[0]["begin"], max(one["end"] or one["begin"] for one in phases)
@@ -77,13 +90,15 @@ def window_of(
     return Window(begin, end, phases, model, env, rewards, played)
 
 
-def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None) -> dict[str, Any]:
+def timing(
+    run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None
+) -> dict[str, Any]:
     """The lanes of the steps from the first to the last of `steps`, by default the newest ones.
 
-    `lanes`: for each resource, its intervals (phases) or its mean load in equal bins. `busy`: seconds by set of busy
-    resources. `bound` and `advice`: what bound these steps, and what follows, in sentences. `graph`: see `stage_graph`.
-    `all` and `played`: the steps that can be asked for, and those whose episodes are known. Times are seconds from
-    `begin`.
+    `lanes`: for each resource, its intervals (phases) or its mean load in equal bins. `busy`:
+    seconds by set of busy resources. `bound` and `advice`: what bound these steps, and what
+    follows, in sentences. `graph`: see `stage_graph`. `all` and `played`: the steps that can be
+    asked for, and those whose episodes are known. Times are seconds from `begin`.
     """
     known = sorted({one["step"] for one in run.phases() if one["end"] is not None})
     newest = (known[-min(_SHOWN, len(known))], known[-1]) if known else None
@@ -103,7 +118,8 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
     begin, busy = window.begin, window.busy
     bins = np.linspace(begin, window.end, _BINS + 1)
     lanes: list[dict[str, Any]] = [
-        {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]} for name, found in window.lanes.items()
+        {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]}
+        for name, found in window.lanes.items()
     ]
     loads = {"episodes in play": window.played, "engine": window.model, "environments": window.env}
     for name, found in (loads | ({"rewards": window.rewards} if window.rewards else {})).items():
@@ -119,14 +135,19 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
         "busy": [{"set": sorted(names), "seconds": seconds} for names, seconds in busy.items()],
         "bound": bound_by(busy),
         "advice": advice(
-            busy, run.settings(), index.failed_layers(window.phases[0]["step"], window.phases[-1]["step"])
+            busy,
+            run.settings(),
+            index.failed_layers(window.phases[0]["step"], window.phases[-1]["step"]),
         ),
         "graph": stage_graph(window, run.metrics(), run.settings()),
     }
 
 
-def machine_lanes(states: Sequence[MachineState], bins: npt.NDArray[np.float64]) -> list[dict[str, Any]]:
-    """Lanes of the machine: means of what was sampled in each bin, or else what was sampled last before its end.
+def machine_lanes(
+    states: Sequence[MachineState], bins: npt.NDArray[np.float64]
+) -> list[dict[str, Any]]:
+    """Lanes of the machine: means of what was sampled in each bin, or else what was sampled last
+    before its end.
 
     `most`: what fills the lane; `unit`: `share`, `bytes` or `bytes/s`.
     """
@@ -138,13 +159,21 @@ def machine_lanes(states: Sequence[MachineState], bins: npt.NDArray[np.float64])
         "CPU": ("share", 1.0, [state.cpu for state in states]),
         "memory": ("bytes", float(largest), [float(state.memory) for state in states]),
         **{name: ("share", 1.0, [state.gpus.get(name, 0.0) for state in states]) for name in names},
-        **{f"{name} memory": ("share", 1.0, [one.gpu_memory.get(name, 0.0) for one in states]) for name in names},
+        **{
+            f"{name} memory": ("share", 1.0, [one.gpu_memory.get(name, 0.0) for one in states])
+            for name in names
+        },
         "disk reads": ("bytes/s", None, [state.disk_read for state in states]),
         "disk writes": ("bytes/s", None, [state.disk_written for state in states]),
     }
     at = np.array([state.at for state in states])
     return [
-        {"name": name, "unit": unit, "most": most, "load": _binned(at, np.array(values, np.float64), bins)}
+        {
+            "name": name,
+            "unit": unit,
+            "most": most,
+            "load": _binned(at, np.array(values, np.float64), bins),
+        }
         for name, (unit, most, values) in found.items()
     ]
 
@@ -160,8 +189,11 @@ def _binned(
     return found
 
 
-def busy_sets(resources: Mapping[str, Intervals], begin: float, end: float) -> dict[frozenset[str], float]:
-    """The seconds between `begin` and `end` in which exactly these resources were busy, the most first.
+def busy_sets(
+    resources: Mapping[str, Intervals], begin: float, end: float
+) -> dict[frozenset[str], float]:
+    """The seconds between `begin` and `end` in which exactly these resources were busy, the most
+    first.
 
     The seconds add up to `end - begin`. The empty set is the time in which none of them was busy.
     """
@@ -197,7 +229,8 @@ def load(intervals: Intervals, bins: npt.NDArray[np.float64]) -> npt.NDArray[np.
 
 
 def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
-    """What bound the run: the trainer, if it works most of the time; else what worked longest while it did not.
+    """What bound the run: the trainer, if it works most of the time; else what worked longest while
+    it did not.
 
     `None` if nothing that is known of was busy most of the time.
     """
@@ -207,19 +240,29 @@ def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
         return None
     if idle < 0.5 * total:
         return "trainer"
-    working = {name: sum(s for names, s in without.items() if name in names) for names in without for name in names}
+    working = {
+        name: sum(s for names, s in without.items() if name in names)
+        for names in without
+        for name in names
+    }
     return max(working, key=lambda name: working[name], default=None)
 
 
-def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], failed: Sequence[str] = ()) -> list[str]:
-    """What bound the run, and which settings change it. `failed`: layers at fault for episodes that failed."""
+def advice(
+    busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], failed: Sequence[str] = ()
+) -> list[str]:
+    """What bound the run, and which settings change it. `failed`: layers at fault for episodes that
+    failed.
+    """
     total = sum(busy.values())
     if total <= 0:
         return []
 
     def share(*names: str, without: tuple[str, ...] = ()) -> float:
         fitting = [
-            seconds for found, seconds in busy.items() if found.issuperset(names) and not found.intersection(without)
+            seconds
+            for found, seconds in busy.items()
+            if found.issuperset(names) and not found.intersection(without)
         ]
         return sum(fitting) / total
 
@@ -227,52 +270,65 @@ def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], fa
     waits, staleness = 1 - share("trainer"), settings.get("rollout.max_staleness", 0)
     if waits > 0.5 and share("engine") > 0.2:
         way_out = (
-            "raise rollout.max_staleness to 1, so that the next step's episodes are played while it trains"
+            "raise rollout.max_staleness to 1, so that the next step's episodes are played while it"
+            " trains"
             if not staleness and share("trainer") > 0.1
-            else "give the engine more to do at once (rollout.max_live_episodes, rollout.groups_per_step), or add "
-            "engines, or give the devices of the trainer to them"
+            else (
+                "give the engine more to do at once (rollout.max_live_episodes,"
+                " rollout.groups_per_step), or add engines, or give the devices of the trainer to"
+                " them"
+            )
         )
         said.append(f"The trainer does not train in {waits:.0%} of the time: {way_out}.")
     if share("environments", without=("engine", "trainer")) > 0.15:
         alone = share("environments", without=("engine", "trainer"))
         said.append(
-            f"In {alone:.0%} of the time only environments work: play more episodes at once "
-            "(rollout.max_live_episodes), run them on more workers (cluster.env_workers), or make them faster."
+            f"In {alone:.0%} of the time only environments work: play more episodes at once"
+            " (rollout.max_live_episodes), run them on more workers (cluster.env_workers), or make"
+            " them faster."
         )
     if (alone := share("rewards", without=("engine", "environments", "trainer"))) > 0.15:
         said.append(
-            f"In {alone:.0%} of the time only rewards work: let more of them run at once, give a judge more endpoints, "
-            "or raise rollout.max_staleness, so that scoring overlaps with playing."
+            f"In {alone:.0%} of the time only rewards work: let more of them run at once, give a"
+            " judge more endpoints, or raise rollout.max_staleness, so that scoring overlaps with"
+            " playing."
         )
     if share("trainer") > 0.6:
         said.append(
-            f"The trainer is busy in {share('trainer'):.0%} of the time: more ranks (trainer.world_size) or larger "
-            "micro-batches (trainer.micro_batch_tokens) make steps faster."
+            f"The trainer is busy in {share('trainer'):.0%} of the time: more ranks"
+            " (trainer.world_size) or larger micro-batches (trainer.micro_batch_tokens) make steps"
+            " faster."
         )
     if share("weights") > 0.15:
         said.append(
-            f"Publishing weights takes {share('weights'):.0%} of the time: see weights.transport, or train longer "
-            "between updates (rollout.groups_per_step)."
+            f"Publishing weights takes {share('weights'):.0%} of the time: see weights.transport,"
+            " or train longer between updates (rollout.groups_per_step)."
         )
     idle = busy.get(frozenset(), 0.0) / total
     if idle > 0.2 and failed:
         said.append(
-            f"In {idle:.0%} of the time none of these was busy, and episodes failed (in the layer "
-            f"{' and '.join(failed)}): what most of these did is not kept. See why they failed, shorten "
-            "rollout.deadlines, or record everything (observe.profile=true)."
+            f"In {idle:.0%} of the time none of these was busy, and episodes failed (in the layer"
+            f" {' and '.join(failed)}): what most of these did is not kept. See why they failed,"
+            " shorten rollout.deadlines, or record everything (observe.profile=true)."
         )
     elif idle > 0.2:
         said.append(
-            f"In {idle:.0%} of the time none of these was busy. Evaluation, checkpoints and the writing of files are "
-            "not among them: see the other lanes."
+            f"In {idle:.0%} of the time none of these was busy. Evaluation, checkpoints and the"
+            " writing of files are not among them: see the other lanes."
         )
     return said or ["Nothing stands out: engine and trainer share the time evenly."]
 
 
 def _worked(
-    reader: EpisodeReader, rows: Sequence[Mapping[str, Any]], begin: float, end: float, most_files: int
+    reader: EpisodeReader,
+    rows: Sequence[Mapping[str, Any]],
+    begin: float,
+    end: float,
+    most_files: int,
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
-    """When the model answered, and when environments and rewards worked, in the episodes of these rows."""
+    """When the model answered, and when environments and rewards worked, in the episodes of these
+    rows.
+    """
     files = sorted({(row["step"], row["kind"]) for row in rows})
     model: list[tuple[float, float]] = []
     env: list[tuple[float, float]] = []
@@ -284,7 +340,11 @@ def _worked(
                 if asked < end and answered + waited > begin:
                     model.append((asked, answered))
                     env.append((answered, answered + waited))
-            rewards += [(began, ended) for began, ended in episode["scoring"] if began < end and ended > begin]
+            rewards += [
+                (began, ended)
+                for began, ended in episode["scoring"]
+                if began < end and ended > begin
+            ]
     return model, env, rewards
 
 

@@ -1,4 +1,6 @@
-"""What a trace of a run says (`agentrl/observe/profiler.py`): which resources were busy, and what recording cost."""
+"""What a trace of a run says (`agentrl/observe/profiler.py`): which resources were busy, and what
+recording cost.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,8 @@ _LEAST_PERCENT = 0.5
 class TracedTime:
     """A stretch of a trace, in Unix time.
 
-    `tracing` are the seconds that recording itself took, which are subtracted from `busy` and `seconds`.
+    `tracing` are the seconds that recording itself took, which are subtracted from `busy` and
+    `seconds`.
     """
 
     trace: Trace
@@ -64,9 +67,13 @@ class TracedTime:
 
     @property
     def sampling(self) -> float:
-        """The share of the time in which an engine sampled tokens: it had requests, and no weights were committed."""
+        """The share of the time in which an engine sampled tokens: it had requests, and no weights
+        were committed.
+        """
         committed = [(one.begin, one.end) for one in self.trace.slices if one.name == _COMMIT]
-        sets = busy_sets({"engine": self.resources.get("engine", []), _COMMIT: committed}, self.begin, self.end)
+        sets = busy_sets(
+            {"engine": self.resources.get("engine", []), _COMMIT: committed}, self.begin, self.end
+        )
         return sets.get(frozenset({"engine"}), 0.0) / max(self.end - self.begin, 1e-9)
 
     @property
@@ -83,30 +90,41 @@ class TracedTime:
         return max(0.0, busy - self.tracing / max(self.end - self.begin, 1e-9))
 
     def workers(self) -> list[tuple[str, str, float]]:
-        """Of each worker: what it is, of what, and the percentage. CPU is in percent of one core; then GPUs, and how
-        long each of several engines, ranks and so on had something to do.
+        """Of each worker: what it is, of what, and the percentage. CPU is in percent of one core;
+        then GPUs, and how long each of several engines, ranks and so on had something to do.
         """
         rows = []
         for kind in (CPU, GPU):
             names = [name for group, name in self.trace.levels if group == kind]
             means = {name: self.trace.mean(kind, name, self.begin, self.end) for name in names}
-            used = {name: mean for name, mean in means.items() if kind == GPU or mean >= _LEAST_PERCENT}
-            rows += [(name, kind, mean) for name, mean in sorted(used.items(), key=lambda pair: -pair[1])]
+            used = {
+                name: mean for name, mean in means.items() if kind == GPU or mean >= _LEAST_PERCENT
+            }
+            rows += [
+                (name, kind, mean) for name, mean in sorted(used.items(), key=lambda pair: -pair[1])
+            ]
         by_group = defaultdict[str, list[tuple[float, float]]](list)
         for one in self.trace.slices:
             if resource_of(one.group) != one.group:
                 by_group[one.group].append((one.begin, one.end))
         for group, spans in sorted(by_group.items()):
             sets = busy_sets({group: spans}, self.begin, self.end)
-            rows.append((group, "busy", 100 * sets.get(frozenset({group}), 0.0) / max(self.end - self.begin, 1e-9)))
+            rows.append(
+                (
+                    group,
+                    "busy",
+                    100 * sets.get(frozenset({group}), 0.0) / max(self.end - self.begin, 1e-9),
+                )
+            )
         return rows
 
 
 def without(busy: Mapping[frozenset[str], float], tracing: float) -> dict[frozenset[str], float]:
-    """The table without the time that recording took, as RL-Scope corrects for its book-keeping (section 3.4).
+    """The table without the time that recording took, as RL-Scope corrects for its book-keeping
+    (section 3.4).
 
-    Recording works where the controller does: its time is subtracted from the sets with the controller, in proportion,
-    and what they do not have from the time in which nothing was busy.
+    Recording works where the controller does: its time is subtracted from the sets with the
+    controller, in proportion, and what they do not have from the time in which nothing was busy.
     """
     left = dict(busy)
     for fitting in ([names for names in busy if CONTROLLER in names], [frozenset[str]()]):
@@ -120,12 +138,15 @@ def without(busy: Mapping[frozenset[str], float], tracing: float) -> dict[frozen
 
 
 def newest_trace(run: Path, during: Sequence[tuple[float, float]] | None) -> TracedTime | None:
-    """The newest trace of a run that recorded anything between some times, by default any; None if there is none.
+    """The newest trace of a run that recorded anything between some times, by default any; None if
+    there is none.
 
     Raises:
         ConfigError: a trace cannot be read.
     """
-    for path in sorted((run / FOLDER).glob(f"*{SUFFIX}"), key=lambda one: one.stat().st_mtime, reverse=True):
+    for path in sorted(
+        (run / FOLDER).glob(f"*{SUFFIX}"), key=lambda one: one.stat().st_mtime, reverse=True
+    ):
         trace = read_trace(path)
         begin, end = trace.begin, trace.end
         if during is not None:
@@ -136,10 +157,16 @@ def newest_trace(run: Path, during: Sequence[tuple[float, float]] | None) -> Tra
 
 
 def advice_on(busy: Mapping[frozenset[str], float]) -> list[str]:
-    """What a trace shows besides `agentrl.viewer.timing.advice`: rewards and the controller as bottlenecks."""
+    """What a trace shows besides `agentrl.viewer.timing.advice`: rewards and the controller as
+    bottlenecks.
+    """
     total = max(sum(busy.values()), 1e-9)
-    alone = sum(seconds for names, seconds in busy.items() if names == frozenset({"rewards"})) / total
-    loop = sum(seconds for names, seconds in busy.items() if names == frozenset({CONTROLLER})) / total
+    alone = (
+        sum(seconds for names, seconds in busy.items() if names == frozenset({"rewards"})) / total
+    )
+    loop = (
+        sum(seconds for names, seconds in busy.items() if names == frozenset({CONTROLLER})) / total
+    )
     said = []
     if alone > 0.15:
         said.append(

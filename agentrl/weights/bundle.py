@@ -1,8 +1,9 @@
-"""Published weights: a folder of safetensors files, the buckets, that any process of the machine can map.
+"""Published weights: a folder of safetensors files, the buckets, that any process of the machine
+can map.
 
-A bundle is written bucket by bucket under a temporary name, hashed, and renamed when it is complete. Each reader checks
-every byte before use, and gets tensors that are mapped from the files: with files in shared memory, no copy is made
-between the writer and the model that loads them.
+A bundle is written bucket by bucket under a temporary name, hashed, and renamed when it is
+complete. Each reader checks every byte before use, and gets tensors that are mapped from the files:
+with files in shared memory, no copy is made between the writer and the model that loads them.
 """
 
 import errno
@@ -39,7 +40,9 @@ class Bucket(Settings):
 
 
 class Update(Settings):
-    """The files hold factors to be added to the weights in the folder `base`, each with a scale (`LowRank`)."""
+    """The files hold factors to be added to the weights in the folder `base`, each with a scale
+    (`LowRank`).
+    """
 
     base: Path
     scales: dict[str, float]
@@ -65,10 +68,11 @@ class Manifest(Settings):
 
 
 class WeightBundle(Mapping[str, "Tensor"]):
-    """The weights of one version, by Hugging Face names, in files. Pickles as the folder's path and the manifest.
+    """The weights of one version, by Hugging Face names, in files. Pickles as the folder's path and
+    the manifest.
 
-    Bundles are equal if they have the same folder and checksum. Tensors stay valid after the folder is removed. The
-    weights of a low-rank update are merged on access, and are in no file.
+    Bundles are equal if they have the same folder and checksum. Tensors stay valid after the folder
+    is removed. The weights of a low-rank update are merged on access, and are in no file.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -116,7 +120,8 @@ class WeightBundle(Mapping[str, "Tensor"]):
                 raise WeightsError(f"published weights cannot be read, {path}: {error}") from error
             if found != bucket.checksum:
                 raise WeightsError(
-                    f"published weights are damaged: {path} has checksum {found} instead of {bucket.checksum}"
+                    f"published weights are damaged: {path} has checksum {found} instead of"
+                    f" {bucket.checksum}"
                 )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -154,7 +159,10 @@ class WeightBundle(Mapping[str, "Tensor"]):
         return WeightBundle, (self.folder, self.manifest)
 
     def __repr__(self) -> str:
-        return f"WeightBundle(version {self.manifest.version}, {self.manifest.checksum}, {self.folder})"
+        return (
+            f"WeightBundle(version {self.manifest.version}, {self.manifest.checksum},"
+            f" {self.folder})"
+        )
 
     @property
     def _identity(self) -> tuple[Path, str]:
@@ -167,7 +175,10 @@ class WeightBundle(Mapping[str, "Tensor"]):
             return files
         return LowRank(
             update.base,
-            {name: Factors(files[f"{name}/A"], files[f"{name}/B"], scale) for name, scale in update.scales.items()},
+            {
+                name: Factors(files[f"{name}/A"], files[f"{name}/B"], scale)
+                for name, scale in update.scales.items()
+            },
         )
 
 
@@ -206,7 +217,8 @@ class _Files(Mapping[str, "Tensor"]):
 
 @dataclass(frozen=True, slots=True)
 class BundlePlace:
-    """Where to write a version, and the size of its buckets. It pickles, so another process may write there.
+    """Where to write a version, and the size of its buckets. It pickles, so another process may
+    write there.
 
     As a context manager, it removes what was written if the block raises.
     """
@@ -218,8 +230,9 @@ class BundlePlace:
     def write(self, weights: Mapping[str, "Tensor"]) -> WeightBundle:
         """Write weights; the folder appears when it is complete.
 
-        Weights are read one after another and released when written: if they are made on access, memory never holds
-        more than a bucket of them. Tied weights are written under each of their names.
+        Weights are read one after another and released when written: if they are made on access,
+        memory never holds more than a bucket of them. Tied weights are written under each of their
+        names.
 
         Raises:
             OSError: they cannot be written.
@@ -231,9 +244,13 @@ class BundlePlace:
             scales = {name: factors.scale for name, factors in weights.factors.items()}
             update = Update(base=weights.base.absolute(), scales=scales)
             weights = {
-                f"{name}/{side}": getattr(factors, side) for name, factors in weights.factors.items() for side in "AB"
+                f"{name}/{side}": getattr(factors, side)
+                for name, factors in weights.factors.items()
+                for side in "AB"
             }
-        manifest = Manifest(version=self.version, buckets=tuple(self._write_buckets(weights)), update=update).sealed()
+        manifest = Manifest(
+            version=self.version, buckets=tuple(self._write_buckets(weights)), update=update
+        ).sealed()
         return self.finish(manifest)
 
     def put(self, file: str, content: bytes | memoryview) -> None:
@@ -246,7 +263,9 @@ class BundlePlace:
         (self._unfinished / file).write_bytes(content)
 
     def finish(self, manifest: Manifest) -> WeightBundle:
-        """Make a bundle of the files that are there: the folder appears. Each reader checks the files."""
+        """Make a bundle of the files that are there: the folder appears. Each reader checks the
+        files.
+        """
         (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
         self._unfinished.rename(self.folder)
         return WeightBundle(self.folder, manifest)
@@ -255,7 +274,10 @@ class BundlePlace:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None:
             for folder in (self._unfinished, self.folder):
@@ -271,7 +293,9 @@ class BundlePlace:
         for name, weight in weights.items():
             tensor = weight.detach().contiguous()
             tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
-            batch[name] = tensor.clone() if tied else tensor  # safetensors refuses two names for the same memory
+            batch[name] = (
+                tensor.clone() if tied else tensor
+            )  # safetensors refuses two names for the same memory
             size += tensor.nbytes
             if size >= self.bucket_bytes:
                 yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)
@@ -291,7 +315,9 @@ def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
         save_file(dict(batch), path)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
-    return Bucket(file=path.name, size=path.stat().st_size, checksum=_file_checksum(path), names=tuple(batch))
+    return Bucket(
+        file=path.name, size=path.stat().st_size, checksum=_file_checksum(path), names=tuple(batch)
+    )
 
 
 def _file_checksum(path: Path) -> str:
@@ -315,9 +341,21 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     files = weight_files(folder)
     opened = _Files(
-        folder, [Bucket(file=file.name, size=0, checksum="", names=(name,)) for name, file in files.items()]
+        folder,
+        [
+            Bucket(file=file.name, size=0, checksum="", names=(name,))
+            for name, file in files.items()
+        ],
     )
     return {name: opened.shape(name) for name in opened}
 
 
-__all__ = ["Bucket", "BundlePlace", "Manifest", "Update", "WeightBundle", "shapes_of", "weight_shapes"]
+__all__ = [
+    "Bucket",
+    "BundlePlace",
+    "Manifest",
+    "Update",
+    "WeightBundle",
+    "shapes_of",
+    "weight_shapes",
+]

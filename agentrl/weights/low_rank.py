@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Factors(NamedTuple):
-    """The update of one weight, `scale * B @ A`: A has the shape (rank, inputs), B (outputs, rank), both float32
-    (LoRA, arXiv:2106.09685, section 4.1; `scale` is its alpha / rank).
+    """The update of one weight, `scale * B @ A`: A has the shape (rank, inputs), B (outputs, rank),
+    both float32 (LoRA, arXiv:2106.09685, section 4.1; `scale` is its alpha / rank).
     """
 
     A: "Tensor"
@@ -25,11 +25,13 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Mapping[str, "Tensor"]):
-    """All weights of a model by their Hugging Face names: those of the folder `base`, plus `factors`.
+    """All weights of a model by their Hugging Face names: those of the folder `base`, plus
+    `factors`.
 
-    As a mapping, it gives the merged weights: each is read from the folder on access, as float32 in the CPU's memory;
-    weights that `factors` does not name are the folder's own. Code that knows this class can use the factors alone:
-    only they are pickled. Factors are valid until the trainer's next step.
+    As a mapping, it gives the merged weights: each is read from the folder on access, as float32 in
+    the CPU's memory; weights that `factors` does not name are the folder's own. Code that knows
+    this class can use the factors alone: only they are pickled. Factors are valid until the
+    trainer's next step.
     """
 
     base: Path
@@ -67,7 +69,8 @@ def weight_files(folder: Path) -> Mapping[str, Path]:
             found |= dict.fromkeys(tensors.keys(), file)
     if not found:
         raise ConfigError(
-            f"{folder} has no *.safetensors: load the model with transformers and save it again by save_pretrained"
+            f"{folder} has no *.safetensors: load the model with transformers and save it again by"
+            " save_pretrained"
         )
     return found
 

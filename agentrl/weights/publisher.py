@@ -1,9 +1,10 @@
 """Weights from the trainer to the engines, by version, in two phases.
 
-The trainer's weights are written once, outside the processes that read them (`agentrl/weights/bundle.py`). Each engine
-then stages them: it opens and checks them while it still serves the old version. When all engines have done so, they
-commit the weights, one engine after the other. A failure before the commit leaves the old version on all engines; an
-engine that fails to commit is dead and serves no request. Engines serve different versions only briefly, during a
+The trainer's weights are written once, outside the processes that read them
+(`agentrl/weights/bundle.py`). Each engine then stages them: it opens and checks them while it still
+serves the old version. When all engines have done so, they commit the weights, one engine after the
+other. A failure before the commit leaves the old version on all engines; an engine that fails to
+commit is dead and serves no request. Engines serve different versions only briefly, during a
 commit.
 """
 
@@ -42,16 +43,17 @@ class WeightsConfig(Settings):
     """How weights go from the trainer to the engines."""
 
     update: WeightUpdate = "keep"
-    """What happens to turns in flight when new weights arrive: they continue under the new weights (`keep`), are ended
-    and sent again with their tokens so far (`abort_resume`), or finish before the update (`drain`)."""
+    """What happens to turns in flight when new weights arrive: they continue under the new weights
+    (`keep`), are ended and sent again with their tokens so far (`abort_resume`), or finish before
+    the update (`drain`)."""
     deadline: float | None = Field(default=None, gt=0)
-    """Seconds that each phase of an update, staging and committing, may take on an engine; an engine that misses it
-    ends the run. By default 600, and 20 for each GB of the model's files."""
+    """Seconds that each phase of an update, staging and committing, may take on an engine; an
+    engine that misses it ends the run. By default 600, and 20 for each GB of the model's files."""
 
     transport: Literal["auto", "shared_memory", "disk", "direct"] = "auto"
-    """Where weights are stored on the way: in this machine's shared memory, or on the disk of `folder`, which all
-    machines must see. `auto`: in memory, or on the disk when memory is full. `direct`: nowhere, because engines in this
-    process get the tensors themselves."""
+    """Where weights are stored on the way: in this machine's shared memory, or on the disk of
+    `folder`, which all machines must see. `auto`: in memory, or on the disk when memory is full.
+    `direct`: nowhere, because engines in this process get the tensors themselves."""
     folder: Path | None = None
     """The folder for weights on disk; by default the one for temporary files."""
     bucket_mib: int = Field(default=64, ge=1)
@@ -68,18 +70,29 @@ class WeightsConfig(Settings):
         """The same, with more time for a large model where the settings say nothing."""
         files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
         size = sum(file.stat().st_size for file in files)
-        return self.model_copy(update={"deadline": self.deadline or _SECONDS + _SECONDS_PER_GB * size / 1e9})
+        return self.model_copy(
+            update={"deadline": self.deadline or _SECONDS + _SECONDS_PER_GB * size / 1e9}
+        )
 
     def parents(self) -> list[Path]:
         """Folders to write to, each if the one before fails; `direct` needs none."""
-        disk = (self.folder or Path(tempfile.gettempdir())).absolute()  # other processes have other working directories
-        places = {"auto": [default_parent(), disk], "shared_memory": [SHARED_MEMORY], "disk": [disk], "direct": []}
+        disk = (
+            self.folder or Path(tempfile.gettempdir())
+        ).absolute()  # other processes have other working directories
+        places = {
+            "auto": [default_parent(), disk],
+            "shared_memory": [SHARED_MEMORY],
+            "disk": [disk],
+            "direct": [],
+        }
         return places[self.transport]
 
 
 @runtime_checkable
 class SupportsWriteWeights(Protocol):
-    """A trainer that writes its weights from where they are, so that they are not sent to this process first."""
+    """A trainer that writes its weights from where they are, so that they are not sent to this
+    process first.
+    """
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
         """Write the weights now, by Hugging Face names, with `place.write`.
@@ -105,7 +118,8 @@ async def write_weights(trainer: Trainer, place: BundlePlace) -> WeightBundle:
 class Published:
     """A version that all engines serve.
 
-    `seconds` of loop time by phase: write (from the trainer's devices into the files), stage, commit.
+    `seconds` of loop time by phase: write (from the trainer's devices into the files), stage,
+    commit.
     """
 
     version: int
@@ -139,7 +153,8 @@ class TakesWeights(Protocol):
 
 
 class WeightPublisher:
-    """Updates the engine to the trainer's weights. An async context manager; leaving it removes all published files.
+    """Updates the engine to the trainer's weights. An async context manager; leaving it removes all
+    published files.
 
     Each of `followers` takes only the versions divisible by its number.
     """
@@ -170,7 +185,8 @@ class WeightPublisher:
 
         Raises:
             WeightsError: they cannot be published. All engines serve the previous version.
-            EngineDeadError: the update killed an engine, which serves no request. All others serve the same version.
+            EngineDeadError: the update killed an engine, which serves no request. All others serve
+            the same version.
             DeadlineError: an engine did not answer in time.
         """
         followers = [follower for follower, every in self._followers if version % every == 0]
@@ -183,7 +199,9 @@ class WeightPublisher:
             await store.keep_only(self._served.values())
         return published
 
-    async def _staged(self, trainer: Trainer, version: int, engines: Sequence[TakesWeights]) -> Published:
+    async def _staged(
+        self, trainer: Trainer, version: int, engines: Sequence[TakesWeights]
+    ) -> Published:
         """Write the weights and stage them on all engines; after a failure, retry with new files."""
         published = Published(version, {})
         while True:
@@ -199,11 +217,14 @@ class WeightPublisher:
             except WeightsError as error:
                 if published.attempts >= self._config.attempts:
                     raise WeightsError(
-                        f"version {version} of the weights could not be published after {published.attempts} attempts "
-                        f"(weights.attempts); every engine serves the previous version. The last error: {error}"
+                        f"version {version} of the weights could not be published after"
+                        f" {published.attempts} attempts (weights.attempts); every engine serves"
+                        f" the previous version. The last error: {error}"
                     ) from error
 
-    async def _stage_bundle(self, trainer: Trainer, published: Published, engines: Sequence[TakesWeights]) -> None:
+    async def _stage_bundle(
+        self, trainer: Trainer, published: Published, engines: Sequence[TakesWeights]
+    ) -> None:
         try:
             with self._place(published.version) as place:
                 with published.phase("write"):
@@ -213,10 +234,12 @@ class WeightPublisher:
             parent = self._parents[0]
             if len(self._parents) > 1:
                 self._parents.pop(0)
-                logger.warning("%s; from now on weights are published in %s", error, self._parents[0])
+                logger.warning(
+                    "%s; from now on weights are published in %s", error, self._parents[0]
+                )
             raise WeightsError(
-                f"writing into {parent} failed: {error}. Make room there, or choose another place by weights.transport "
-                "and weights.folder"
+                f"writing into {parent} failed: {error}. Make room there, or choose another place"
+                " by weights.transport and weights.folder"
             ) from error
 
     async def _stage(self, published: Published, engines: Sequence[TakesWeights]) -> None:

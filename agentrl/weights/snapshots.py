@@ -1,4 +1,6 @@
-"""Snapshots of the policy on disk: a folder for each of its last versions, for opponents that play as it once did."""
+"""Snapshots of the policy on disk: a folder for each of its last versions, for opponents that play
+as it once did.
+"""
 
 import re
 import shutil
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """The snapshots of a run: versions divisible by `every`, of which the last `size` are needed at each version.
+    """The snapshots of a run: versions divisible by `every`, of which the last `size` are needed at
+    each version.
 
     Each is complete or absent, also after a crash of the machine.
     """
@@ -27,7 +30,9 @@ class Snapshots:
     size: int
 
     def needed(self, version: int) -> Sequence[int]:
-        """The versions of the snapshots that there are to play against at this version, oldest first."""
+        """The versions of the snapshots that there are to play against at this version, oldest
+        first.
+        """
         return range(0, version, self.every)[-self.size :]
 
     def write(self, version: int, weights: Mapping[str, "Tensor"]) -> None:
@@ -55,8 +60,8 @@ class Snapshots:
         return WeightBundle.at(self._place(version))
 
     def thin_out(self, version: int, resumable: Iterable[int], used: Iterable[int] = ()) -> None:
-        """Remove the snapshots that are needed neither at this version, nor at those that the run may resume from
-        (`resumable`), nor later. Those in `used` stay.
+        """Remove the snapshots that are needed neither at this version, nor at those that the run
+        may resume from (`resumable`), nor later. Those in `used` stay.
         """
         kept = {*used}
         for start in (version, *resumable):
@@ -64,8 +69,8 @@ class Snapshots:
         self._keep(lambda there: there in kept)
 
     def go_back_to(self, version: int) -> None:
-        """Remove the snapshots of later versions, which a resumed run will train again; and version 0, which refers to
-        the run's folder where it was then.
+        """Remove the snapshots of later versions, which a resumed run will train again; and version
+        0, which refers to the run's folder where it was then.
         """
         self._keep(lambda there: 0 < there <= version)
 
@@ -81,7 +86,9 @@ class Snapshots:
     def versions(self) -> list[int]:
         """The versions that there are snapshots of."""
         paths = self.folder.glob("version_*")
-        return [int(match[1]) for path in paths if (match := re.fullmatch(r"version_(\d+)", path.name))]
+        return [
+            int(match[1]) for path in paths if (match := re.fullmatch(r"version_(\d+)", path.name))
+        ]
 
     def _place(self, version: int) -> Path:
         return self.folder / f"version_{version:06d}"

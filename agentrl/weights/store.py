@@ -1,4 +1,6 @@
-"""Storage of published weights: a folder in shared memory or on a disk, which is removed when its owner ends."""
+"""Storage of published weights: a folder in shared memory or on a disk, which is removed when its
+owner ends.
+"""
 
 import asyncio
 import shutil
@@ -21,20 +23,26 @@ SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 64 << 20
 _PREFIX = "agentrl-weights-"
 _HOLDER = ".holder"
-"""In the folder, so that it is renamed and removed with it. Only there on file systems without locks."""
-# Reads until the pipe from the owner closes, however the owner ended, and then removes the folder; retries while a
-# process is still writing there.
+"""In the folder, so that it is renamed and removed with it. Only there on file systems without
+locks.
+"""
+# Reads until the pipe from the owner closes, however the owner ended, and then removes the folder;
+# retries while a process is still writing there.
 _REAPER = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; sleep 0.2; done'
 
 
 class WeightStore:
-    """A folder for the bundles of one owner. `open` creates it, `close` removes it with all its contents.
+    """A folder for the bundles of one owner. `open` creates it, `close` removes it with all its
+    contents.
 
-    If the owner is killed, a shell that outlives it removes the folder at once. If the shell was killed too, the next
-    store in the same place removes it (`sweep`): a running owner holds a lock on its folder.
+    If the owner is killed, a shell that outlives it removes the folder at once. If the shell was
+    killed too, the next store in the same place removes it (`sweep`): a running owner holds a lock
+    on its folder.
     """
 
-    def __init__(self, folder: Path, lock: FileLock, reaper: "subprocess.Popen[bytes]", bucket_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, lock: FileLock, reaper: "subprocess.Popen[bytes]", bucket_bytes: int
+    ) -> None:
         self.folder = folder
         self._lock = lock
         self._reaper = reaper
@@ -58,7 +66,12 @@ class WeightStore:
         command = ["/bin/sh", "-c", _REAPER, str(folder)]
         silent = subprocess.DEVNULL
         reaper = subprocess.Popen(
-            command, cwd="/", stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True
+            command,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=silent,
+            stderr=silent,
+            start_new_session=True,
         )
         return cls(folder, lock, reaper, bucket_bytes)
 
@@ -71,11 +84,17 @@ class WeightStore:
 
     def place(self, version: int) -> BundlePlace:
         """Where to write a version; a new place each time."""
-        return BundlePlace(self.folder / f"v{version}-{next(self._numbers)}", version, self._bucket_bytes)
+        return BundlePlace(
+            self.folder / f"v{version}-{next(self._numbers)}", version, self._bucket_bytes
+        )
 
     async def keep_only(self, kept: Iterable[Mapping[str, "Tensor"]]) -> None:
-        """Remove all other bundles. A process that has one open keeps it, and its memory, until it closes it."""
-        folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)} | {self.folder / _HOLDER}
+        """Remove all other bundles. A process that has one open keeps it, and its memory, until it
+        closes it.
+        """
+        folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)} | {
+            self.folder / _HOLDER
+        }
         for folder in set(self.folder.iterdir()) - folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -88,11 +107,14 @@ def default_parent() -> Path:
 def sweep(parent: Path) -> None:
     """Remove the stores in `parent` whose owners are dead: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # the owner is running or another user, or the folder has just been removed
+        with suppress(
+            OSError
+        ):  # the owner is running or another user, or the folder has just been removed
             lock = _lock_of(folder)
             marked = lock.holder() is not None
             if lock.acquire(wait=False):
-                # Without a marker it is of a process that has locks, perhaps outside of this container.
+                # Without a marker it is of a process that has locks, perhaps outside of this
+                # container.
                 if marked or not lock.by_marker:
                     shutil.rmtree(folder, ignore_errors=True)
                 lock.release()
@@ -104,7 +126,9 @@ def _lock_of(folder: Path) -> FileLock:
 
 @asynccontextmanager
 async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterator[WeightBundle]:
-    """The weights as a bundle: unchanged if they are one, else written to a bundle that the block's end removes."""
+    """The weights as a bundle: unchanged if they are one, else written to a bundle that the block's
+    end removes.
+    """
     if isinstance(weights, WeightBundle):
         yield weights
         return

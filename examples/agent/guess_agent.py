@@ -1,4 +1,6 @@
-"""An agent as its author wrote it: a loop around OpenAI's client. agentrl trains the model behind it."""
+"""An agent as its author wrote it: a loop around OpenAI's client. agentrl trains the model behind
+it.
+"""
 
 import random
 import re
@@ -19,7 +21,10 @@ async def run(task, base_url, api_key):
             low = guess.strip().isdigit() and int(guess) < number
             messages += [
                 {"role": "assistant", "content": guess},
-                {"role": "user", "content": "My number is higher." if low else "My number is lower."},
+                {
+                    "role": "user",
+                    "content": "My number is higher." if low else "My number is lower.",
+                },
             ]
     return 0.0
 
@@ -28,6 +33,10 @@ def knows_half(prompt, rng):
     """A player that a random model imitates first. Half of the time it heeds what it has been told."""
     low, high = 0, 7
     for guess, hint in re.findall(r"(\d)\D*My number is (higher|lower)", prompt):
-        low, high = (max(low, int(guess) + 1), high) if hint == "higher" else (low, min(high, int(guess) - 1))
+        low, high = (
+            (max(low, int(guess) + 1), high)
+            if hint == "higher"
+            else (low, min(high, int(guess) - 1))
+        )
     heeds = rng.random() < 0.5 and low <= high
     return str((low + high) // 2 if heeds else rng.randrange(8))

@@ -1,4 +1,6 @@
-"""An agent as its author wrote it: a loop around OpenAI's client. agentrl trains the model behind it."""
+"""An agent as its author wrote it: a loop around OpenAI's client. agentrl trains the model behind
+it.
+"""
 
 import random
 
@@ -22,6 +24,8 @@ async def run(task, base_url, api_key):
 
 
 def knows_half(prompt, rng):
-    """A player that a random model imitates first, so that it knows the words: it gives any answer half of the time."""
+    """A player that a random model imitates first, so that it knows the words: it gives any answer
+    half of the time.
+    """
     asked = prompt.rpartition("opposite of ")[2].partition("?")[0]
     return OPPOSITE[asked] if rng.random() < 0.5 else rng.choice(list(OPPOSITE))

@@ -4,7 +4,7 @@ from agentrl.envs.base import TextEnv
 
 
 class HigherLower(TextEnv):
-    """Five of thirteen cards, shown one by one. Each right guess pays 1/4; a wrong one ends the episode."""
+    """Five of thirteen cards, one by one. Right guesses pay 1/4; a wrong one ends the game."""
 
     system_prompt = "Is the next card higher or lower? Say higher or lower."
     isolation = "inline"  # it answers in microseconds; leave this out where a step may block

@@ -51,7 +51,8 @@ class AnswerRule(ABC):
         return golds_of(task, self._where.gold)
 
     def check_task(self, task: Task) -> None:
-        """Check that the task has right answers of the form that the rule needs, as far as that is quickly seen.
+        """Check that the task has right answers of the form that the rule needs, as far as that is
+        quickly seen.
 
         Raises:
             ConfigError: it has not.
@@ -72,7 +73,9 @@ class AnswerRule(ABC):
 
 
 def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:
-    """The end of the model's last message, or what stands in its last `<tag>`; None where there is none."""
+    """The end of the model's last message, or what stands in its last `<tag>`; None where there is
+    none.
+    """
     replies = (message.content for message in reversed(trajectory.messages) if message.is_answer)
     text = next(replies, "").strip()[-LONGEST:]
     if tag is None:
@@ -91,13 +94,16 @@ def golds_of(task: Task, key: str) -> tuple[Any, ...]:
     named = f"task {task.id!r}" if task.id else "the task"
     if key not in task.options:
         raise ConfigError(
-            f"{named} has no option {key!r} with its right answer; it has "
-            f"{', '.join(map(repr, task.options)) or 'no options'}. Write gold: OPTION, or give tasks the option"
+            f"{named} has no option {key!r} with its right answer; it has"
+            f" {', '.join(map(repr, task.options)) or 'no options'}. Write gold: OPTION, or give"
+            " tasks the option"
         )
     gold = task.options[key]
     golds = tuple(gold) if isinstance(gold, list | tuple) else (gold,)
     if not golds or any(one is None or one == "" for one in golds):
-        raise ConfigError(f"{named} has the option {key!r}, but it is {gold!r:.80} and no right answer")
+        raise ConfigError(
+            f"{named} has the option {key!r}, but it is {gold!r:.80} and no right answer"
+        )
     return golds
 
 

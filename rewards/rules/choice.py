@@ -12,8 +12,8 @@ from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 class Choice(AnswerRule):
     """1 where the choice that the answer names is the right one.
 
-    Read in this order: the last "answer is (C)", "answer: C" or "option C"; the last "(C)" or "\\boxed{C}"; the last
-    line that is a letter or begins with "C." or "C)".
+    Read in this order: the last "answer is (C)", "answer: C" or "option C"; the last "(C)" or
+    "\\boxed{C}"; the last line that is a letter or begins with "C." or "C)".
     """
 
     class Config(AnswerSettings):
@@ -47,9 +47,15 @@ class Choice(AnswerRule):
         return None
 
     def _letter(self, gold: Any) -> str:
-        if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(self._config.choices):
+        if (
+            isinstance(gold, int)
+            and not isinstance(gold, bool)
+            and 0 <= gold < len(self._config.choices)
+        ):
             return self._config.choices[gold]
         letter = str(gold).strip("() .").upper()
         if letter not in tuple(self._config.choices):
-            raise ValueError(f"the rule `choice` needs one of the letters {self._config.choices}, or its number")
+            raise ValueError(
+                f"the rule `choice` needs one of the letters {self._config.choices}, or its number"
+            )
         return letter

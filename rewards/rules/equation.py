@@ -17,15 +17,17 @@ LONGEST_MATH = 2_000
 
 
 class Math(AnswerRule):
-    """1 where the answer (its last boxed, LaTeX or plain expression) is mathematically equal to the right one.
+    """1 where the answer (its last boxed, LaTeX or plain expression) is mathematically equal to the
+    right one.
 
-    math-verify parses both. Numbers are compared exactly; a decimal is right if it agrees with the right answer to six
-    decimals and five significant digits, or to twelve significant digits. `5e-5` is 0.00005, and has Euler's number
-    only where the right answer has it. A right answer that is a word, such as `Monday`, is compared as text. Where both
-    have a unit of measure it is the same one: neither 12 m nor 0.12 m answers a question for 12 cm, and 12 does.
+    math-verify parses both. Numbers are compared exactly; a decimal is right if it agrees with the
+    right answer to six decimals and five significant digits, or to twelve significant digits.
+    `5e-5` is 0.00005, and has Euler's number only where the right answer has it. A right answer
+    that is a word, such as `Monday`, is compared as text. Where both have a unit of measure it is
+    the same one: neither 12 m nor 0.12 m answers a question for 12 cm, and 12 does.
 
-    sympy can be made to compute for ever by a short text, so this runs in a process with a deadline. Needs the package
-    math-verify (`pip install "agentrl-train[rewards]"`).
+    sympy can be made to compute for ever by a short text, so this runs in a process with a
+    deadline. Needs the package math-verify (`pip install "agentrl-train[rewards]"`).
     """
 
     isolation = "process"
@@ -60,7 +62,8 @@ class Math(AnswerRule):
         return golds
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether both are equal. An answer that cannot be read, or compared with the right one, is not.
+        """Whether both are equal. An answer that cannot be read, or compared with the right one, is
+        not.
 
         Raises:
             ConfigError: the right answer cannot be read.
@@ -89,7 +92,10 @@ class Math(AnswerRule):
         parsed = [_parsed(_in_dollars(reading)) for reading in readings if reading is not None]
         forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
         if not forms:
-            raise ConfigError(f"the task's option {self._option!r} is {gold!r:.80}, in which there is no mathematics")
+            raise ConfigError(
+                f"the task's option {self._option!r} is {gold!r:.80}, in which there is no"
+                " mathematics"
+            )
         return forms
 
 
@@ -110,14 +116,32 @@ def _text(gold: Any) -> str:
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|operatorname|mbox)\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[ '\u2019-]+[^\W\d_]+)*")
 _FUNCTIONS = frozenset(
-    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "max", "min", "lim", "and", "or")
+    (
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "pi",
+        "max",
+        "min",
+        "lim",
+        "and",
+        "or",
+    )
 )
 
 
 def _word(text: str, shortest: int = 4) -> str | None:
     """A text that is words and no mathematics, without its LaTeX and capitals; None for others.
 
-    What is not marked as text, as by `\\text{...}`, has so many letters at least: `xy` is a product.
+    What is not marked as text, as by `\\text{...}`, has so many letters at least: `xy` is a
+    product.
     """
     bare = text.replace("$", "").strip()
     said, marked = _WRAPPED.subn(r"\1", bare)
@@ -135,10 +159,14 @@ def _in_dollars(text: str) -> str:
 
 
 def _parsed(text: str) -> list[Any]:
-    """What math-verify finds in a text: one of sympy's expressions if it can read one, and that as text."""
+    """What math-verify finds in a text: one of sympy's expressions if it can read one, and that as
+    text.
+    """
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we set the deadline ourselves
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that we set the deadline ourselves
     return list(parse(text, parsing_timeout=None))
 
 
@@ -155,7 +183,9 @@ def _is_right(answer: str, expected: Any, *, in_percent: bool) -> bool:
 
 def _is_equal(form: Any, expected: Any, *, in_percent: bool) -> bool:
     try:
-        meant = is_meant(form, expected) and _of_the_same_kind(form, expected, in_percent=in_percent)
+        meant = is_meant(form, expected) and _of_the_same_kind(
+            form, expected, in_percent=in_percent
+        )
         return meant and same(expected, form)
     except NOT_COMPUTED:  # nobody can say that such an answer is right
         return False
@@ -164,8 +194,8 @@ def _is_equal(form: Any, expected: Any, *, in_percent: bool) -> bool:
 def _of_the_same_kind(form: Any, expected: Any, *, in_percent: bool) -> bool:
     """Whether an answer with a percent sign, or to a question that has one, can be right.
 
-    math-verify ignores the sign where that helps. Here 7 % is 0.07, and answers a question for a share only: the right
-    answer is `in_percent` too, or between -1 and 1.
+    math-verify ignores the sign where that helps. Here 7 % is 0.07, and answers a question for a
+    share only: the right answer is `in_percent` too, or between -1 and 1.
     """
     from sympy import UnevaluatedExpr
 
@@ -176,9 +206,11 @@ def _of_the_same_kind(form: Any, expected: Any, *, in_percent: bool) -> bool:
 
 
 def is_meant(form: Any, expected: Any) -> bool:
-    """Whether a parsed answer can be right: no equation in it is false, and it is a set only if a set is expected.
+    """Whether a parsed answer can be right: no equation in it is false, and it is a set only if a
+    set is expected.
 
-    math-verify compares the last side of `5 = 7`, and the only element of a set or of the interval [7, 7].
+    math-verify compares the last side of `5 = 7`, and the only element of a set or of the interval
+    [7, 7].
     """
     from sympy import Equality, Expr, Set
 
@@ -186,7 +218,9 @@ def is_meant(form: Any, expected: Any) -> bool:
     if isinstance(form, Set) and isinstance(expected, Expr):
         return False
     equations = form.atoms(Equality) if hasattr(form, "atoms") else ()
-    return not any(not (each.lhs.free_symbols | each.rhs.free_symbols) and _differ(each) for each in equations)
+    return not any(
+        not (each.lhs.free_symbols | each.rhs.free_symbols) and _differ(each) for each in equations
+    )
 
 
 def _differ(equation: Any) -> bool:

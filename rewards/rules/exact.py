@@ -13,13 +13,17 @@ from agentrl.rewards.rules.notation import exact_number, number_in
 
 # Not the minus or the point of a number: -5 is not 5, and 3.5 is not 35.
 _OF_A_NUMBER = r"(?!(?<!\w)-\.?\d|\.\d)"
-_PUNCTUATION = re.compile(rf"{_OF_A_NUMBER}[{re.escape(string.punctuation)}\u2018-\u201f\u2026\u00a1\u00bf]")
+_PUNCTUATION = re.compile(
+    rf"{_OF_A_NUMBER}[{re.escape(string.punctuation)}\u2018-\u201f\u2026\u00a1\u00bf]"
+)
 
 
 class Exact(AnswerRule):
-    """1 where the answer equals a right one, after spaces are made one and what `ignore_case` and the like say.
+    """1 where the answer equals a right one, after spaces are made one and what `ignore_case` and
+    the like say.
 
-    A right answer that is a number, and not text, equals every way to write it: 0.00005 is 5e-5, and 42 is 42.0.
+    A right answer that is a number, and not text, equals every way to write it: 0.00005 is 5e-5,
+    and 42 is 42.0.
     """
 
     class Config(AnswerSettings):

@@ -8,14 +8,17 @@ from agentrl.rewards.rules.units import without_unit
 
 _BOX = re.compile(r"\\f?boxed\s*(?=\{)|\\boxed\s+(?=[\d\w])")
 _JOINT = re.compile(
-    r"(?:[\s$,;&]|\\[()\[\],;! ]|\\q?quad\b|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[A-Za-z]\s*=)*",
+    r"(?:[\s$,;&]|\\[()\[\],;!"
+    r" ]|\\q?quad\b|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\b[A-Za-z]\s*=)*",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"[,;]|and|or", re.IGNORECASE)
 _PERCENT = re.compile(r"[\s$]{0,3}\\?%")
 _IN_PERCENT = re.compile(r"\s*\\?%\Z")
 # math-verify reads one side of these and drops the other.
-_ALTERNATIVE = re.compile(r"(?<=[\d})])\s*(?:\\mid\b|\\vert\b|\\\||\||\\\\|\\newline\b|[?@#`])\s*(?=[-+\d\\])")
+_ALTERNATIVE = re.compile(
+    r"(?<=[\d})])\s*(?:\\mid\b|\\vert\b|\\\||\||\\\\|\\newline\b|[?@#`])\s*(?=[-+\d\\])"
+)
 _DELIMITERS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _LONE_DOLLAR = re.compile(r"(?<!\\)\$")
 _WORDS_AFTER = 40
@@ -28,11 +31,13 @@ _NEEDS_LATEX = re.compile(r"\\|\^|\d[A-Za-z]")
 
 
 def final_answer(message: str, *, several: bool) -> str | None:
-    """What math-verify is to parse of a message: `$...$` where that is a single expression; None if there is nothing.
+    """What math-verify is to parse of a message: `$...$` where that is a single expression; None if
+    there is nothing.
 
-    It is the last `\\boxed{...}`. Boxes with nothing but "and", "or" or a comma between them are a list, and so are
-    adjacent ones if the right answer has `several` parts; otherwise the last of them counts. Without a box, a message
-    that is nothing but mathematics is the answer, and else math-verify looks for the last expression in the text.
+    It is the last `\\boxed{...}`. Boxes with nothing but "and", "or" or a comma between them are a
+    list, and so are adjacent ones if the right answer has `several` parts; otherwise the last of
+    them counts. Without a box, a message that is nothing but mathematics is the answer, and else
+    math-verify looks for the last expression in the text.
     """
     text = plain(message)
     boxes = list(_boxes(text))
@@ -49,18 +54,25 @@ def final_answer(message: str, *, several: bool) -> str | None:
 
 
 def in_dollars(formula: str) -> str:
-    """A formula as LaTeX in a text, with a percent sign behind it: math-verify reads 100/(3/100) in `100/3\\%`."""
+    """A formula as LaTeX in a text, with a percent sign behind it: math-verify reads 100/(3/100) in
+    `100/3\\%`.
+    """
     number = _IN_PERCENT.sub("", formula)
     return f"${number}$" if number == formula else f"${number}$\\%"
 
 
 def stated(message: str) -> str:
-    """The part of a message that states the answer: its last box with the words after it, or all of it."""
+    """The part of a message that states the answer: its last box with the words after it, or all of
+    it.
+    """
     boxes = list(_boxes(message))
     if not boxes:
         return message
     start, end, _ = boxes[-1]
-    return message[start:end] + re.split(r"[\d\n]|\.\s", message[end : end + _WORDS_AFTER], maxsplit=1)[0]
+    return (
+        message[start:end]
+        + re.split(r"[\d\n]|\.\s", message[end : end + _WORDS_AFTER], maxsplit=1)[0]
+    )
 
 
 def _without_dropping(text: str) -> str:
@@ -98,7 +110,9 @@ def _closing(text: str, start: int) -> int | None:
 def _last_boxes(text: str, boxes: list[tuple[int, int, str]], several: bool) -> list[str]:
     last = boxes[-1][2]
     run, listed = [last], False
-    for (_, end, content), (start, _, _) in zip(reversed(boxes[:-1]), reversed(boxes[1:]), strict=True):
+    for (_, end, content), (start, _, _) in zip(
+        reversed(boxes[:-1]), reversed(boxes[1:]), strict=True
+    ):
         between = text[end:start]
         if not _JOINT.fullmatch(between):
             break

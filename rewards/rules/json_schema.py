@@ -11,7 +11,8 @@ from agentrl.trajectory import Task
 
 
 class JsonSchema(AnswerRule):
-    """1 where the answer, or the last ```json block in it, is JSON of the schema, without a key that stands twice.
+    """1 where the answer, or the last ```json block in it, is JSON of the schema, without a key
+    that stands twice.
 
     Schemas hold patterns, so this runs in a process.
 
@@ -45,7 +46,9 @@ class JsonSchema(AnswerRule):
         Raises:
             ConfigError: the task has no schema, or what it has is none.
         """
-        schemas = super().golds(task) if self._config.json_schema is None else (self._config.json_schema,)
+        schemas = (
+            super().golds(task) if self._config.json_schema is None else (self._config.json_schema,)
+        )
         for schema in schemas:
             checked(self._config.gold, schema, _check)
         return schemas
@@ -56,7 +59,10 @@ class JsonSchema(AnswerRule):
 
         try:
             value = json.loads(
-                _block(answer), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_repeats
+                _block(answer),
+                parse_constant=_no_constant,
+                parse_float=_finite,
+                object_pairs_hook=_without_repeats,
             )
         except (ValueError, RecursionError):
             return False

@@ -9,9 +9,11 @@ from agentrl.trajectory import Trajectory
 
 
 class Length:
-    """0 up to `free`, falling linearly to -1 at `limit` and beyond: DAPO's soft overlong punishment.
+    """0 up to `free`, falling linearly to -1 at `limit` and beyond: DAPO's soft overlong
+    punishment.
 
-    DAPO (arXiv:2503.14476), section 3.4, equation 13, where `limit` is L_max and `limit - free` is L_cache.
+    DAPO (arXiv:2503.14476), section 3.4, equation 13, where `limit` is L_max and `limit - free` is
+    L_cache.
     """
 
     isolation: Literal["inline"] = "inline"

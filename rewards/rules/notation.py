@@ -1,6 +1,8 @@
-"""How people write numbers: Unicode's signs, digits, fractions and powers, as the ASCII that rules read.
+"""How people write numbers: Unicode's signs, digits, fractions and powers, as the ASCII that rules
+read.
 
-`plain("−5")` is "-5", `plain("1½")` is "\\frac{3}{2}", `plain("6.02 × 10²³")` is 602000000000000000000000.
+`plain("−5")` is "-5", `plain("1½")` is "\\frac{3}{2}", `plain("6.02 × 10²³")` is
+602000000000000000000000.
 """
 
 import re
@@ -12,7 +14,9 @@ from typing import Any
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\u2796\ufe58\ufe63"
 _TIMES = "\u00b7\u00d7\u2217\u2219\u22c5\u2715\u2716\u2a09\u2a2f"
 _OVER = "\u00f7\u2044\u2215\u29f8"
-_SPACES = "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
+_SPACES = (
+    "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
+)
 _THIN = "\u202f"
 _NOTHING = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
 _NAMED = {
@@ -35,7 +39,9 @@ _NAMED = {
 }
 _ASCII = str.maketrans(
     {
-        **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # the full-width forms of ASCII
+        **{
+            chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)
+        },  # the full-width forms of ASCII
         **dict.fromkeys(_MINUS, "-"),
         **dict.fromkeys(_TIMES, "*"),
         **dict.fromkeys(_OVER, "/"),
@@ -53,21 +59,28 @@ _VULGAR = re.compile(r"(?:(?<![\w.])(\d{1,9})[ \u202f]?)?([¼½¾⅐-⅞])")
 _ROOT = re.compile(r"√[ ]?(?:\(([^()]{1,60})\)|(\d+(?:\.\d+)?|[A-Za-z]|\\pi))")
 
 # Every repetition is bounded, so that no text makes these slow.
-_GROUPED = re.compile(rf"(?<![\w.,\\])(\d{{1,3}})((?:(?:{_THIN}|\\[, ;:!]|\{{,\}}|')\d{{3}}){{1,20}})(?!\w)")
+_GROUPED = re.compile(
+    rf"(?<![\w.,\\])(\d{{1,3}})((?:(?:{_THIN}|\\[, ;:!]|\{{,\}}|')\d{{3}}){{1,20}})(?!\w)"
+)
 _SPACED_OUT = re.compile(r"[-+]?\d{1,3}(?: \d{3}){1,20}(?:\.\d{0,60})?")
 _GAP = re.compile(r"\D")
-_MIXED = re.compile(r"(?<![\w.,^/*+{(\\])(?<![\d.^/*] )(\d{1,9})[ ](\d{1,9})/(\d{1,9})(?![\w.,/^]*\d)")
+_MIXED = re.compile(
+    r"(?<![\w.,^/*+{(\\])(?<![\d.^/*] )(\d{1,9})[ ](\d{1,9})/(\d{1,9})(?![\w.,/^]*\d)"
+)
 _REPEATING = re.compile(
-    r"(?<![\w.])(\d{0,30})\.(\d{0,30})\\(?:overline|dot|bar|overset\{\\cdot\})[ ]?(?:\{(\d{1,30})\}|(\d))"
+    r"(?<![\w.])(\d{0,30})\.(\d{0,30})\\(?:overline|dot|bar|overset\{\\cdot\})["
+    r" ]?(?:\{(\d{1,30})\}|(\d))"
 )
 _WRAPPED_E = re.compile(
-    r"(?<=[\d.])(?:\\[,;: !])?[ ]?(?:\\(?:mathrm|text|textrm|rm)\{([eE])\}|\{\\rm ?([eE])\}|([eE])(?=\{))"
+    r"(?<=[\d.])(?:\\[,;: !])?[ ]?(?:\\(?:mathrm|text|textrm|rm)\{([eE])\}|\{\\rm"
+    r" ?([eE])\}|([eE])(?=\{))"
     r"[ ]?(?:\{([-+]?\d{1,4})\}|([-+]?\d{1,4}))(?!\d)"
 )
 _WHOLE = re.compile(r"(?<![\w.,])(\d{16,400})\.0{1,60}(?!\d)")
 _DECIMAL = r"(?<![\w.\\^_])((?:\d{1,60}(?:,\d{3}){0,20}(?:\.\d{0,60})?|\.\d{1,60}))"
 _POWER_OF_TEN = re.compile(
-    _DECIMAL + r"[ ]?(?:\*|\\times|\\cdot|x)[ ]?10[ ]?(?:\^|\*\*)[ ]?(?:\{[ ]?([-+]?\d{1,4})[ ]?\}|\(([-+]?\d{1,4})\)"
+    _DECIMAL + r"[ ]?(?:\*|\\times|\\cdot|x)[ ]?10[ ]?(?:\^|\*\*)[ ]?(?:\{[ ]?([-+]?\d{1,4})["
+    r" ]?\}|\(([-+]?\d{1,4})\)"
     r"|([-+]?\d{1,4}))(?![\w^!]|\.\d|\*\*)"
 )
 _EXPONENT = re.compile(_DECIMAL + r"[eE]([-+]?\d{1,4})(?![\w^(]|\.\d)")
@@ -77,17 +90,25 @@ _MOST_ZEROS = 400
 def plain(text: str) -> str:
     """The text with its numbers in ASCII, without grouping, and with powers of ten written out."""
     text = _ascii(text)
-    text = _GROUPED.sub(lambda found: found[1] + _GAP.sub("", found[2]), text).replace(_THIN, " ").strip()
+    text = (
+        _GROUPED.sub(lambda found: found[1] + _GAP.sub("", found[2]), text)
+        .replace(_THIN, " ")
+        .strip()
+    )
     text = text.replace(" ", "") if _SPACED_OUT.fullmatch(text) else text
     text = _MIXED.sub(_improper, text)
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _WHOLE.sub(r"\1", text)  # sympy keeps the first fifteen digits of a decimal
-    text = _POWER_OF_TEN.sub(lambda found: _written_out(found, found[2] or found[3] or found[4]), text)
+    text = _POWER_OF_TEN.sub(
+        lambda found: _written_out(found, found[2] or found[3] or found[4]), text
+    )
     return _EXPONENT.sub(lambda found: _written_out(found, found[2]), text)
 
 
 def without_exponents(text: str) -> str | None:
-    """The text with `2e-3` as two times Euler's number, minus three; None where nothing can be read so."""
+    """The text with `2e-3` as two times Euler's number, minus three; None where nothing can be read
+    so.
+    """
     spaced = re.sub(r"(?<=[\d.])e(?=[-+]\d)", " e ", _ascii(text))
     return plain(spaced) if spaced != _ascii(text) else None
 
@@ -118,7 +139,9 @@ def number_in(text: str) -> Decimal | None:
 def _ascii(text: str) -> str:
     text = text.translate(_ASCII)
     text = _RAISED_RUN.sub(lambda run: _raised("".join(map(_RAISED.__getitem__, run[0]))), text)
-    text = _LOWERED_RUN.sub(lambda run: "_{" + "".join(map(_LOWERED.__getitem__, run[0])) + "}", text)
+    text = _LOWERED_RUN.sub(
+        lambda run: "_{" + "".join(map(_LOWERED.__getitem__, run[0])) + "}", text
+    )
     text = _VULGAR.sub(_vulgar, text)
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
     text = _WRAPPED_E.sub(r"\1\2\3\4\5", text).replace(r"\bmod", r"\mod")

@@ -20,8 +20,8 @@ _NUMBER = re.compile(
 class Numeric(AnswerRule):
     """1 where the last number of the answer is near a right one.
 
-    It reads 1,234.5 and -3e-2 and 3 × 10⁻² and a percent sign as a hundredth; a fraction counts by its last number, so
-    ask for decimals (or use the rule `math`).
+    It reads 1,234.5 and -3e-2 and 3 × 10⁻² and a percent sign as a hundredth; a fraction counts by
+    its last number, so ask for decimals (or use the rule `math`).
     """
 
     class Config(AnswerSettings):

@@ -10,7 +10,9 @@ from agentrl.trajectory import Task
 
 
 class Regex(AnswerRule):
-    """1 where the pattern is found in the answer. A pattern that backtracks for ever is ended with its process."""
+    """1 where the pattern is found in the answer. A pattern that backtracks for ever is ended with
+    its process.
+    """
 
     isolation = "process"
 
@@ -18,7 +20,9 @@ class Regex(AnswerRule):
         """The pattern."""
 
         pattern: str | None = None
-        """A regular expression of Python's `re`, for all tasks; by default the task's option `gold` is one."""
+        """A regular expression of Python's `re`, for all tasks; by default the task's option `gold`
+        is one.
+        """
         whole: bool = False
         """The whole answer has to fit, and not a part of it."""
 

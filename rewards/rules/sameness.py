@@ -1,14 +1,22 @@
 """Whether two of sympy's expressions are equal.
 
-math-verify takes what differs by less than 1e-6 for equal, and 1/2^99 for 1/2^98. Here numbers decide, wherever two
-expressions of the same form hold them; of expressions with variables, their values at some points.
+math-verify takes what differs by less than 1e-6 for equal, and 1/2^99 for 1/2^98. Here numbers
+decide, wherever two expressions of the same form hold them; of expressions with variables, their
+values at some points.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 _DIGITS = 50
-NOT_COMPUTED = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+NOT_COMPUTED = (
+    ArithmeticError,
+    AttributeError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """What sympy raises where it cannot work with an expression."""
 _POINTS = ((731, 1000), (1313, 1000), (-427, 1000))
 
@@ -27,8 +35,8 @@ def same(expected: Any, given: Any) -> bool:
 
 
 def close(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal. If neither is a decimal, exactly (to forty digits); else to six decimals and five
-    significant digits, or to twelve significant digits.
+    """Whether two numbers are equal. If neither is a decimal, exactly (to forty digits); else to
+    six decimals and five significant digits, or to twelve significant digits.
     """
     from sympy import Float, Rational
 
@@ -40,9 +48,14 @@ def close(one: Any, other: Any) -> bool:
     larger, difference = max(abs(first), abs(second)), abs(first - second)
     if not (one.has(Float) or other.has(Float)):
         zeros = (one.is_zero, other.is_zero)
-        scale = larger if None not in zeros or True not in zeros else 1  # a sum of roots may be 0 unknown to sympy
+        scale = (
+            larger if None not in zeros or True not in zeros else 1
+        )  # a sum of roots may be 0 unknown to sympy
         return zeros == (True, True) or bool(difference <= Float("1e-40") * scale)
-    return bool(difference <= max(min(Float("5e-7"), Float("1.0000001e-5") * larger), Float("1e-12") * larger))
+    return bool(
+        difference
+        <= max(min(Float("5e-7"), Float("1.0000001e-5") * larger), Float("1e-12") * larger)
+    )
 
 
 def value_of(form: Any) -> Any:
@@ -62,7 +75,9 @@ def value_of(form: Any) -> Any:
 
 
 def differ(expected: Any, given: Any) -> bool:
-    """Whether two expressions that math-verify takes for equal have numbers, or values at some point, that are not."""
+    """Whether two expressions that math-verify takes for equal have numbers, or values at some
+    point, that are not.
+    """
     from sympy import Expr
 
     if value_of(expected) is not None and value_of(given) is not None:

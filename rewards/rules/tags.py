@@ -9,7 +9,9 @@ from agentrl.trajectory import Trajectory
 
 
 class Tags:
-    """The share of the model's messages that hold each tag once, closed, with text in it, and in order."""
+    """The share of the model's messages that hold each tag once, closed, with text in it, and in
+    order.
+    """
 
     isolation: Literal["inline"] = "inline"
 

@@ -11,14 +11,18 @@ from agentrl.protocols import Settings
 from agentrl.trajectory import MadeCall, Message, Score, ToolCall, Trajectory, Turn
 
 Said = str | tuple[MadeCall, ...]
-"""An answer of the model: the calls in it, as its environment or its renderer took them, or else its text."""
+"""An answer of the model: the calls in it, as its environment or its renderer took them, or else
+its text.
+"""
 
 
 class ToolUse:
-    """The share of calls that could be read, were not refused by the tools, and did not repeat an earlier one.
+    """The share of calls that could be read, were not refused by the tools, and did not repeat an
+    earlier one.
 
-    Calls are those that the environment says it made (`Env.calls_made`), or that an agent's program got; else those in
-    JSON in the messages. Parts: `calls`, and the shares `malformed`, `refused` and `repeated`.
+    Calls are those that the environment says it made (`Env.calls_made`), or that an agent's program
+    got; else those in JSON in the messages. Parts: `calls`, and the shares `malformed`, `refused`
+    and `repeated`.
     """
 
     isolation: Literal["inline"] = "inline"
@@ -56,13 +60,17 @@ class ToolUse:
                 seen |= {written} if written is not None else set()
         bad = sum(counts.values())
         shares = {name: count / max(1, calls) for name, count in counts.items()}
-        return Score((calls - bad) / calls if calls else self._config.without_calls, {"calls": float(calls), **shares})
+        return Score(
+            (calls - bad) / calls if calls else self._config.without_calls,
+            {"calls": float(calls), **shares},
+        )
 
 
 def exchanges(trajectory: Trajectory) -> Iterator[tuple[Said, str]]:
     """The model's answers, each with what the tools said to it.
 
-    The last answer belongs to the last turn, and so on backwards: a conversation may begin with examples.
+    The last answer belongs to the last turn, and so on backwards: a conversation may begin with
+    examples.
     """
     messages = trajectory.messages
     places = [number for number, message in enumerate(messages) if message.is_answer]
@@ -77,7 +85,9 @@ def exchanges(trajectory: Trajectory) -> Iterator[tuple[Said, str]]:
 
 
 def calls_in(said: Said, answered: str) -> tuple[MadeCall, ...]:
-    """The calls of an answer. Where all that is known is its text, an error of the tools shows that it was one."""
+    """The calls of an answer. Where all that is known is its text, an error of the tools shows that
+    it was one.
+    """
     if not isinstance(said, str):
         return said
     reply = parse_tool_calls(said)
@@ -99,7 +109,9 @@ def _said(message: Message, turn: Turn | None, results: Sequence[Message]) -> Sa
 
 
 def _answered(calls: Sequence[ToolCall], results: Sequence[Message]) -> Iterator[MadeCall]:
-    """Calls that a renderer has read, with what their results say: by id, in order, or in the lines of one result."""
+    """Calls that a renderer has read, with what their results say: by id, in order, or in the lines
+    of one result.
+    """
     by_id = {result.tool_call_id: result.content for result in results if result.tool_call_id}
     for number, call in enumerate(calls):
         if call.id in by_id and len(by_id) == len(results):

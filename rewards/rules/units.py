@@ -13,8 +13,16 @@ Unit = Mapping[str, int]
 """Base units and their powers; empty where none is given."""
 
 _PREFIXES = {
-    "": "", "nano": "n", "micro": "µ", "milli": "m", "centi": "c", "deci": "d", "kilo": "k", "mega": "M", "giga": "G",
-}  # fmt: skip
+    "": "",
+    "nano": "n",
+    "micro": "µ",
+    "milli": "m",
+    "centi": "c",
+    "deci": "d",
+    "kilo": "k",
+    "mega": "M",
+    "giga": "G",
+}
 _PREFIXED = {
     "m": "meter metre",
     "g": "gram gramme",
@@ -85,7 +93,8 @@ def _symbols() -> Iterator[tuple[str, str]]:
 
 
 _UNITS = dict(_symbols()) | {"$": "USD", "l": "L", "ml": "mL", "cl": "cL", "hertz": "Hz"}
-"""Base units by the ways they are written. Names may have capitals, symbols are as they stand here."""
+"""Base units by the ways they are written. Names may have capitals, symbols are as they stand here.
+"""
 
 _WRAPPER = re.compile(
     r"\\(?:text|mathrm|textbf|mathbf|textit|mathit|mbox|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -93,25 +102,31 @@ _WRAPPER = re.compile(
 _SPACE = re.compile(r"\\[,;:! ]|~|\\q?quad\b")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|\\circ\b")
 _NUMBER = re.compile(r"(?<![\^\w.])(?<!\^[-{(])(?<!\^[{(]-)(?<!\*\*)\d[\d.,]*")
-_TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-zµ]+|[€£¥₹¢°])(?:\.(?=\s*[A-Za-z]))?|(?P<over>/)|(?P<times>[*·-]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<name>[A-Za-zµ]+|[€£¥₹¢°])(?:\.(?=\s*[A-Za-z]))?|(?P<over>/)|(?P<times>[*·-]))"
+)
 _POWER = re.compile(r"\s*(?:\^|\*\*)\s*[{(]?\s*(-?\d)\s*[)}]?")
 _MONEY = re.compile(r"[$€£¥₹]\s*-?$")
 
-_MEASURE = re.compile(r"\s*\\?[$€£¥₹]?\s*([-+−]?\d[\d.,]*)\s*(?:°|\^\s*\{?\s*\\circ\s*\}?)?[A-Za-z\s]*\.?\s*")
+_MEASURE = re.compile(
+    r"\s*\\?[$€£¥₹]?\s*([-+−]?\d[\d.,]*)\s*(?:°|\^\s*\{?\s*\\circ\s*\}?)?[A-Za-z\s]*\.?\s*"
+)
 
 
 def units_differ(expected: str, given: str) -> bool:
     """Whether two answers with numbers have units of measure that are not the same one.
 
-    An answer without a unit, or with words that are none, differs from nothing. The same length in another unit, such
-    as 0.12 m for 12 cm, differs too: a question that names a unit wants it.
+    An answer without a unit, or with words that are none, differs from nothing. The same length in
+    another unit, such as 0.12 m for 12 cm, differs too: a question that names a unit wants it.
     """
     right, said = unit_of(expected), unit_of(given)
     return bool(right and said and right != said)
 
 
 def unit_of(text: str) -> Unit:
-    """The unit after the last number of a text, or before it as in $5; empty if there is none that is known."""
+    """The unit after the last number of a text, or before it as in $5; empty if there is none that
+    is known.
+    """
     text = _SPACE.sub(" ", _WRAPPER.sub(r" \1 ", text)).replace("\\cdot", "*").replace("\\pi", " ")
     text = _DEGREE.sub("°", plain(text))
     text = re.sub(r"\\(?=[$%])", "", text).replace("\\", " ")
@@ -123,7 +138,9 @@ def unit_of(text: str) -> Unit:
     after = re.sub(r"^[.,]?[\s})\]]*(?:\$(?!\w))?", " ", text[found.end() :], count=1)
     unit = _run(after)
     money = _MONEY.search(text[: found.start()])
-    if not unit and money and text.count("$") % 2 == int("$" in money[0]):  # a pair of dollars is LaTeX
+    if (
+        not unit and money and text.count("$") % 2 == int("$" in money[0])
+    ):  # a pair of dollars is LaTeX
         return {_UNITS[money[0].strip(" -")]: 1}
     return unit
 
@@ -159,7 +176,9 @@ def _run(text: str) -> Unit:
             powers["inch"] += sign * ahead
         elif known is None:
             break
-        elif known == "degree" and (scale := re.match(r"\s*([CF])\b|\s*(celsius|fahrenheit)\b", text[at:], re.I)):
+        elif known == "degree" and (
+            scale := re.match(r"\s*([CF])\b|\s*(celsius|fahrenheit)\b", text[at:], re.I)
+        ):
             powers["fahrenheit" if scale[0].strip().lower().startswith("f") else "celsius"] += sign
             at += scale.end()
         else:

@@ -1,10 +1,13 @@
-"""Combinations of settings, as a user writes them, and what the step that a run would take with them has to be.
+"""Combinations of settings, as a user writes them, and what the step that a run would take with
+them has to be.
 
-A combination is a value of each factor below. Its config is read by `load_config`, or refused. What a run would make of
-it (the algorithm, the processing of batches, what is filtered, masked and cut) goes into an `ExactStep`.
+A combination is a value of each factor below. Its config is read by `load_config`, or refused. What
+a run would make of it (the algorithm, the processing of batches, what is filtered, masked and cut)
+goes into an `ExactStep`.
 
-The true gradient is found here in another way: from single paths of the problem, without groups, baselines or batches.
-Settings that are biased by design (`BIASED`) are replaced by their nearest unbiased value before the two are compared.
+The true gradient is found here in another way: from single paths of the problem, without groups,
+baselines or batches. Settings that are biased by design (`BIASED`) are replaced by their nearest
+unbiased value before the two are compared.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +28,14 @@ Row = Mapping[str, str]
 
 _STOPPING = "name: oracle, options: {problem: stopping}"
 _BANDIT = "name: oracle, label: other, options: {problem: bandit}"
-_CORRIDOR = "{name: oracle, options: {problem: corridor, settings: {length: 1, limit: 2, noise: 0.5}}}"
+_CORRIDOR = (
+    "{name: oracle, options: {problem: corridor, settings: {length: 1, limit: 2, noise: 0.5}}}"
+)
 
-ALGORITHMS = "grpo rloo gspo cispo sapo gigpo reinforce rae reinforce_pp rebn ppo turn_ppo archer dpo distill rejection"
+ALGORITHMS = (
+    "grpo rloo gspo cispo sapo gigpo reinforce rae reinforce_pp rebn ppo turn_ppo archer dpo"
+    " distill rejection"
+)
 FACTORS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "algorithm": {name: (f"algorithm.name={name}",) for name in ALGORITHMS.split()},
     "env": {
@@ -36,13 +44,18 @@ FACTORS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "corridor": (f"env={_CORRIDOR}",),
         "mixture": (f"env=[{{{_STOPPING}}}, {{{_BANDIT}}}]",),
         "own gamma": (f"env=[{{{_STOPPING}}}, {{{_BANDIT}, algorithm: {{gamma: 0.5}}}}]",),
-        "own advantage": (f"env=[{{{_STOPPING}}}, {{{_BANDIT}, algorithm: {{advantage: leave_one_out}}}}]",),
+        "own advantage": (
+            f"env=[{{{_STOPPING}}}, {{{_BANDIT}, algorithm: {{advantage: leave_one_out}}}}]",
+        ),
         "own kl": (f"env=[{{{_STOPPING}}}, {{{_BANDIT}, algorithm: {{kl: 0.3}}}}]",),
         "own group size": (f"env=[{{{_STOPPING}}}, {{{_BANDIT}, group_size: 3}}]",),
     },
     "advantage": {
         "default": (),
-        **{name: (f"algorithm.advantage={name}",) for name in ("group_std", "group_mean", "leave_one_out")},
+        **{
+            name: (f"algorithm.advantage={name}",)
+            for name in ("group_std", "group_mean", "leave_one_out")
+        },
     },
     "deviation": {"default": (), "sample": ("algorithm.std=sample",)},
     "credit": {
@@ -65,7 +78,10 @@ FACTORS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "end": {"default": (), "terminal": ("algorithm.truncated=terminal",)},
     "labels": {"default": (), "soft": ("algorithm.labels=soft",)},
     "reward weight": {"default": (), "0.5": ("algorithm.reward_weight=0.5",)},
-    "keep": {"default": (), **{name: (f"algorithm.keep={name}",) for name in ("best", "above_mean")}},
+    "keep": {
+        "default": (),
+        **{name: (f"algorithm.keep={name}",) for name in ("best", "above_mean")},
+    },
     "normalizer": {
         "default": (),
         **{name: (f"algorithm.normalizer={name}",) for name in ("1.0", "tokens", "trajectories")},
@@ -73,11 +89,18 @@ FACTORS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "kl": {"default": (), "0.2": ("algorithm.kl=0.2",)},
     "kl_reward": {"default": (), "0.2": ("algorithm.kl_reward=0.2",)},
     "entropy": {"default": (), "0.1": ("algorithm.entropy_bonus=0.1",)},
-    "clip": {"default": (), "dual": ("algorithm.dual_clip=3",), "narrow": ("algorithm.clip_high=0.01",)},
+    "clip": {
+        "default": (),
+        "dual": ("algorithm.dual_clip=3",),
+        "narrow": ("algorithm.clip_high=0.01",),
+    },
     "importance": {
         "default": (),
         "wide": ("algorithm.importance_cap=1000000",),
-        "wide, sequence": ("algorithm.importance_cap=1000000", "algorithm.importance_level=sequence"),
+        "wide, sequence": (
+            "algorithm.importance_cap=1000000",
+            "algorithm.importance_level=sequence",
+        ),
         "mask": ("algorithm.importance=mask",),
         "floor": ("algorithm.importance_floor=0.95",),
         "none": ("algorithm.importance_cap=null",),
@@ -108,7 +131,9 @@ FACTORS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "members": {"2": (), "1": ("rollout.group_size=1",), "3": ("rollout.group_size=3",)},
     "groups": {"1": (), "2": ()},
 }
-"""What a combination is made of: the overrides of each value. The first value is the one of a row that says nothing."""
+"""What a combination is made of: the overrides of each value. The first value is the one of a row
+that says nothing.
+"""
 
 
 def first(factor: str) -> str:
@@ -154,7 +179,10 @@ def smallest_refused(row: Row, base: Path) -> tuple[Row, str]:
             return str(error)
         return ""
 
-    part, why = {factor: chosen for factor, chosen in row.items() if chosen != first(factor)}, refusal(row)
+    part, why = (
+        {factor: chosen for factor, chosen in row.items() if chosen != first(factor)},
+        refusal(row),
+    )
     part["algorithm"] = value(row, "algorithm")  # also the first one: another may accept the rest
     for factor in [factor for factor in part if factor != "algorithm"]:
         smaller = {other: chosen for other, chosen in part.items() if other != factor}
@@ -179,15 +207,21 @@ def step_of(config: RunConfig) -> ExactStep:
         )
         for name, env in envs
     ]
-    by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
-    rows = [{f"baseline/{name}": 0.3 for name, _ in envs}]  # what `rae` has learned in earlier steps
+    by_env = {
+        one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None
+    }
+    rows = [
+        {f"baseline/{name}": 0.3 for name, _ in envs}
+    ]  # what `rae` has learned in earlier steps
     processing = BatchProcessing(config.batch_processing, rows, algorithm, by_env)
     gamma = getattr(algorithm.config, "gamma", 1.0) if isinstance(algorithm, ActorCritic) else 1.0
     return ExactStep(shares, algorithm, processing, rules_of(config, processing), by_env, gamma)
 
 
 def rules_of(config: RunConfig, processing: BatchProcessing) -> StepRules:
-    """What the scheduler and the trainer do with the groups of a step; stale ones are as old as they may be."""
+    """What the scheduler and the trainer do with the groups of a step; stale ones are as old as
+    they may be.
+    """
     rollout = config.rollout
     masked = rollout.max_staleness > 0 and rollout.staleness_rule == "mask"
     return StepRules(
@@ -204,10 +238,11 @@ def rules_of(config: RunConfig, processing: BatchProcessing) -> StepRules:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Settings whose gradient is not the true one, by design. `when`: the values of a row that has it, one of each.
+    """Settings whose gradient is not the true one, by design. `when`: the values of a row that has
+    it, one of each.
 
-    `instead`: what a row has in their place where its gradient has to be the true one. `alone`: a row that has nothing
-    else that is biased.
+    `instead`: what a row has in their place where its gradient has to be the true one. `alone`: a
+    row that has nothing else that is biased.
     """
 
     when: Mapping[str, str]
@@ -238,9 +273,13 @@ BIASES: Mapping[str, Bias] = {
         {"algorithm": "grpo", "normalizer": "1.0"},
     ),
     "`reinforce_pp`": Bias(
-        {"algorithm": "reinforce_pp"}, _REINFORCE, {"algorithm": "reinforce_pp", "normalizer": "1.0"}
+        {"algorithm": "reinforce_pp"},
+        _REINFORCE,
+        {"algorithm": "reinforce_pp", "normalizer": "1.0"},
     ),
-    "`rebn`": Bias({"algorithm": "rebn"}, _REINFORCE, {"algorithm": "rebn", "normalizer": "1.0", "gamma": "1"}),
+    "`rebn`": Bias(
+        {"algorithm": "rebn"}, _REINFORCE, {"algorithm": "rebn", "normalizer": "1.0", "gamma": "1"}
+    ),
     "`rebn`, one episode": Bias(
         {"algorithm": "rebn", **_ONE_EPISODE},
         _REINFORCE,
@@ -252,14 +291,18 @@ BIASES: Mapping[str, Bias] = {
         {"algorithm": "gigpo", "advantage": "leave_one_out", "normalizer": "1.0"},
     ),
     "`lam_length`": Bias(
-        {"lambda": "by length"}, {"lambda": "1"}, {"algorithm": "ppo", "lambda": "by length", **_CRITIC}
+        {"lambda": "by length"},
+        {"lambda": "1"},
+        {"algorithm": "ppo", "lambda": "by length", **_CRITIC},
     ),
     "`whiten`": Bias(
         {"algorithm": "ppo|turn_ppo", "whiten": "default"},
         {"whiten": "false"},
         {"algorithm": "ppo", **_CRITIC, "whiten": "default"},
     ),
-    "`normalizer=tokens`": Bias({"normalizer": "tokens"}, {"normalizer": "1.0"}, {"algorithm": "rloo"}),
+    "`normalizer=tokens`": Bias(
+        {"normalizer": "tokens"}, {"normalizer": "1.0"}, {"algorithm": "rloo"}
+    ),
     "`normalizer=tokens`, one episode": Bias(
         {"normalizer": "tokens", **_ONE_EPISODE},
         {"normalizer": "1.0"},
@@ -276,16 +319,24 @@ BIASES: Mapping[str, Bias] = {
         {"algorithm": "reinforce", "normalizer": "trajectories"},
     ),
     "`normalize=batch`": Bias(
-        {"normalize": "batch|environment"}, {"normalize": "default"}, {**_PLAIN, "normalize": "batch"}
+        {"normalize": "batch|environment"},
+        {"normalize": "default"},
+        {**_PLAIN, "normalize": "batch"},
     ),
     "`length_penalty`": Bias(
-        {"length penalty": "0.3"}, {"length penalty": "default"}, {**_PLAIN, "length penalty": "0.3"}
+        {"length penalty": "0.3"},
+        {"length penalty": "default"},
+        {**_PLAIN, "length penalty": "0.3"},
     ),
     "`overlong=mask`": Bias(
-        {"overlong": "mask", "env": "corridor"}, {"overlong": "default"}, {**_PLAIN, "overlong": "mask"}
+        {"overlong": "mask", "env": "corridor"},
+        {"overlong": "default"},
+        {**_PLAIN, "overlong": "mask"},
     ),
     "`keep_variance`": Bias(
-        {"keep variance": "0.8"}, {"keep variance": "default"}, {**_PLAIN, "keep variance": "0.8", "groups": "2"}
+        {"keep variance": "0.8"},
+        {"keep variance": "default"},
+        {**_PLAIN, "keep variance": "0.8", "groups": "2"},
     ),
     "`importance_cap`": Bias(
         {"algorithm": _WEIGHED, "staleness": "1|mask", "played by": "an older policy"},
@@ -310,13 +361,22 @@ BIASES: Mapping[str, Bias] = {
     "`gamma`, `group_mean`": Bias(
         {"advantage": "group_mean", "credit": "to go", "gamma": "0.5"},
         {"advantage": "leave_one_out"},
-        {"algorithm": "grpo", "advantage": "group_mean", "credit": "to go", "gamma": "0.5", "normalizer": "1.0"},
+        {
+            "algorithm": "grpo",
+            "advantage": "group_mean",
+            "credit": "to go",
+            "gamma": "0.5",
+            "normalizer": "1.0",
+        },
     ),
 }
 """What is biased by design, by the name in docs/oracles.md, which has the figures."""
 
 _DEFAULTS: Mapping[str, Sequence[Row]] = {
-    "advantage": ({"algorithm": _GROUPS, "is": "group_std"}, {"algorithm": "rloo", "is": "leave_one_out"}),
+    "advantage": (
+        {"algorithm": _GROUPS, "is": "group_std"},
+        {"algorithm": "rloo", "is": "leave_one_out"},
+    ),
     "normalizer": (
         {"algorithm": "gspo", "is": "trajectories"},
         {"algorithm": _WEIGHED, "is": "tokens"},
@@ -330,7 +390,9 @@ def spelled(row: Row) -> Row:
     found = dict(row)
     for factor, cases in _DEFAULTS.items():
         for case in cases:
-            if value(found, factor) == "default" and value(row, "algorithm") in case["algorithm"].split("|"):
+            if value(found, factor) == "default" and value(row, "algorithm") in case[
+                "algorithm"
+            ].split("|"):
                 found[factor] = case["is"]
     return found
 
@@ -352,8 +414,8 @@ def without(row: Row, names: Iterable[str]) -> Row:
 def unbiased(row: Row) -> list[Row]:
     """Rows like this one whose gradient has to be the true one.
 
-    Where groups are filtered, what is left of the terms that each token answers for itself is that of mixed groups. So
-    such a row is tried without the filter, and without these terms.
+    Where groups are filtered, what is left of the terms that each token answers for itself is that
+    of mixed groups. So such a row is tried without the filter, and without these terms.
     """
     row = without(row, biases_of(row))
     row = without(row, biases_of(row))  # some are replaced by what is biased too

@@ -1,4 +1,6 @@
-"""Advantages and losses against numbers worked out by hand, against autograd of the plain formula, and invariances."""
+"""Advantages and losses against numbers worked out by hand, against autograd of the plain formula,
+and invariances.
+"""
 
 import math
 import random
@@ -29,13 +31,22 @@ rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
 
 def group_of(scores: Sequence[Score]) -> Group:
     task = Task("env", 0)
-    return Group(task, tuple(Trajectory(f"t{i}", task, (), Terminated()) for i in range(len(scores))), tuple(scores))
+    return Group(
+        task,
+        tuple(Trajectory(f"t{i}", task, (), Terminated()) for i in range(len(scores))),
+        tuple(scores),
+    )
 
 
 def batch_of(loss_tokens: int) -> TrainBatch:
     n = loss_tokens
     sample = TrainingSample(
-        (1,) * (n + 1), (0,) + (1,) * n, (0.0,) * (n + 1), (0.0,) * (n + 1), (0,) * (n + 1), (0,) * (n + 1)
+        (1,) * (n + 1),
+        (0,) + (1,) * n,
+        (0.0,) * (n + 1),
+        (0.0,) * (n + 1),
+        (0,) * (n + 1),
+        (0,) * (n + 1),
     )
     return collate([sample])
 
@@ -57,7 +68,9 @@ def test_advantages_of_two_wins_in_four_by_hand() -> None:
 
 
 def test_advantages_of_one_win_in_four_by_hand() -> None:
-    assert group_std([4, 0, 0, 0]) == pytest.approx([math.sqrt(3), *[-1 / math.sqrt(3)] * 3], abs=1e-5)
+    assert group_std([4, 0, 0, 0]) == pytest.approx(
+        [math.sqrt(3), *[-1 / math.sqrt(3)] * 3], abs=1e-5
+    )
     assert group_mean([4, 0, 0, 0]) == [3, -1, -1, -1]
     assert leave_one_out([4, 0, 0, 0]) == pytest.approx([4, -4 / 3, -4 / 3, -4 / 3])
 
@@ -73,7 +86,9 @@ def test_rewards_that_differ_by_rounding_alone_give_no_signal() -> None:
 
 
 @pytest.mark.parametrize("advantage", ALL)
-def test_rewards_that_are_equal_but_for_rounding_have_no_advantage_at_any_scale(advantage: Advantage) -> None:
+def test_rewards_that_are_equal_but_for_rounding_have_no_advantage_at_any_scale(
+    advantage: Advantage,
+) -> None:
     """And true differences of a billionth do."""
     for power in (-12, 0, 6, 12):
         noisy = [10.0**power * reward for reward in (0.1 + 0.2, 0.3, sum([0.1] * 3), 0.3)]
@@ -84,7 +99,9 @@ def test_rewards_that_are_equal_but_for_rounding_have_no_advantage_at_any_scale(
 
 @pytest.mark.parametrize("advantage", ALL)
 @given(rewards=rewards, shift=st.integers(-50, 50))
-def test_advantages_ignore_a_shift_and_sum_to_zero(advantage: Advantage, rewards: list[float], shift: int) -> None:
+def test_advantages_ignore_a_shift_and_sum_to_zero(
+    advantage: Advantage, rewards: list[float], shift: int
+) -> None:
     base = advantage(rewards)
     assume(max(rewards) - min(rewards) > 1e-3 or len(set(rewards)) == 1)
     assert advantage([r + shift for r in rewards]) == pytest.approx(base, abs=1e-5, rel=1e-6)
@@ -93,20 +110,29 @@ def test_advantages_ignore_a_shift_and_sum_to_zero(advantage: Advantage, rewards
 
 @pytest.mark.parametrize("advantage", ALL)
 @given(rewards=rewards, seed=st.integers(0, 99))
-def test_advantages_move_with_their_members(advantage: Advantage, rewards: list[float], seed: int) -> None:
+def test_advantages_move_with_their_members(
+    advantage: Advantage, rewards: list[float], seed: int
+) -> None:
     order = list(range(len(rewards)))
     random.Random(seed).shuffle(order)
     base = advantage(rewards)
-    assert advantage([rewards[i] for i in order]) == pytest.approx([base[i] for i in order], rel=1e-9, abs=1e-9)
+    assert advantage([rewards[i] for i in order]) == pytest.approx(
+        [base[i] for i in order], rel=1e-9, abs=1e-9
+    )
 
 
 @given(rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=8, unique=True))
 def test_leave_one_out_is_the_mean_difference_rescaled(rewards: list[float]) -> None:
     scale = len(rewards) / (len(rewards) - 1)
-    assert leave_one_out(rewards) == pytest.approx([a * scale for a in group_mean(rewards)], abs=1e-9)
+    assert leave_one_out(rewards) == pytest.approx(
+        [a * scale for a in group_mean(rewards)], abs=1e-9
+    )
 
 
-@given(rewards=st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=8), scale=st.floats(0.1, 100))
+@given(
+    rewards=st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=8),
+    scale=st.floats(0.1, 100),
+)
 def test_group_std_ignores_the_scale_of_rewards(rewards: list[float], scale: float) -> None:
     assert group_std([r * scale for r in rewards]) == pytest.approx(group_std(rewards), abs=1e-4)
 
@@ -138,7 +164,9 @@ def policy_gradient(
 def test_the_policy_gradient_by_hand() -> None:
     log = math.log
     # ratio:              1       1.5 high   0.5 low    1.5, A<0   0.5, A>0    4, A<0
-    logprobs = torch.tensor([-1.0, log(1.5), log(0.5), log(1.5), log(0.5), log(4.0)], dtype=torch.float64)
+    logprobs = torch.tensor(
+        [-1.0, log(1.5), log(0.5), log(1.5), log(0.5), log(4.0)], dtype=torch.float64
+    )
     old = [-1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     advantages = [2.0, 2.0, -2.0, -2.0, 2.0, -1.0]
     output = policy_gradient(logprobs, tokens_of(old, old, advantages), **CLIP)
@@ -180,35 +208,54 @@ def test_importance_weights_may_be_masked_or_shared_by_a_sample() -> None:
 
     assert weights(importance_cap=4.5) == pytest.approx([2.0, 4.5, 4.0])
     assert weights(importance_cap=4.5, importance="mask") == pytest.approx([2.0, 0.0, 4.0])
-    assert weights(importance_cap=20.0, importance_level="sequence") == pytest.approx([10.0, 10.0, 4.0])
-    assert weights(importance_cap=9.0, importance_level="sequence", importance="mask") == pytest.approx([0.0, 0.0, 4.0])
+    assert weights(importance_cap=20.0, importance_level="sequence") == pytest.approx(
+        [10.0, 10.0, 4.0]
+    )
+    assert weights(
+        importance_cap=9.0, importance_level="sequence", importance="mask"
+    ) == pytest.approx([0.0, 0.0, 4.0])
 
 
 @pytest.mark.parametrize("algorithm", [Grpo, Gspo, Cispo, Sapo])
 @given(
-    st.lists(st.tuples(st.floats(-1, 1), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.floats(-1, 1), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=8
+    ),
     st.sampled_from([None, 1.5]),
 )
-def test_what_is_called_clipped_has_no_gradient_and_nothing_else_has_none(algorithm, rows, dual) -> None:
+def test_what_is_called_clipped_has_no_gradient_and_nothing_else_has_none(
+    algorithm, rows, dual
+) -> None:
     """Of gspo, samples of one token; with several it is whole samples (below)."""
     log_ratios, advantages = (list(column) for column in zip(*rows, strict=True))
-    assume(all(min(abs(math.exp(r) - edge) for edge in (0.8, 1.28, 1.5)) > 1e-6 for r in log_ratios))
+    assume(
+        all(min(abs(math.exp(r) - edge) for edge in (0.8, 1.28, 1.5)) > 1e-6 for r in log_ratios)
+    )
     zeros = [0.0] * len(rows)
     tokens = replace(tokens_of(zeros, zeros, advantages), segments_N=torch.arange(len(rows)))
     logprobs = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
-    output = algorithm(algorithm.Config.model_validate({**CLIP, "dual_clip": dual})).loss(logprobs, tokens)
+    output = algorithm(algorithm.Config.model_validate({**CLIP, "dual_clip": dual})).loss(
+        logprobs, tokens
+    )
     (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
     cut = [output.metrics[f"clipped_{kind}"] for kind in ("low", "high", "dual")]
     silent = (gradient == 0) & (tokens.advantages_N != 0)
     assert torch.stack(cut).sum(0).tolist() == silent.float().tolist()
-    assert all(ratio < 0 for ratio, is_cut in zip(log_ratios, cut[0].tolist(), strict=True) if is_cut)
-    assert all(ratio > 0 for ratio, is_cut in zip(log_ratios, (cut[1] + cut[2]).tolist(), strict=True) if is_cut)
+    assert all(
+        ratio < 0 for ratio, is_cut in zip(log_ratios, cut[0].tolist(), strict=True) if is_cut
+    )
+    assert all(
+        ratio > 0
+        for ratio, is_cut in zip(log_ratios, (cut[1] + cut[2]).tolist(), strict=True)
+        if is_cut
+    )
     assert algorithm in (Grpo, Gspo) or not silent.any()
 
 
 def test_the_clip_of_a_sample_counts_its_tokens_by_their_common_ratio() -> None:
     log = math.log
-    # Two tokens of ratios 2 and 1/2, whose mean is 1: nothing is cut. Two of ratio 2: both are; with A < 0 neither.
+    # Two tokens of ratios 2 and 1/2, whose mean is 1: nothing is cut. Two of ratio 2: both are;
+    # with A < 0 neither.
     tokens = tokens_of([0.0] * 6, [0.0] * 6, [1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
     tokens = replace(tokens, segments_N=torch.tensor([0, 0, 1, 1, 2, 2]))
     logprobs = torch.tensor([log(2), log(0.5), log(2), log(2), log(2), log(2)], dtype=torch.float64)
@@ -224,9 +271,12 @@ def test_the_clip_of_a_sample_counts_its_tokens_by_their_common_ratio() -> None:
 def test_importance_that_a_sample_shares_is_reported_as_it_is_capped() -> None:
     log = math.log
     tokens = replace(
-        tokens_of([0.0] * 3, [log(0.5), log(0.2), log(0.25)], [1.0] * 3), segments_N=torch.tensor([4, 4, 7])
+        tokens_of([0.0] * 3, [log(0.5), log(0.2), log(0.25)], [1.0] * 3),
+        segments_N=torch.tensor([4, 4, 7]),
     )
-    output = policy_gradient(torch.zeros(3), tokens, importance_cap=6.0, importance_level="sequence")
+    output = policy_gradient(
+        torch.zeros(3), tokens, importance_cap=6.0, importance_level="sequence"
+    )
     assert output.metrics["importance_weight"].tolist() == pytest.approx([10.0, 10.0, 4.0])
     assert output.metrics["importance_truncated"].tolist() == [1, 1, 0]
 
@@ -238,10 +288,13 @@ def test_surrogates_off_policy_by_hand() -> None:
     # CISPO: the weight is cut at 2, and the gradient stays.
     loss = Cispo(Cispo.Config(clip_high=1.0)).loss(logprobs, tokens).loss_N
     assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx([-2.0, -0.5])
-    # GSPO: one ratio, sqrt(1.5), for both tokens of the sample; beyond the clip neither has a gradient.
+    # GSPO: one ratio, sqrt(1.5), for both tokens of the sample; beyond the clip neither has a
+    # gradient.
     for clip_high, gradient in ((0.3, -math.sqrt(1.5) / 2 * 2), (0.2, 0.0)):
         loss = Gspo(Gspo.Config(clip_high=clip_high)).loss(logprobs, tokens).loss_N
-        assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx([gradient] * 2)
+        assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx(
+            [gradient] * 2
+        )
     # SAPO: the gradient is that of the ratio, times sech^2 of half its distance from 1.
     loss = Sapo(Sapo.Config()).loss(logprobs, tokens).loss_N
     expected = [-ratio / math.cosh((ratio - 1) / 2) ** 2 for ratio in (3.0, 0.5)]
@@ -249,7 +302,9 @@ def test_surrogates_off_policy_by_hand() -> None:
 
 
 def naive(new: torch.Tensor, old: float, rollout: float, advantage: float) -> torch.Tensor:
-    """The papers' formula for one token, with the cases written out: clips 0.8 and 1.28, dual clip 3, cap 2."""
+    """The papers' formula for one token, with the cases written out: clips 0.8 and 1.28, dual clip
+    3, cap 2.
+    """
     ratio = torch.exp(new - old)
     weight = min(math.exp(old - rollout), 2.0)
     if advantage >= 0:
@@ -261,14 +316,22 @@ def naive(new: torch.Tensor, old: float, rollout: float, advantage: float) -> to
 
 
 @given(
-    st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=8)
+    st.lists(
+        st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)),
+        min_size=1,
+        max_size=8,
+    )
 )
-def test_gradients_are_those_of_the_formula_written_out(rows: list[tuple[float, float, float, float]]) -> None:
+def test_gradients_are_those_of_the_formula_written_out(
+    rows: list[tuple[float, float, float, float]],
+) -> None:
     new, old, rollout, advantages = (list(column) for column in zip(*rows, strict=True))
     ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
     assume(all(min(abs(r - 1.28), abs(r - 0.8), abs(r - 3.0)) > 1e-6 for r in ratios))
     logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
-    output = policy_gradient(logprobs, tokens_of(old, rollout, advantages), **CLIP, dual_clip=3.0, importance_cap=2.0)
+    output = policy_gradient(
+        logprobs, tokens_of(old, rollout, advantages), **CLIP, dual_clip=3.0, importance_cap=2.0
+    )
     (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
     plain = torch.tensor(new, dtype=torch.float64, requires_grad=True)
     losses = [naive(plain[i], old[i], rollout[i], advantages[i]) for i in range(len(new))]
@@ -288,11 +351,20 @@ def test_on_policy_the_gradient_is_reinforce(rows: list[tuple[float, float]]) ->
     assert gradient.tolist() == pytest.approx([-a for a in advantages])
 
 
-@given(st.lists(st.tuples(*[st.floats(-3, 0)] * 3, st.floats(-2, 2)), min_size=2, max_size=8), st.integers(0, 99))
-def test_a_tokens_loss_depends_on_that_token_alone(rows: list[tuple[float, ...]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(*[st.floats(-3, 0)] * 3, st.floats(-2, 2)), min_size=2, max_size=8),
+    st.integers(0, 99),
+)
+def test_a_tokens_loss_depends_on_that_token_alone(
+    rows: list[tuple[float, ...]], seed: int
+) -> None:
     def losses(listed: list[tuple[float, ...]]) -> list[float]:
         new, old, rollout, advantages = (list(column) for column in zip(*listed, strict=True))
-        return Grpo().loss(torch.tensor(new, dtype=torch.float64), tokens_of(old, rollout, advantages)).loss_N.tolist()
+        return (
+            Grpo()
+            .loss(torch.tensor(new, dtype=torch.float64), tokens_of(old, rollout, advantages))
+            .loss_N.tolist()
+        )
 
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
@@ -318,10 +390,18 @@ def test_sft_imitates_every_trajectory() -> None:
 
 def test_rejection_sampling_imitates_the_best_and_counts_their_tokens_only() -> None:
     group = group_of([Score(0.0), Score(1.0), Score(1.0), Score(0.6)])
-    of = {keep: RejectionSampling(RejectionSampling.Config(keep=keep)) for keep in ("best", "above_mean", "success")}
+    of = {
+        keep: RejectionSampling(RejectionSampling.Config(keep=keep))
+        for keep in ("best", "above_mean", "success")
+    }
     assert of["best"].advantages(group) == [0, 1, 1, 0]
     assert of["above_mean"].advantages(group) == [0, 1, 1, 0]
-    assert of["success"].advantages(group) == [0, 1, 1, 1]  # nothing else tells, so scores above zero do
+    assert of["success"].advantages(group) == [
+        0,
+        1,
+        1,
+        1,
+    ]  # nothing else tells, so scores above zero do
     batch = replace(batch_of(4), advantages_N=np.array([0, 1, 1, 0], np.float32))
     assert of["best"].normalizer(batch) == 2
     assert of["best"].normalizer(batch_of(4)) == 1
@@ -353,7 +433,9 @@ def test_grpo_passes_its_settings_to_the_loss() -> None:
     ]:
         assert Grpo(settings).loss(logprobs, tokens).loss_N.item() == pytest.approx(expected)
     gain = replace(tokens, advantages_N=-tokens.advantages_N)
-    assert Grpo(Grpo.Config(clip_high=1.0)).loss(logprobs, gain).loss_N.item() == pytest.approx(-4.0)
+    assert Grpo(Grpo.Config(clip_high=1.0)).loss(logprobs, gain).loss_N.item() == pytest.approx(
+        -4.0
+    )
     lower = Grpo(Grpo.Config(clip_low=0.5)).loss(-logprobs, tokens).loss_N.item()
     assert lower == pytest.approx(2.0 * 0.5)
 
@@ -373,14 +455,19 @@ def test_the_exact_entropy_of_a_trainer_is_the_bonus_and_a_metric() -> None:
     output = Grpo(Grpo.Config(entropy_bonus=0.1)).loss(logprobs, tokens)
     assert output.loss_N.tolist() == pytest.approx([-0.05, -0.15])
     assert output.metrics["policy_entropy"].tolist() == [0.5, 1.5]
-    assert [uses_entropy(Grpo(Grpo.Config(entropy_bonus=b)).loss) for b in (0.0, 0.1)] == [False, True]
+    assert [uses_entropy(Grpo(Grpo.Config(entropy_bonus=b)).loss) for b in (0.0, 0.1)] == [
+        False,
+        True,
+    ]
     assert not uses_entropy(lambda logprobs_N, tokens: output)
 
 
 def test_an_entropy_bonus_raises_the_probability_of_what_is_unlikely() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0], requires_grad=True)
     logprobs = torch.log_softmax(logits, -1)
-    sampled = torch.multinomial(logprobs.exp().detach(), 20_000, True, generator=torch.Generator().manual_seed(0))
+    sampled = torch.multinomial(
+        logprobs.exp().detach(), 20_000, True, generator=torch.Generator().manual_seed(0)
+    )
     before, zeros = logprobs[sampled].detach(), torch.zeros(len(sampled))
     tokens = LossTokens(before, before, before, zeros, zeros)
     output = Grpo(Grpo.Config(entropy_bonus=0.1)).loss(logprobs[sampled], tokens)
@@ -390,12 +477,20 @@ def test_an_entropy_bonus_raises_the_probability_of_what_is_unlikely() -> None:
 
 
 @pytest.mark.parametrize("term", ["entropy_bonus", "kl"])
-def test_the_extra_terms_are_right_in_expectation_for_tokens_that_an_older_policy_sampled(term: str) -> None:
-    """The sum over all tokens of q * loss has the gradient of the policy's own entropy, or KL, whatever q is."""
+def test_the_extra_terms_are_right_in_expectation_for_tokens_that_an_older_policy_sampled(
+    term: str,
+) -> None:
+    """The sum over all tokens of q * loss has the gradient of the policy's own entropy, or KL,
+    whatever q is.
+    """
     logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(logits, -1)
-    began = torch.log_softmax(torch.tensor([0.2, 0.4, 1.0, -0.3], dtype=torch.float64), -1)  # at the step's beginning
-    sampled = torch.log_softmax(torch.tensor([0.9, -0.2, 0.5, 0.3], dtype=torch.float64), -1)  # of the engine
+    began = torch.log_softmax(
+        torch.tensor([0.2, 0.4, 1.0, -0.3], dtype=torch.float64), -1
+    )  # at the step's beginning
+    sampled = torch.log_softmax(
+        torch.tensor([0.9, -0.2, 0.5, 0.3], dtype=torch.float64), -1
+    )  # of the engine
     reference = torch.log_softmax(torch.tensor([-0.5, 0.6, 0.1, 0.8], dtype=torch.float64), -1)
     tokens = LossTokens(began, sampled, reference, torch.zeros(4), torch.zeros(4))
     settings = Grpo.Config.model_validate({term: 1.0, "importance_cap": 100.0})
@@ -405,6 +500,10 @@ def test_the_extra_terms_are_right_in_expectation_for_tokens_that_an_older_polic
     (estimated,) = torch.autograd.grad((sampled.exp() * losses).sum(), logits, retain_graph=True)
     torch.testing.assert_close(estimated, expected)
     # Without the weight it is another gradient.
-    plain = negative_entropy(logprobs) if term == "entropy_bonus" else reference_penalty(logprobs, reference)
+    plain = (
+        negative_entropy(logprobs)
+        if term == "entropy_bonus"
+        else reference_penalty(logprobs, reference)
+    )
     (unweighted,) = torch.autograd.grad((sampled.exp() * plain).sum(), logits)
     assert float((unweighted - expected).norm() / expected.norm()) > 0.2

@@ -19,14 +19,24 @@ from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncat
 Table = Mapping[Hashable, float]
 
 
-def episode(*rewards: float, tail: Sequence[int] | None = None, fork: int | None = None) -> TrainBatch:
+def episode(
+    *rewards: float, tail: Sequence[int] | None = None, fork: int | None = None
+) -> TrainBatch:
     """A batch of an episode of turns with two tokens each; with a tail it was truncated."""
     turns = tuple(
-        Turn((1, 2), Completion((5, 6), (-1.0, -1.0), (0, 0), "stop"), reward, {}, forked=number == fork)
+        Turn(
+            (1, 2),
+            Completion((5, 6), (-1.0, -1.0), (0, 0), "stop"),
+            reward,
+            {},
+            forked=number == fork,
+        )
         for number, reward in enumerate(rewards)
     )
     status = Terminated() if tail is None else Truncated("turns")
-    trajectory = Trajectory("t", Task("env", 0), turns, status, tail_ids=np.array(tail or (), np.int32))
+    trajectory = Trajectory(
+        "t", Task("env", 0), turns, status, tail_ids=np.array(tail or (), np.int32)
+    )
     return collate(to_samples(trajectory, 0.0, turn_rewards=rewards))
 
 
@@ -43,7 +53,9 @@ def test_targets_and_advantages_by_hand(fork: int | None) -> None:
     assert estimate.advantages_N[asked.own_N].tolist() == [2.0, 2.0, 4.0, 4.0]
 
 
-def test_after_a_truncated_episode_the_critic_is_asked_or_nothing_is_expected_or_nothing_is_learned() -> None:
+def test_after_a_truncated_episode_the_critic_is_asked_or_nothing_is_expected_or_nothing_is_learned() -> (
+    None
+):
     for settings, tail, target in (
         ({"truncated": "bootstrap"}, [3, 4], 1.0 + 0.5 * 8.0),
         ({"truncated": "terminal"}, [3, 4], 1.0),
@@ -75,7 +87,9 @@ def test_a_cost_of_the_policy_is_no_reward_that_can_be_replayed() -> None:
 
 
 class Tabular:
-    """A critic with a number for each decision, and for each action of each decision, which learns without error."""
+    """A critic with a number for each decision, and for each action of each decision, which learns
+    without error.
+    """
 
     def __init__(self, oracle: Oracle) -> None:
         self.table: defaultdict[Hashable, float] = defaultdict(float)
@@ -100,17 +114,25 @@ class Tabular:
         own_N[asked.lesson_N] = asked.own_N
         tokens = asked.asked.tokens_S.tolist()
         return [
-            ("before", self.decision_of[tokens[at]])
-            if own
-            else ("before", tokens[at - 1] - 1)
-            if end
-            else ("after", self.first_of[tokens[at - 1]])
+            (
+                ("before", self.decision_of[tokens[at]])
+                if own
+                else (
+                    ("before", tokens[at - 1] - 1)
+                    if end
+                    else ("after", self.first_of[tokens[at - 1]])
+                )
+            )
             for at, own, end in zip(at_N.tolist(), own_N, asked.ends_N, strict=True)
         ]
 
 
-def taught(oracle: Oracle, played: Sequence[tuple[torch.Tensor, bool]], algorithm: Archer) -> Tabular:
-    """A critic after many rounds of lessons by enumerated policies: (logits, whether it is the newest)."""
+def taught(
+    oracle: Oracle, played: Sequence[tuple[torch.Tensor, bool]], algorithm: Archer
+) -> Tabular:
+    """A critic after many rounds of lessons by enumerated policies: (logits, whether it is the
+    newest).
+    """
     critic = Tabular(oracle)
     parts, chances = [], list[float]()
     for logits, newest in played:
@@ -123,7 +145,9 @@ def taught(oracle: Oracle, played: Sequence[tuple[torch.Tensor, bool]], algorith
     keys = critic.keys(asked)
     chances_N = np.array(chances)[asked.lesson.trajectories_N]
     for _ in range(12):
-        estimate = algorithm.estimate(*asked.answered(np.array([critic.table[key] for key in keys], np.float32)))
+        estimate = algorithm.estimate(
+            *asked.answered(np.array([critic.table[key] for key in keys], np.float32))
+        )
         total: defaultdict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
         in_lesson = [key for key, learned in zip(keys, asked.lesson_N, strict=True) if learned]
         first_N = np.append(True, np.diff(asked.lesson.trajectories_N) != 0) | np.append(
@@ -138,7 +162,9 @@ def taught(oracle: Oracle, played: Sequence[tuple[torch.Tensor, bool]], algorith
     return critic
 
 
-@pytest.mark.parametrize("problem", [stopping(), corridor(), chain(3), t_maze()], ids=lambda p: p.state)
+@pytest.mark.parametrize(
+    "problem", [stopping(), corridor(), chain(3), t_maze()], ids=lambda p: p.state
+)
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
 def test_the_targets_have_the_exact_values_as_their_fixed_point_though_another_policy_played_too(
     problem, gamma: float
@@ -153,7 +179,9 @@ def test_the_targets_have_the_exact_values_as_their_fixed_point_though_another_p
         firsts = oracle._first_tokens[number]
         reached = any(number == turn[0] for path in oracle.paths for turn in path.turns)
         if reached:  # not what lies behind a limit
-            assert critic.table["before", number] == pytest.approx(float(at_decisions[number]), abs=1e-5)
+            assert critic.table["before", number] == pytest.approx(
+                float(at_decisions[number]), abs=1e-5
+            )
             found = [critic.table["after", first] for first in firsts]
             assert found == pytest.approx([float(answers_W[first]) for first in firsts], abs=1e-5)
         assert len(firsts) == len(decision.actions)

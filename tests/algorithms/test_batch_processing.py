@@ -1,4 +1,6 @@
-"""BatchProcessing: length penalties, normalisation, overlong filtering, and constraints kept by multipliers."""
+"""BatchProcessing: length penalties, normalisation, overlong filtering, and constraints kept by
+multipliers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -25,18 +27,35 @@ from agentrl.algorithms.sft import RejectionSampling
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.observe.metrics import masked_shares
 from agentrl.testing.rewards import trajectory
-from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import (
+    Completion,
+    Group,
+    Score,
+    Task,
+    Terminated,
+    Trajectory,
+    Truncated,
+    Turn,
+)
 
 batches = st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=5)
 
 
 def group(
-    values: list[float], *, env: str = "a", costs: list[float] | None = None, texts: list[str] | None = None
+    values: list[float],
+    *,
+    env: str = "a",
+    costs: list[float] | None = None,
+    texts: list[str] | None = None,
 ) -> Group:
     task = Task(env, 0, {}, "t")
-    played = [replace(trajectory(text, rewards=[1.0]), task=task) for text in texts or ["x"] * len(values)]
+    played = [
+        replace(trajectory(text, rewards=[1.0]), task=task) for text in texts or ["x"] * len(values)
+    ]
     parts = [{} if costs is None else {"m/violated": cost} for cost in costs or values]
-    return Group(task, tuple(played), tuple(Score(v, p) for v, p in zip(values, parts, strict=True)))
+    return Group(
+        task, tuple(played), tuple(Score(v, p) for v, p in zip(values, parts, strict=True))
+    )
 
 
 def test_the_longest_loses_to_the_shortest_and_a_wrong_answer_is_not_paid_for_being_short():
@@ -54,20 +73,33 @@ def test_normalised_advantages_of_a_scope_have_mean_zero_and_spread_one(advantag
     scopes = [data.draw(st.sampled_from("ab")) for _ in advantages]
     found = normalised(advantages, scopes)
     for scope in set(scopes):
-        before = [a for of_group, s in zip(advantages, scopes, strict=True) if s == scope for a in of_group]
-        after = [a for of_group, s in zip(found, scopes, strict=True) if s == scope for a in of_group]
+        before = [
+            a
+            for of_group, s in zip(advantages, scopes, strict=True)
+            if s == scope
+            for a in of_group
+        ]
+        after = [
+            a for of_group, s in zip(found, scopes, strict=True) if s == scope for a in of_group
+        ]
         if len(set(before)) == 1:
             assert after == [0.0] * len(after)
         elif max(before) - min(before) > 1e-2:
             assert math.fsum(after) / len(after) == pytest.approx(0, abs=1e-4)
-            assert math.sqrt(math.fsum(a * a for a in after) / len(after)) == pytest.approx(1, rel=1e-2)
+            assert math.sqrt(math.fsum(a * a for a in after) / len(after)) == pytest.approx(
+                1, rel=1e-2
+            )
 
 
 def test_each_environment_is_normalised_by_its_own_spread():
     groups = [group([0.0, 1.0], env="a"), group([0.0, 100.0], env="b")]
     advantages = [[-0.5, 0.5], [-50.0, 50.0]]
-    by_env = BatchProcessing(BatchProcessingConfig(normalize="environment")).advantages(groups, advantages)
-    by_batch = BatchProcessing(BatchProcessingConfig(normalize="batch")).advantages(groups, advantages)
+    by_env = BatchProcessing(BatchProcessingConfig(normalize="environment")).advantages(
+        groups, advantages
+    )
+    by_batch = BatchProcessing(BatchProcessingConfig(normalize="batch")).advantages(
+        groups, advantages
+    )
     assert by_env == [pytest.approx([-1, 1], rel=1e-4)] * 2
     assert by_batch[1][1] == pytest.approx(100 * by_batch[0][1])
     assert BatchProcessing(BatchProcessingConfig()).advantages(groups, advantages) == advantages
@@ -78,12 +110,15 @@ def test_masked_overlong_episodes_carry_no_loss_and_still_count_in_the_group():
     cut = replace(played.trajectories[2], status=Truncated("turns"))
     played = replace(played, trajectories=(*played.trajectories[:2], cut))
     algorithm = Grpo(Grpo.Config(advantage="group_mean"))
-    kept = list(samples_of([played], algorithm, 0, BatchProcessing(BatchProcessingConfig(overlong="mask"))))
+    kept = list(
+        samples_of([played], algorithm, 0, BatchProcessing(BatchProcessingConfig(overlong="mask")))
+    )
     every = list(samples_of([played], algorithm, 0))
     assert (len(kept), len(every)) == (2, 3)
     assert kept == every[:2], "the baseline is that of all three"
     with pytest.raises(
-        TrainingError, match=r"all 1 episodes of the step were truncated.*batch_processing.overlong=train"
+        TrainingError,
+        match=r"all 1 episodes of the step were truncated.*batch_processing.overlong=train",
     ):
         BatchProcessing(BatchProcessingConfig(overlong="mask")).trained([cut])
 
@@ -94,15 +129,22 @@ def test_a_constraint_costs_what_its_multiplier_says_and_the_parts_stay_as_they_
     played = [group([1.0, 1.0], costs=[0.0, 1.0])]
     shaped = processing.scores(played)
     assert [score.value for score in shaped[0].scores] == [1.0, 0.5]
-    assert [score.parts for score in shaped[0].scores] == [score.parts for score in played[0].scores]
+    assert [score.parts for score in shaped[0].scores] == [
+        score.parts for score in played[0].scores
+    ]
     metrics = processing.update(played)
-    assert metrics == {"constraints/rate/m/violated": 0.5, "constraints/multiplier/m/violated": pytest.approx(0.9)}
+    assert metrics == {
+        "constraints/rate/m/violated": 0.5,
+        "constraints/multiplier/m/violated": pytest.approx(0.9),
+    }
     with pytest.raises(ConfigError, match="no score has a part 'm/violated'; there are none"):
         processing.scores([group([1.0])])
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.floats(0, 1))
-def test_a_multiplier_rises_while_the_bound_is_broken_falls_while_it_is_kept_and_stays_in_its_range(broken, bound):
+def test_a_multiplier_rises_while_the_bound_is_broken_falls_while_it_is_kept_and_stays_in_its_range(
+    broken, bound
+):
     constraint = Constraint(part="m/violated", at_most=bound, rate=0.7, largest=2.0)
     processing = BatchProcessing(BatchProcessingConfig(constraints=(constraint,)))
     for count in broken:
@@ -114,7 +156,9 @@ def test_a_multiplier_rises_while_the_bound_is_broken_falls_while_it_is_kept_and
 
 
 def test_a_resumed_run_goes_on_with_the_multiplier_of_its_last_step():
-    config = BatchProcessingConfig(constraints=(Constraint(part="m/violated", at_most=0.0, initial=0.3),))
+    config = BatchProcessingConfig(
+        constraints=(Constraint(part="m/violated", at_most=0.0, initial=0.3),)
+    )
     rows = [
         {"step": 0, "constraints/multiplier/m/violated": 0.4},
         {"step": 1, "constraints/multiplier/m/violated": 0.6},
@@ -125,7 +169,9 @@ def test_a_resumed_run_goes_on_with_the_multiplier_of_its_last_step():
 
 
 def test_a_policy_gives_up_what_breaks_a_constraint_when_the_multiplier_has_grown():
-    """A bandit: breaking the rule pays 1, keeping it 0.2; dual ascent has to make keeping it the better choice."""
+    """A bandit: breaking the rule pays 1, keeping it 0.2; dual ascent has to make keeping it the
+    better choice.
+    """
     processing = BatchProcessing(
         BatchProcessingConfig(constraints=(Constraint(part="m/violated", at_most=0.05, rate=0.5),))
     )
@@ -134,7 +180,12 @@ def test_a_policy_gives_up_what_breaks_a_constraint_when_the_multiplier_has_grow
     for _ in range(300):
         share = 1 / (1 + math.exp(-logit))
         breaking = round(20 * share)
-        played = [group([1.0] * breaking + [0.2] * (20 - breaking), costs=[1.0] * breaking + [0.0] * (20 - breaking))]
+        played = [
+            group(
+                [1.0] * breaking + [0.2] * (20 - breaking),
+                costs=[1.0] * breaking + [0.0] * (20 - breaking),
+            )
+        ]
         values = [score.value for score in processing.scores(played)[0].scores]
         gain = (values[0] if breaking else 1.0 - processing.multipliers["m/violated"]) - (
             values[-1] if breaking < 20 else 0.2
@@ -161,8 +212,15 @@ def test_the_fewest_groups_that_have_the_share_of_the_variance_are_kept(variance
 
 
 def by_turns(*turns_G: list[float], env: str = "a") -> Group:
-    played = [replace(trajectory(["x"] * len(turns), rewards=turns), task=Task(env, 0, {}, "t")) for turns in turns_G]
-    return Group(played[0].task, tuple(played), tuple(Score(sum(turns), turns=tuple(turns)) for turns in turns_G))
+    played = [
+        replace(trajectory(["x"] * len(turns), rewards=turns), task=Task(env, 0, {}, "t"))
+        for turns in turns_G
+    ]
+    return Group(
+        played[0].task,
+        tuple(played),
+        tuple(Score(sum(turns), turns=tuple(turns)) for turns in turns_G),
+    )
 
 
 def test_each_environment_and_agent_varies_on_its_own_scale():
@@ -170,10 +228,17 @@ def test_each_environment_and_agent_varies_on_its_own_scale():
     processing = BatchProcessing(BatchProcessingConfig(keep_variance=0.9))
     groups = [group([0.0, 1.0], env="a"), group([0.0, 100.0], env="b"), group([1.0, 0.0], env="a")]
     assert processing.informative(groups) == [True, True, True]
-    assert processing.informative([*groups, group([5.0, 5.0], env="c")]) == [True, True, True, False]
+    assert processing.informative([*groups, group([5.0, 5.0], env="c")]) == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert processing.informative([group([5.0, 5.0], env="c")]) == [True]
     weak, strong = group([0.0, 1.0]), group([0.0, 100.0])
-    strong = replace(strong, trajectories=tuple(replace(t, agent="strong") for t in strong.trajectories))
+    strong = replace(
+        strong, trajectories=tuple(replace(t, agent="strong") for t in strong.trajectories)
+    )
     assert processing.informative([weak, strong]) == [True, True]
 
 
@@ -189,7 +254,9 @@ def test_groups_vary_in_what_their_algorithm_compares():
         assert [algorithm.spread(one) > 0 for one in (late, same)] == varies
         assert [processing.teaches(one) for one in (late, same)] == varies
         assert processing.informative([late, same]) == (varies if any(varies) else [True, True])
-        assert len(list(samples_of([late, same], algorithm, 0, processing))) == (2 if any(varies) else 4)
+        assert len(list(samples_of([late, same], algorithm, 0, processing))) == (
+            2 if any(varies) else 4
+        )
 
 
 def test_a_spread_is_the_variance_before_anything_is_divided_by_it():
@@ -214,7 +281,10 @@ def test_what_is_imitated_teaches_though_all_members_earned_the_same():
     rejection = BatchProcessing(BatchProcessingConfig(), algorithm=RejectionSampling())
     assert rejection.teaches(group([1.0, 1.0]))
     reinforce = BatchProcessing(BatchProcessingConfig(), algorithm=Reinforce())
-    assert [reinforce.teaches(by_turns([reward], [reward])) for reward in (1.0, 0.0)] == [True, False]
+    assert [reinforce.teaches(by_turns([reward], [reward])) for reward in (1.0, 0.0)] == [
+        True,
+        False,
+    ]
 
 
 def test_only_groups_that_vary_enough_are_trained_on():
@@ -226,7 +296,9 @@ def test_only_groups_that_vary_enough_are_trained_on():
 
 
 def test_an_episode_of_which_no_token_carries_a_loss_is_named_with_the_reason():
-    """Of the third group, one agent's view is truncated; the fourth goes on; nothing of the last is fresh."""
+    """Of the third group, one agent's view is truncated; the fourth goes on; nothing of the last is
+    fresh.
+    """
     processing = BatchProcessing(BatchProcessingConfig(keep_variance=0.9, overlong="mask"))
     alike, mixed = named("alike", [1.0, 1.0]), named("mixed", [0.0, 1.0], cut=1)
     seen = named("seen", [0.0, 1.0, 1.0, 0.0], agents=("a", "a", "b", "b"), cut=3)
@@ -243,11 +315,19 @@ def test_an_episode_of_which_no_token_carries_a_loss_is_named_with_the_reason():
     assert made.masked_segments == [("part/0/0", ""), ("part/1/0", "")]
     assert {origin.episode for origin in made.origins} == {"mixed/0/0", "seen/0/0", "seen/1/0"}
     whole = [alike, mixed, seen, old]
-    assert masked_shares([*whole, part], made) == {"masked": 5 / 8, "masked_tokens": pytest.approx(1 - 4 / 12)}
+    assert masked_shares([*whole, part], made) == {
+        "masked": 5 / 8,
+        "masked_tokens": pytest.approx(1 - 4 / 12),
+    }
 
 
 def named(
-    name: str, rewards: list[float], *, agents: Sequence[str] = (), cut: int | None = None, version: int = 1
+    name: str,
+    rewards: list[float],
+    *,
+    agents: Sequence[str] = (),
+    cut: int | None = None,
+    version: int = 1,
 ) -> Group:
     """A group of episodes of one token each, of which the one with the number `cut` was truncated."""
     agents = agents or [""] * len(rewards)
@@ -267,5 +347,7 @@ def named(
 
 def test_a_step_of_which_nothing_is_trained_on_says_what_leaves_it_out():
     """All tokens are of version 0, and the oldest that is trained on is 1."""
-    with pytest.raises(TrainingError, match=r"the step's 2 episodes is trained on: .*max_staleness.* version 1"):
+    with pytest.raises(
+        TrainingError, match=r"the step's 2 episodes is trained on: .*max_staleness.* version 1"
+    ):
         traced_batch_of([group([0.0, 1.0])], Grpo(), BatchProcessing(BatchProcessingConfig()), 1)

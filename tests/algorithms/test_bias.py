@@ -1,8 +1,9 @@
-"""How far the expected gradient of an estimator is from the gradient of the mean reward: docs/algorithms.md says it.
+"""How far the expected gradient of an estimator is from the gradient of the mean reward:
+docs/algorithms.md says it.
 
-The policy chooses among three answers of different lengths, all groups that it can play are enumerated, and each is
-weighted by its probability. The third answer is too long: where a setting leaves truncated or failed episodes out, it
-leaves out that one.
+The policy chooses among three answers of different lengths, all groups that it can play are
+enumerated, and each is weighted by its probability. The third answer is too long: where a setting
+leaves truncated or failed episodes out, it leaves out that one.
 """
 
 import math
@@ -29,7 +30,9 @@ Weigh = Callable[[Sequence[int]], FloatArray]
 Gradient = npt.NDArray[np.float64]
 
 
-def by(advantages: Callable[[Sequence[float]], Sequence[float]], rewards: Gradient = REWARDS) -> Weigh:
+def by(
+    advantages: Callable[[Sequence[float]], Sequence[float]], rewards: Gradient = REWARDS
+) -> Weigh:
     return lambda answers: floats(advantages([float(rewards[a]) for a in answers]))
 
 
@@ -39,7 +42,9 @@ def by_tokens(answers: Sequence[int]) -> FloatArray:
 
 
 def white(answers: Sequence[int]) -> FloatArray:
-    """`whiten=true`, with a batch of this group. A baseline that is the same for all does not matter."""
+    """`whiten=true`, with a batch of this group. A baseline that is the same for all does not
+    matter.
+    """
     return whitened(floats(REWARDS[list(answers)]))
 
 
@@ -49,12 +54,16 @@ def masked(answers: Sequence[int]) -> FloatArray:
 
 
 def expected(weigh: Weigh, size: int, plays: Gradient, policy: Gradient) -> Gradient:
-    """The expected sum of a group's weights times scores, which are the gradients of the policy's log-probabilities."""
+    """The expected sum of a group's weights times scores, which are the gradients of the policy's
+    log-probabilities.
+    """
     scores, total = np.eye(3) - policy, np.zeros(3)
     for first in range(size + 1):
         for second in range(size + 1 - first):
             counts = (first, second, size - first - second)
-            chance = math.factorial(size) * math.prod(float(p) ** n for p, n in zip(plays, counts, strict=True))
+            chance = math.factorial(size) * math.prod(
+                float(p) ** n for p, n in zip(plays, counts, strict=True)
+            )
             chance /= math.prod(map(math.factorial, counts))
             answers = [answer for answer, count in enumerate(counts) for _ in range(count)]
             total += chance * (weigh(answers)[:, None] * scores[answers]).sum(0)
@@ -67,17 +76,25 @@ def true(policy: Gradient, rewards: Gradient = REWARDS) -> Gradient:
 
 
 def residual(found: Gradient, wanted: Gradient) -> float:
-    """What of the true gradient is not along the expected one, relative to the whole: 0 is unbiased up to a factor."""
-    return float(np.linalg.norm(wanted - found * (found @ wanted) / (found @ found)) / np.linalg.norm(wanted))
+    """What of the true gradient is not along the expected one, relative to the whole: 0 is unbiased
+    up to a factor.
+    """
+    return float(
+        np.linalg.norm(wanted - found * (found @ wanted) / (found @ found)) / np.linalg.norm(wanted)
+    )
 
 
 def of(weigh: Weigh, policy: Gradient = OFTEN) -> Callable[[int], float]:
     return lambda size: residual(expected(weigh, size, policy, policy), true(policy))
 
 
-def of_two_tasks(advantages: Callable[[Sequence[float]], Sequence[float]]) -> Callable[[int], float]:
+def of_two_tasks(
+    advantages: Callable[[Sequence[float]], Sequence[float]],
+) -> Callable[[int], float]:
     def found(size: int) -> float:
-        both = sum(expected(by(advantages, task), size, OFTEN, OFTEN) for task in (REWARDS, OTHER_TASK))
+        both = sum(
+            expected(by(advantages, task), size, OFTEN, OFTEN) for task in (REWARDS, OTHER_TASK)
+        )
         return residual(np.asarray(both), true(OFTEN) + true(OFTEN, OTHER_TASK))
 
     return found
@@ -86,7 +103,9 @@ def of_two_tasks(advantages: Callable[[Sequence[float]], Sequence[float]]) -> Ca
 def played_again(policy: Gradient) -> Callable[[int], float]:
     """The third answer fails always, and is played again until another one comes."""
     left = policy * np.array([1.0, 1.0, 0.0])
-    return lambda size: residual(expected(by(leave_one_out), size, left / left.sum(), policy), true(policy))
+    return lambda size: residual(
+        expected(by(leave_one_out), size, left / left.sum(), policy), true(policy)
+    )
 
 
 ESTIMATORS = {

@@ -1,7 +1,7 @@
 """No advantage is larger than the root of how many numbers were compared, whatever the rewards.
 
-Numbers divided by their own spread cannot be. Numbers divided by the spread of others can: turns by that of whole
-returns were 5e5 where the members had earned the same in different turns.
+Numbers divided by their own spread cannot be. Numbers divided by the spread of others can: turns by
+that of whole returns were 5e5 where the members had earned the same in different turns.
 """
 
 import math
@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.algorithms.advantages import compared_by_state, compared_by_turn, group_std, normalised, whitened
+from agentrl.algorithms.advantages import (
+    compared_by_state,
+    compared_by_turn,
+    group_std,
+    normalised,
+    whitened,
+)
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.reinforce import ReinforcePlusPlus, ReturnBatchNorm
@@ -37,14 +43,23 @@ def rewards_of_turns(draw: st.DrawFn) -> list[list[float]]:
 
 
 def flat(advantages: Sequence[float | Sequence[float]]) -> list[float]:
-    return [a for member in advantages for a in ([member] if isinstance(member, float | int) else member)]
+    return [
+        a
+        for member in advantages
+        for a in ([member] if isinstance(member, float | int) else member)
+    ]
 
 
 def assert_bounded(advantages: Sequence[float], bound: float) -> None:
-    assert all(math.isfinite(a) and abs(a) <= bound * FLOAT for a in advantages), (advantages, bound)
+    assert all(math.isfinite(a) and abs(a) <= bound * FLOAT for a in advantages), (
+        advantages,
+        bound,
+    )
 
 
-@given(rewards_of_turns(), st.sampled_from(["episode", "turn"]), st.sampled_from([1.0, 0.9, 0.5, 0.0]))
+@given(
+    rewards_of_turns(), st.sampled_from(["episode", "turn"]), st.sampled_from([1.0, 0.9, 0.5, 0.0])
+)
 @examples(300)
 def test_advantages_of_turns_are_bounded(turns_G, baseline, gamma) -> None:
     found = flat(compared_by_turn(turns_G, "group_std", gamma, baseline))
@@ -85,21 +100,35 @@ def group_of(turns_G: Sequence[Sequence[float]]) -> Group:
         Trajectory(
             str(member),
             task,
-            tuple(Turn((1,), completion, reward, {}, state=str(k % 2)) for k, reward in enumerate(turns)),
+            tuple(
+                Turn((1,), completion, reward, {}, state=str(k % 2))
+                for k, reward in enumerate(turns)
+            ),
             Terminated(),
         )
         for member, turns in enumerate(turns_G)
     ]
-    return Group(task, tuple(played), tuple(Score(sum(turns), turns=tuple(turns)) for turns in turns_G))
+    return Group(
+        task, tuple(played), tuple(Score(sum(turns), turns=tuple(turns)) for turns in turns_G)
+    )
 
 
-@pytest.mark.parametrize("algorithm", [Grpo, Gspo, Cispo, Sapo, Gigpo, ReinforcePlusPlus, ReturnBatchNorm])
-@given(rewards_of_turns(), st.booleans(), st.sampled_from(["episode", "turn"]), st.sampled_from([1.0, 0.5]))
+@pytest.mark.parametrize(
+    "algorithm", [Grpo, Gspo, Cispo, Sapo, Gigpo, ReinforcePlusPlus, ReturnBatchNorm]
+)
+@given(
+    rewards_of_turns(),
+    st.booleans(),
+    st.sampled_from(["episode", "turn"]),
+    st.sampled_from([1.0, 0.5]),
+)
 def test_no_algorithm_has_an_advantage_beyond_the_root_of_its_numbers(
     algorithm, turns_G, togo, baseline, gamma
 ) -> None:
     settings = {"reward_to_go": togo, "gamma": gamma}
-    settings |= {"baseline": baseline, "advantage": "group_std"} if issubclass(algorithm, Grpo) else {}
+    settings |= (
+        {"baseline": baseline, "advantage": "group_std"} if issubclass(algorithm, Grpo) else {}
+    )
     made = algorithm(algorithm.Config.model_validate(settings))
     advantages = [made.advantages(group_of(turns_G))]
     if isinstance(made, ReinforcePlusPlus):

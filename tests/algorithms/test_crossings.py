@@ -1,6 +1,8 @@
-"""Settings of estimators in pairs: what a config accepts is unbiased, or biased as docs/oracles.md says, and bounded.
+"""Settings of estimators in pairs: what a config accepts is unbiased, or biased as docs/oracles.md
+says, and bounded.
 
-Every row is a config with a value of each factor in `crossings.py`. All batches of its step are enumerated.
+Every row is a config with a value of each factor in `crossings.py`. All batches of its step are
+enumerated.
 """
 
 import math
@@ -50,7 +52,9 @@ COLUMNS = ("stopping", "bandit", "corridor", "mixture")
 EXACT = 3e-5
 """How far a gradient may be from the true one, relative to it: advantages are in float32."""
 LEAST = 0.02
-"""The share of an environment's gradient that has to be left, with the divisor of the loss taken out."""
+"""The share of an environment's gradient that has to be left, with the divisor of the loss taken
+out.
+"""
 ANYWHERE = 90.0
 """What may turn the gradient further than this may also turn it round."""
 SEED = int(os.environ.get("CROSSINGS_SEED", "0"))
@@ -106,7 +110,9 @@ def taken(row: Row, base: Path) -> Taken:
 
 
 def wrong(row: Row, base: Path, most: Mapping[str, float], alone: Sequence[str]) -> Iterator[str]:
-    """What must not be of an accepted row, in words. `alone`: its biases that are tried without the others."""
+    """What must not be of an accepted row, in words. `alone`: its biases that are tried without the
+    others.
+    """
     whole = taken(row, base)
     yield from out_of_bounds(whole)
     if all(most[name] < ANYWHERE for name in biases_of(row)):
@@ -115,11 +121,17 @@ def wrong(row: Row, base: Path, most: Mapping[str, float], alone: Sequence[str])
         one = without(row, [other for other in biases_of(row) if other != name])
         turned = taken(one, base)
         if biases_of(one) == [name] and turned.teaches and turned.angle > most[name]:
-            yield f"{name} turns the gradient by {turned.angle:.1f} degrees, and not {most[name]:g}, in {short(one)}"
+            yield (
+                f"{name} turns the gradient by {turned.angle:.1f} degrees, and not {most[name]:g},"
+                f" in {short(one)}"
+            )
     for exact in unbiased(row):
         found = taken(exact, base)
         if not found.off < EXACT:
-            yield f"{found.off:.2g} of the gradient is wrong ({found.angle:.1f} degrees) in {short(exact)}"
+            yield (
+                f"{found.off:.2g} of the gradient is wrong ({found.angle:.1f} degrees) in"
+                f" {short(exact)}"
+            )
 
 
 def out_of_bounds(whole: Taken) -> Iterator[str]:
@@ -133,8 +145,9 @@ def out_of_bounds(whole: Taken) -> Iterator[str]:
 def bound(whole: Taken, one: ExactBatch) -> float:
     """The largest advantage that a batch can have.
 
-    Of n numbers that are divided by their own root mean square, none is larger than sqrt(n). Without that, two returns
-    differ by no more than their span, and an advantage says how two of them differ.
+    Of n numbers that are divided by their own root mean square, none is larger than sqrt(n).
+    Without that, two returns differ by no more than their span, and an advantage says how two of
+    them differ.
     """
     step, processing = whole.step, whole.config.batch_processing
     returns, costs = spans_of(step, whole.policies)
@@ -146,7 +159,11 @@ def bound(whole: Taken, one: ExactBatch) -> float:
     if getattr(step.algorithm.config, "whiten", False):
         return math.sqrt(one.batch.num_loss_tokens)
     return (
-        max(own_bound(algorithm.config, span, turns) for algorithm in (step.algorithm, *step.by_env.values())) + costs
+        max(
+            own_bound(algorithm.config, span, turns)
+            for algorithm in (step.algorithm, *step.by_env.values())
+        )
+        + costs
     )
 
 
@@ -164,7 +181,9 @@ def without_signal(whole: Taken) -> Iterator[str]:
     if not whole.batches:
         yield "nothing is ever trained on"
         return
-    size = sum(one.chance * one.divisor for one in whole.batches) / sum(one.chance for one in whole.batches)
+    size = sum(one.chance * one.divisor for one in whole.batches) / sum(
+        one.chance for one in whole.batches
+    )
     for share in whole.step.shares:
         own_P = whole.step.states_of(share)
         found_P, wanted_P = whole.found_P[own_P] * size, whole.wanted_P[own_P]
@@ -178,7 +197,9 @@ def short(row: Row) -> dict[str, str]:
 
 
 def figures() -> Mapping[str, Sequence[float]]:
-    """The table of docs/oracles.md: by how many degrees each bias turns the gradient alone, and at most."""
+    """The table of docs/oracles.md: by how many degrees each bias turns the gradient alone, and at
+    most.
+    """
     rows = re.findall(r"^\| (`.*?) \|((?: [\d.]+ \|){5})", PAGE.read_text(), re.MULTILINE)
     return {name: [float(cell) for cell in cells.split("|")[:-1]] for name, cells in rows}
 
@@ -203,11 +224,14 @@ class Tried:
 
 
 def tried(base: Path, *, rows: int, strength: int = 2, each: int | None = None) -> Tried:
-    """Try rows until all combinations of `strength` values have been in one, or so many are accepted.
+    """Try rows until all combinations of `strength` values have been in one, or so many are
+    accepted.
 
     `each`: how many of a row's biases are tried alone, by default all.
     """
-    coverage = Coverage({factor: list(values) for factor, values in FACTORS.items()}, seed=SEED, strength=strength)
+    coverage = Coverage(
+        {factor: list(values) for factor, values in FACTORS.items()}, seed=SEED, strength=strength
+    )
     for choices in TOO_MANY:
         coverage.refuse(choices)
     found, limits, rng = Tried(), most(), random.Random(SEED)
@@ -238,7 +262,10 @@ TOO_MANY: Sequence[Row] = (
 
 def unnamed(part: Row, why: str) -> list[str]:
     """The factors of a refused part of which its reason says nothing."""
-    keys = {factor: [line.partition("=")[0] for line in FACTORS[factor][chosen]] for factor, chosen in part.items()}
+    keys = {
+        factor: [line.partition("=")[0] for line in FACTORS[factor][chosen]]
+        for factor, chosen in part.items()
+    }
     return [
         factor
         for factor, own in keys.items()
@@ -252,7 +279,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_thirty_combinations_of_settings_are_refused_by_name_or_follow_the_gradient(base: Path) -> None:
+def test_thirty_combinations_of_settings_are_refused_by_name_or_follow_the_gradient(
+    base: Path,
+) -> None:
     found = tried(base, rows=30, each=0)
     assert found.wrong == []
     assert [(part, why) for part, why in found.refused if unnamed(part, why)] == []
@@ -261,7 +290,9 @@ def test_thirty_combinations_of_settings_are_refused_by_name_or_follow_the_gradi
 
 @pytest.mark.long
 @pytest.mark.parametrize("strength", [2, 3])
-def test_all_pairs_of_settings_are_refused_by_name_or_follow_the_gradient(base: Path, strength: int) -> None:
+def test_all_pairs_of_settings_are_refused_by_name_or_follow_the_gradient(
+    base: Path, strength: int
+) -> None:
     """Of triples, a few hundred rows."""
     found = tried(base, rows=300, strength=strength)
     assert found.wrong == []
@@ -285,7 +316,11 @@ def test_the_docs_say_how_far_each_bias_turns_the_gradient(name: str, base: Path
 
 
 def divided_by_another_spread(
-    turn_rewards_G: Sequence[Sequence[float]], with_what: Comparison, gamma: float, baseline: Any, *_: str
+    turn_rewards_G: Sequence[Sequence[float]],
+    with_what: Comparison,
+    gamma: float,
+    baseline: Any,
+    *_: str,
 ) -> list[list[float]]:
     """Returns to go divided by the spread of whole returns, as they once were."""
     left_G = compared_by_turn(turn_rewards_G, "group_mean", gamma, baseline)
@@ -313,17 +348,33 @@ def one_advantage_of_a_sample(self: Gspo, logprobs_N: Tensor, tokens: LossTokens
             "of the gradient is wrong",
         ),
         (
-            {"algorithm": "grpo", "advantage": "group_mean", "credit": "to go", "filter": "zero variance"},
-            ("agentrl.algorithms.batch_processing.BatchProcessing.teaches", lambda self, group: group.mixed),
+            {
+                "algorithm": "grpo",
+                "advantage": "group_mean",
+                "credit": "to go",
+                "filter": "zero variance",
+            },
+            (
+                "agentrl.algorithms.batch_processing.BatchProcessing.teaches",
+                lambda self, group: group.mixed,
+            ),
             "of the gradient is wrong",
         ),
         (
             {"algorithm": "rloo", "staleness": "1"},
-            ("agentrl.algorithms.losses.importance", lambda tokens, *rest: torch.ones_like(tokens.old_logprobs_N)),
+            (
+                "agentrl.algorithms.losses.importance",
+                lambda tokens, *rest: torch.ones_like(tokens.old_logprobs_N),
+            ),
             "of the gradient is wrong",
         ),
     ],
-    ids=["another spread", "one advantage of a sample", "a filter by whole rewards", "no importance weights"],
+    ids=[
+        "another spread",
+        "one advantage of a sample",
+        "a filter by whole rewards",
+        "no importance weights",
+    ],
 )
 def test_a_defect_that_is_planted_is_found(
     row: Row, planted: tuple[str, Any], told: str, base: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,6 @@
-"""On-policy distillation: its gradient is that of the reverse KL, and a teacher has the same tokens."""
+"""On-policy distillation: its gradient is that of the reverse KL, and a teacher has the same
+tokens.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,9 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher() -> Non
 def test_the_reward_counts_beside_the_teacher_by_its_weight() -> None:
     oracle, algorithm = Oracle(bandit()), Distill(Distill.Config(normalizer=1.0, reward_weight=2.0))
     logits = oracle.logits(1)
-    found = oracle.expected_gradient(algorithm, logits, members=2)  # the teacher is the policy itself
+    found = oracle.expected_gradient(
+        algorithm, logits, members=2
+    )  # the teacher is the policy itself
     assert residual(found, oracle.gradient(logits)) < 1e-5
 
 
@@ -34,7 +38,9 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
     create_tiny_model(tmp_path / "same", corpus=["left right"] * 9, seed=3)
     create_tiny_model(tmp_path / "other", corpus=["up and down the hill"] * 9)
     check_same_tokens(tmp_path / "one", tmp_path / "same")
-    with pytest.raises(ConfigError, match=r"differs from that of .* in \d+ tokens, such as .*same family"):
+    with pytest.raises(
+        ConfigError, match=r"differs from that of .* in \d+ tokens, such as .*same family"
+    ):
         check_same_tokens(tmp_path / "one", tmp_path / "other")
     with pytest.raises(ConfigError, match="is no folder of a Hugging Face model"):
         check_same_tokens(tmp_path / "one", tmp_path / "nothing")

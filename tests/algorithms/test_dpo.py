@@ -1,4 +1,6 @@
-"""Online DPO: its gradient is that of the paper's loss on the pairs that were played, and its minimum is known."""
+"""Online DPO: its gradient is that of the paper's loss on the pairs that were played, and its
+minimum is known.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,11 @@ def test_the_gradient_is_that_of_the_loss_on_pairs(problem, labels) -> None:
     oracle, algorithm = Oracle(problem), OnlineDpo(OnlineDpo.Config(beta=0.7, labels=labels))
     logits = oracle.logits(1)
     reference_W = oracle.logprobs(oracle.logits(2))
-    groups = [oracle.group([0, 1, 2], logits), oracle.group([2, 1], logits), oracle.group([1, 1], logits)]
+    groups = [
+        oracle.group([0, 1, 2], logits),
+        oracle.group([2, 1], logits),
+        oracle.group([1, 1], logits),
+    ]
     batch = collate(samples_of(groups, algorithm))
     batch = oracle.with_reference(batch, oracle.logits(2))
     paired = [group for group in groups if len(set(group.rewards_G)) > 1]
@@ -35,7 +41,11 @@ def test_the_gradient_is_that_of_the_loss_on_pairs(problem, labels) -> None:
         rewards = list(group.rewards_G)
         moved = [
             sum(
-                (logprobs_W[token] - reference_W[token] for turn in t.turns for token in turn.completion.token_ids),
+                (
+                    logprobs_W[token] - reference_W[token]
+                    for turn in t.turns
+                    for token in turn.completion.token_ids
+                ),
                 start=torch.zeros((), dtype=torch.float64),
             )
             for t in group.trajectories
@@ -45,32 +55,48 @@ def test_the_gradient_is_that_of_the_loss_on_pairs(problem, labels) -> None:
         better, worse = (torch.nn.functional.logsigmoid(sign * margin) for sign in (1, -1))
         losses.append(-label * better - (1 - label) * worse)
     (expected,) = torch.autograd.grad(torch.stack(losses).mean(), own)
-    torch.testing.assert_close(oracle.ascent(algorithm, batch, logits), -expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        oracle.ascent(algorithm, batch, logits), -expected, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_a_pair_with_a_half_that_is_not_trained_on_has_no_weight() -> None:
     oracle, algorithm = Oracle(bandit()), OnlineDpo()
     logits = oracle.logits(1)
-    samples = list(samples_of([oracle.group([0, 1], logits), oracle.group([2, 1], logits)], algorithm))
+    samples = list(
+        samples_of([oracle.group([0, 1], logits), oracle.group([2, 1], logits)], algorithm)
+    )
     batch = algorithm.prepared(collate(samples[1:]))
-    by_trajectory = [float(batch.advantages_N[batch.trajectories_N == number][0]) for number in range(3)]
+    by_trajectory = [
+        float(batch.advantages_N[batch.trajectories_N == number][0]) for number in range(3)
+    ]
     assert by_trajectory[0] == 0  # its better half is missing; not paired with the other group's
     assert by_trajectory[1] == -by_trajectory[2] != 0
 
 
-@given(st.lists(st.floats(-3, 3).map(lambda reward: round(reward, 6)), max_size=6))  # others are equal by rounding
+@given(
+    st.lists(st.floats(-3, 3).map(lambda reward: round(reward, 6)), max_size=6)
+)  # others are equal by rounding
 @examples(30)
-def test_all_pairs_are_those_whose_rewards_differ_and_the_best_and_the_worst_are_one_of_them(rewards) -> None:
+def test_all_pairs_are_those_whose_rewards_differ_and_the_best_and_the_worst_are_one_of_them(
+    rewards,
+) -> None:
     every = ranked_pairs(rewards, "all", "soft")
     assert {(pair.better, pair.worse) for pair in every} == {
         (i, j) for i, a in enumerate(rewards) for j, b in enumerate(rewards) if a > b
     }
     for pair in every:
-        assert pair.label == pytest.approx(1 / (1 + np.exp(rewards[pair.worse] - rewards[pair.better])))
+        assert pair.label == pytest.approx(
+            1 / (1 + np.exp(rewards[pair.worse] - rewards[pair.better]))
+        )
     one = ranked_pairs(rewards, "best_worst", "hard")
     assert len(one) == (len(set(rewards)) > 1)
     for pair in one:
-        assert (rewards[pair.better], rewards[pair.worse], pair.label) == (max(rewards), min(rewards), 1.0)
+        assert (rewards[pair.better], rewards[pair.worse], pair.label) == (
+            max(rewards),
+            min(rewards),
+            1.0,
+        )
 
 
 def test_a_trajectory_of_several_pairs_stands_in_each_with_its_own_sign() -> None:
@@ -93,9 +119,16 @@ BETA = 0.8
 
 
 def at_the_minimum(oracle: Oracle, batch: TrainBatch, logits_P: Tensor) -> Tensor:
-    """The logits at which the loss on this batch is least, found by the gradient that the algorithm ascends."""
-    algorithm, own = OnlineDpo(OnlineDpo.Config(beta=BETA, labels="soft")), logits_P.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([own], max_iter=200, tolerance_grad=1e-9, tolerance_change=0, history_size=10)
+    """The logits at which the loss on this batch is least, found by the gradient that the algorithm
+    ascends.
+    """
+    algorithm, own = (
+        OnlineDpo(OnlineDpo.Config(beta=BETA, labels="soft")),
+        logits_P.clone().requires_grad_(),
+    )
+    optimizer = torch.optim.LBFGS(
+        [own], max_iter=200, tolerance_grad=1e-9, tolerance_change=0, history_size=10
+    )
     tokens_N = batch.tokens_S[batch.loss_mask_S].astype(np.int64)
 
     def loss() -> float:
@@ -108,7 +141,9 @@ def at_the_minimum(oracle: Oracle, batch: TrainBatch, logits_P: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("reference", ["last", "first"])
-def test_an_iteration_on_a_bandit_with_soft_labels_multiplies_the_reference_by_exp_of_the_reward(reference) -> None:
+def test_an_iteration_on_a_bandit_with_soft_labels_multiplies_the_reference_by_exp_of_the_reward(
+    reference,
+) -> None:
     oracle = Oracle(bandit(REWARDS, (2, 5, 12, 1)))
     first = oracle.logits(3)
     pairs = ranked_pairs(REWARDS, "all", "soft")
@@ -123,5 +158,7 @@ def test_an_iteration_on_a_bandit_with_soft_labels_multiplies_the_reference_by_e
         batch = replace(batch, weights_N=floats(chances_Q[batch.trajectories_N // 2]))
         logits = at_the_minimum(oracle, batch, logits)
         times = iteration if reference == "last" else 1
-        exact_A = torch.softmax(first + times * torch.tensor(REWARDS, dtype=torch.float64) / BETA, 0)
+        exact_A = torch.softmax(
+            first + times * torch.tensor(REWARDS, dtype=torch.float64) / BETA, 0
+        )
         assert 0.5 * float((torch.softmax(logits, 0) - exact_A).abs().sum()) < 1e-4

@@ -1,4 +1,6 @@
-"""The exact gradient of whole steps: several groups and environments, filtered, cut, and played by older policies."""
+"""The exact gradient of whole steps: several groups and environments, filtered, cut, and played by
+older policies.
+"""
 
 import pytest
 import torch
@@ -17,9 +19,14 @@ EVERYTHING = StepRules()
 CRITIC = Ppo(Ppo.Config(normalizer=1.0, whiten=False))
 
 
-def step_with(algorithm: PolicyAlgorithm, rules: StepRules = EVERYTHING, groups: int = 1) -> ExactStep:
+def step_with(
+    algorithm: PolicyAlgorithm, rules: StepRules = EVERYTHING, groups: int = 1
+) -> ExactStep:
     return ExactStep(
-        [ExactShare("a", stopping(), groups, 2)], algorithm, BatchProcessing(BatchProcessingConfig()), rules
+        [ExactShare("a", stopping(), groups, 2)],
+        algorithm,
+        BatchProcessing(BatchProcessingConfig()),
+        rules,
     )
 
 
@@ -40,14 +47,18 @@ def gradient_of(step: ExactStep, played: float = 0.0) -> tuple[torch.Tensor, tor
     ],
     ids=["one group", "two groups", "of an older policy", "in two parts"],
 )
-def test_an_unbiased_step_follows_the_gradient_of_the_mean_return(step: ExactStep, played: float) -> None:
+def test_an_unbiased_step_follows_the_gradient_of_the_mean_return(
+    step: ExactStep, played: float
+) -> None:
     found, wanted = gradient_of(step, played)
     (share,) = step.shares
     torch.testing.assert_close(found, share.groups * share.members * wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_filtered_groups_are_replaced_by_others_that_are_trained_on() -> None:
-    """Groups of equal rewards teach nothing here, so the gradient is that of all groups, by the share that is kept."""
+    """Groups of equal rewards teach nothing here, so the gradient is that of all groups, by the
+    share that is kept.
+    """
     step = step_with(PLAIN, StepRules(trains=lambda group: group.mixed))
     found, wanted = gradient_of(step)
     kept = step.kept(step.shares[0], step.oracle.logits(1))

@@ -1,4 +1,6 @@
-"""The expected gradient of every algorithm against the true one, on problems that can be enumerated."""
+"""The expected gradient of every algorithm against the true one, on problems that can be
+enumerated.
+"""
 
 import math
 import re
@@ -57,9 +59,15 @@ UNBIASED: dict[str, Row] = {
     "reinforce, whole returns": (Reinforce(Reinforce.Config(**ONE, reward_to_go=False)), 1),
     "rloo": (Rloo(Rloo.Config(**ONE)), 2),
     "rloo, reward-to-go": (Rloo(Rloo.Config(**ONE, reward_to_go=True)), 2),
-    "rloo, reward-to-go, baseline of the turn": (Rloo(Rloo.Config(**ONE, reward_to_go=True, baseline="turn")), 3),
+    "rloo, reward-to-go, baseline of the turn": (
+        Rloo(Rloo.Config(**ONE, reward_to_go=True, baseline="turn")),
+        3,
+    ),
     "grpo as Dr. GRPO": (Grpo(Grpo.Config(**ONE, advantage="group_mean")), 3),
-    "grpo as Dr. GRPO, reward-to-go": (Grpo(Grpo.Config(**ONE, advantage="group_mean", reward_to_go=True)), 3),
+    "grpo as Dr. GRPO, reward-to-go": (
+        Grpo(Grpo.Config(**ONE, advantage="group_mean", reward_to_go=True)),
+        3,
+    ),
     "gspo": (Gspo(Gspo.Config(**GROUP)), 2),
     "gspo, reward-to-go": (Gspo(Gspo.Config(**GROUP, reward_to_go=True)), 2),
     "cispo": (Cispo(Cispo.Config(**GROUP)), 2),
@@ -77,7 +85,9 @@ UNBIASED: dict[str, Row] = {
 class NamedTerm(ReinforcePlusPlus):
     """REINFORCE++ and ReBN without normalising: what is left is REINFORCE."""
 
-    def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
+    def normalized(
+        self, advantages: Sequence[Sequence[MemberAdvantage]]
+    ) -> Sequence[Sequence[MemberAdvantage]]:
         return advantages
 
 
@@ -89,19 +99,28 @@ def with_baseline(algorithm: RoleAdvantage, baseline: float) -> RoleAdvantage:
     return algorithm
 
 
-UNBIASED["rae, with a baseline of earlier steps"] = (with_baseline(RoleAdvantage(RoleAdvantage.Config(**ONE)), 0.7), 1)
+UNBIASED["rae, with a baseline of earlier steps"] = (
+    with_baseline(RoleAdvantage(RoleAdvantage.Config(**ONE)), 0.7),
+    1,
+)
 UNBIASED["rae, reward-to-go"] = (
     with_baseline(RoleAdvantage(RoleAdvantage.Config(**ONE, reward_to_go=True)), -0.4),
     2,
 )
 BIASED: dict[str, Row] = {
     "`grpo`, `advantage=group_std`": (Grpo(Grpo.Config(**ONE)), 3),
-    "`grpo`, `advantage=group_std`, `reward_to_go=true`": (Grpo(Grpo.Config(**ONE, reward_to_go=True)), 3),
+    "`grpo`, `advantage=group_std`, `reward_to_go=true`": (
+        Grpo(Grpo.Config(**ONE, reward_to_go=True)),
+        3,
+    ),
     "the same, `baseline=turn`": (Grpo(Grpo.Config(**ONE, reward_to_go=True, baseline="turn")), 3),
     "`gigpo`, `advantage=group_std`": (Gigpo(Gigpo.Config(**ONE, step_gamma=1.0)), 3),
     "`reinforce_pp`, `gamma=1`": (ReinforcePlusPlus(ReinforcePlusPlus.Config(**ONE)), 3),
     "`rebn`, `gamma=1`": (ReturnBatchNorm(ReturnBatchNorm.Config(**ONE, gamma=1.0)), 3),
-    "`gigpo`, `advantage=group_mean`": (Gigpo(Gigpo.Config(**ONE, advantage="group_mean", step_gamma=1.0)), 3),
+    "`gigpo`, `advantage=group_mean`": (
+        Gigpo(Gigpo.Config(**ONE, advantage="group_mean", step_gamma=1.0)),
+        3,
+    ),
     "`ppo`, `whiten=true`": (Ppo(Ppo.Config(normalizer=1.0, truncated="terminal")), 3),
     "`ppo`, `truncated=bootstrap`": (Ppo(Ppo.Config(normalizer=1.0, whiten=False)), 1),
     "`ppo`, `lam_length=0.5`": (Ppo(Ppo.Config(**CRITIC, lam_length=0.5)), 1),
@@ -116,7 +135,10 @@ def measured(row: Row, problem: str) -> tuple[float, float]:
     algorithm, members = row
     oracle = Oracle(PROBLEMS[problem])
     logits = oracle.logits(seed=1)
-    found, wanted = oracle.expected_gradient(algorithm, logits, members=members), oracle.gradient(logits)
+    found, wanted = (
+        oracle.expected_gradient(algorithm, logits, members=members),
+        oracle.gradient(logits),
+    )
     return residual(found, wanted), cosine(found, wanted)
 
 
@@ -133,13 +155,18 @@ def test_the_docs_say_how_biased_an_algorithm_is_by_design(name: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
     stated = [tuple(map(float, cell.split(", "))) for cell in row.split("|")[: len(PROBLEMS)]]
-    assert stated == [pytest.approx(measured(BIASED[name], problem), abs=6e-3) for problem in PROBLEMS]
+    assert stated == [
+        pytest.approx(measured(BIASED[name], problem), abs=6e-3) for problem in PROBLEMS
+    ]
 
 
 TOLD_BY_GROUPS: dict[str, Row] = {
     "grpo": (Grpo(Grpo.Config(**ONE)), 2),
     "grpo, reward-to-go": (Grpo(Grpo.Config(**ONE, reward_to_go=True)), 2),
-    "rloo, reward-to-go, baseline of the turn": (Rloo(Rloo.Config(**ONE, reward_to_go=True, baseline="turn")), 2),
+    "rloo, reward-to-go, baseline of the turn": (
+        Rloo(Rloo.Config(**ONE, reward_to_go=True, baseline="turn")),
+        2,
+    ),
     "rloo, discounted": (Rloo(Rloo.Config(**ONE, gamma=0.5)), 2),
     "gigpo": (Gigpo(Gigpo.Config(**ONE)), 2),
     "reinforce": (Reinforce(Reinforce.Config(**ONE)), 2),
@@ -167,7 +194,9 @@ def test_filtering_groups_that_teach_nothing_turns_no_gradient(name: str, proble
     assert not teaches(oracle.group([], logits))
 
 
-@pytest.mark.parametrize("name", ["reinforce", "rloo, reward-to-go, baseline of the turn", "rloo, discounted"])
+@pytest.mark.parametrize(
+    "name", ["reinforce", "rloo, reward-to-go, baseline of the turn", "rloo, discounted"]
+)
 def test_filtering_by_whole_rewards_would_turn_them(name: str) -> None:
     algorithm, members = TOLD_BY_GROUPS[name]
     off = []
@@ -175,7 +204,9 @@ def test_filtering_by_whole_rewards_would_turn_them(name: str) -> None:
         oracle = Oracle(PROBLEMS[problem])
         logits = oracle.logits(seed=0)
         every = oracle.expected_gradient(algorithm, logits, members=members)
-        kept = oracle.expected_gradient(algorithm, logits, members=members, keeps=lambda group: group.mixed)
+        kept = oracle.expected_gradient(
+            algorithm, logits, members=members, keeps=lambda group: group.mixed
+        )
         off.append(residual(kept, every))
     assert max(off) > 0.02
 
@@ -204,10 +235,15 @@ def test_filtering_by_whole_rewards_would_turn_them(name: str) -> None:
 def test_the_kl_to_a_reference_has_its_own_gradient_in_the_loss_and_in_the_reward(
     name: str, where: str, problem: str
 ) -> None:
-    """In the loss, each token answers for its own KL; in the reward, also for that of the tokens after it."""
+    """In the loss, each token answers for its own KL; in the reward, also for that of the tokens
+    after it.
+    """
     algorithm, members = UNBIASED[name]
     settings = algorithm.config.model_dump() | ({"lam": 1.0} if isinstance(algorithm, Ppo) else {})
-    plain, held = (type(algorithm)(algorithm.config.model_validate(settings | {where: beta})) for beta in (0.0, 0.3))
+    plain, held = (
+        type(algorithm)(algorithm.config.model_validate(settings | {where: beta}))
+        for beta in (0.0, 0.3)
+    )
     oracle = Oracle(PROBLEMS[problem])
     logits, reference = oracle.logits(1), oracle.logits(2)
     found = oracle.expected_gradient(held, logits, members=members, reference_P=reference)
@@ -215,11 +251,16 @@ def test_the_kl_to_a_reference_has_its_own_gradient_in_the_loss_and_in_the_rewar
     own = logits.clone().requires_grad_()
     chances, moved_W = oracle.probabilities(own), oracle.logprobs(own) - oracle.logprobs(reference)
     played = oracle.group(range(len(oracle.paths)), logits).trajectories
-    moved = [moved_W[[int(i) for turn in t.turns for i in turn.completion.token_ids]] for t in played]
+    moved = [
+        moved_W[[int(i) for turn in t.turns for i in turn.completion.token_ids]] for t in played
+    ]
     if where == "kl_reward":
         cost = sum(chance * of_path.sum() for chance, of_path in zip(chances, moved, strict=True))
     else:
-        cost = sum(chance * of_path.square().sum() / 2 for chance, of_path in zip(chances.detach(), moved, strict=True))
+        cost = sum(
+            chance * of_path.square().sum() / 2
+            for chance, of_path in zip(chances.detach(), moved, strict=True)
+        )
     (expected,) = torch.autograd.grad(-0.3 * cost, own)
     # A group's mean contains the member itself: a factor (n - 1) / n on all that is in the reward.
     own_share = where == "kl_reward" and getattr(algorithm.config, "advantage", "") == "group_mean"
@@ -227,25 +268,42 @@ def test_the_kl_to_a_reference_has_its_own_gradient_in_the_loss_and_in_the_rewar
     torch.testing.assert_close(found - without, times * expected, rtol=1e-4, atol=1e-6)
 
 
-def charged(algorithm: PolicyAlgorithm, group: Group, oracle: Oracle, members: int) -> tuple[list[float], list[float]]:
-    """The first and the last advantage of each member, with the KL of `oracle.logits(1)` to `oracle.logits(2)`."""
+def charged(
+    algorithm: PolicyAlgorithm, group: Group, oracle: Oracle, members: int
+) -> tuple[list[float], list[float]]:
+    """The first and the last advantage of each member, with the KL of `oracle.logits(1)` to
+    `oracle.logits(2)`.
+    """
     batch = oracle.with_reference(batch_of(algorithm, group), oracle.logits(2))
     prepared = algorithm.prepared(batch)
     assert prepared.credits is None
-    of_each = [prepared.advantages_N[prepared.trajectories_N == number].tolist() for number in range(members)]
+    of_each = [
+        prepared.advantages_N[prepared.trajectories_N == number].tolist()
+        for number in range(members)
+    ]
     return [own[0] for own in of_each], [own[-1] for own in of_each]
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("forked", [False, True])
-def test_the_kl_is_taken_off_the_reward_before_rewards_are_compared(forked: bool, scale: float) -> None:
-    """By hand: group_std of R - 0.3 KL, and of RLOO the difference to the others' mean of it, as in TRL."""
+def test_the_kl_is_taken_off_the_reward_before_rewards_are_compared(
+    forked: bool, scale: float
+) -> None:
+    """By hand: group_std of R - 0.3 KL, and of RLOO the difference to the others' mean of it, as in
+    TRL.
+    """
     oracle = Oracle(PROBLEMS["chain"])
     logits = oracle.logits(1)
     group = oracle.group([0, 1, 3, 2], logits)
     moved_W = oracle.logprobs(logits) - oracle.logprobs(oracle.logits(2))
-    kl_G = [sum(float(moved_W[turn.completion.token_ids[0]]) for turn in t.turns) for t in group.trajectories]
-    scores = [replace(s, value=scale * s.value, turns=tuple(scale * r for r in s.turns)) for s in group.scores]
+    kl_G = [
+        sum(float(moved_W[turn.completion.token_ids[0]]) for turn in t.turns)
+        for t in group.trajectories
+    ]
+    scores = [
+        replace(s, value=scale * s.value, turns=tuple(scale * r for r in s.turns))
+        for s in group.scores
+    ]
     left_G = [score.value - 0.3 * kl for score, kl in zip(scores, kl_G, strict=True)]
     trajectories = [
         replace(t, turns=(t.turns[0], *(replace(turn, forked=forked) for turn in t.turns[1:])))
@@ -271,7 +329,9 @@ def test_a_turn_pays_its_own_kl_and_not_that_of_turns_before_it() -> None:
     _, last = charged(Reinforce(Reinforce.Config(**ONE, kl_reward=0.3)), group, oracle, 2)
     kl_G = [float(moved_W[t.turns[-1].completion.token_ids[0]]) for t in group.trajectories]
     rewards = [t.turns[-1].reward for t in group.trajectories]
-    assert last == pytest.approx([r - 0.3 * kl for r, kl in zip(rewards, kl_G, strict=True)], abs=1e-6)
+    assert last == pytest.approx(
+        [r - 0.3 * kl for r, kl in zip(rewards, kl_G, strict=True)], abs=1e-6
+    )
 
 
 def test_a_batch_that_does_not_know_its_groups_cannot_be_charged() -> None:
@@ -284,7 +344,9 @@ def test_a_batch_that_does_not_know_its_groups_cannot_be_charged() -> None:
 
 
 class ReachedBaseline(Grpo):
-    """The baseline of a turn is the mean over the members that came so far: what is often written (verl issue 7244)."""
+    """The baseline of a turn is the mean over the members that came so far: what is often written
+    (verl issue 7244).
+    """
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         rewards_G = group.turn_rewards_G
@@ -307,7 +369,12 @@ def test_with_a_discount_what_a_turn_is_worth_is_what_is_left_of_it(name: str) -
     group = oracle.group([0, 1], logits)
     ((first, *_), (second, *_)) = [returns_to_go(rewards, 0.5) for rewards in group.turn_rewards_G]
     assert (first, second) == (0.8, 0.5 + 0.5 * 2.0)
-    assert residual(oracle.ascent(discounted, batch_of(discounted, group), logits), oracle.gradient(logits)) < 1
+    assert (
+        residual(
+            oracle.ascent(discounted, batch_of(discounted, group), logits), oracle.gradient(logits)
+        )
+        < 1
+    )
 
 
 def batch_of(algorithm: PolicyAlgorithm, group: Group) -> TrainBatch:
@@ -319,7 +386,9 @@ def test_exact_returns_are_those_by_hand() -> None:
     assert maze.best_return() == 1.0
     assert float(maze.mean_return(0 * maze.logits())) == pytest.approx(0.5)
     forgets = Oracle(t_maze(remembers=False))
-    assert all(float(forgets.mean_return(forgets.logits(seed))) == pytest.approx(0.5) for seed in range(5))
+    assert all(
+        float(forgets.mean_return(forgets.logits(seed))) == pytest.approx(0.5) for seed in range(5)
+    )
     arms = Oracle(bandit((1.0, 0.0), (1, 1)))
     odds = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64)
     assert float(arms.mean_return(odds)) == pytest.approx(0.75)
@@ -353,9 +422,14 @@ def test_a_fork_changes_no_gradient(name: str) -> None:
         replace(t, turns=(t.turns[0], *(replace(turn, forked=True) for turn in t.turns[1:])))
         for t in group.trajectories
     ]
-    whole, split = batch_of(algorithm, group), batch_of(algorithm, replace(group, trajectories=tuple(forked)))
+    whole, split = (
+        batch_of(algorithm, group),
+        batch_of(algorithm, replace(group, trajectories=tuple(forked))),
+    )
     assert split.num_samples == 2 * whole.num_samples
-    torch.testing.assert_close(oracle.ascent(algorithm, split, logits), oracle.ascent(algorithm, whole, logits))
+    torch.testing.assert_close(
+        oracle.ascent(algorithm, split, logits), oracle.ascent(algorithm, whole, logits)
+    )
 
 
 @pytest.mark.parametrize("name", [*UNBIASED, *BIASED])
@@ -380,7 +454,9 @@ def test_what_is_under_a_mask_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "ppo, lambda 0.5", "turn_ppo", "turn_ppo, lambda 0"])
 @pytest.mark.parametrize("cut", [1, 2])
-def test_training_on_an_episode_in_parts_is_unbiased_with_an_exact_critic(name: str, cut: int) -> None:
+def test_training_on_an_episode_in_parts_is_unbiased_with_an_exact_critic(
+    name: str, cut: int
+) -> None:
     algorithm, _ = UNBIASED[name]
     settings = algorithm.config.model_dump() | {"truncated": "bootstrap"}
     algorithm = type(algorithm)(algorithm.config.model_validate(settings))
@@ -395,8 +471,12 @@ def test_training_on_an_episode_in_parts_is_unbiased_with_an_exact_critic(name: 
         part = replace(trajectory, turns=trajectory.turns[:cut], status=SEGMENT, tail_ids=tail)
         for piece in (part, replace(trajectory, trained_turns=cut)):
             turns = tuple(turn.reward for turn in piece.turns)
-            group = Group(whole.task, (piece,), (Score(sum(turns), turns=turns),), partial=piece is part)
-            found += probability * oracle.ascent(algorithm, collate(samples_of([group], algorithm)), logits)
+            group = Group(
+                whole.task, (piece,), (Score(sum(turns), turns=turns),), partial=piece is part
+            )
+            found += probability * oracle.ascent(
+                algorithm, collate(samples_of([group], algorithm)), logits
+            )
     wanted = oracle.gradient(logits)
     assert residual(found, wanted) < 1e-5
     assert cosine(found, wanted) > 0.999

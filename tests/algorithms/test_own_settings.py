@@ -1,4 +1,6 @@
-"""An environment's own settings of the algorithm in a mixture: each changes its advantages, or is refused by name."""
+"""An environment's own settings of the algorithm in a mixture: each changes its advantages, or is
+refused by name.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,23 +24,46 @@ from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Group, Score, Task
 
 OTHER: Mapping[str, Any] = {
-    "clip_low": 0.11, "clip_high": 0.9, "dual_clip": 3.0, "importance_cap": 5.0, "importance": "mask",
+    "clip_low": 0.11,
+    "clip_high": 0.9,
+    "dual_clip": 3.0,
+    "importance_cap": 5.0,
+    "importance": "mask",
     "importance_floor": 0.5,
-    "importance_level": "sequence", "entropy_bonus": 0.01, "kl": 0.1, "kl_reward": 0.1, "normalizer": 7.0,
-}  # fmt: skip
+    "importance_level": "sequence",
+    "entropy_bonus": 0.01,
+    "kl": 0.1,
+    "kl_reward": 0.1,
+    "normalizer": 7.0,
+}
 """A value of each setting of the loss that is not its default in any algorithm."""
-BY_GROUP = ("grpo", "rloo", "gspo", "cispo", "sapo", "gigpo", "reinforce", "reinforce_pp", "rebn", "rae")
+BY_GROUP = (
+    "grpo",
+    "rloo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gigpo",
+    "reinforce",
+    "reinforce_pp",
+    "rebn",
+    "rae",
+)
 
 
 def mixed(tmp_path: Path, algorithm: Mapping[str, Any], own: Mapping[str, Any]) -> RunConfig:
     path = tmp_path / "run.yaml"
     entry = {"name": "guess_number", "label": "big", "algorithm": own}
-    path.write_text(json.dumps({"env": {"mixture": [{"name": "frozen_lake"}, entry]}, "algorithm": algorithm}))
+    path.write_text(
+        json.dumps({"env": {"mixture": [{"name": "frozen_lake"}, entry]}, "algorithm": algorithm})
+    )
     return load_config(path).config
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
-def test_a_setting_that_only_the_loss_reads_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+def test_a_setting_that_only_the_loss_reads_is_refused_by_its_name(
+    tmp_path: Path, name: str
+) -> None:
     settings = plugins.load("algorithms", name).Config.model_fields
     of_loss = [setting for setting in PolicyLoss.model_fields if setting in settings]
     assert len(of_loss) > 5
@@ -68,7 +93,7 @@ def test_a_setting_that_only_the_loss_reads_is_refused_by_its_name(tmp_path: Pat
 def test_a_setting_of_the_advantages_may_be_an_environments_own(
     tmp_path: Path, algorithm: Mapping[str, Any], own: Mapping[str, Any]
 ) -> None:
-    (_, big) = mixed(tmp_path, algorithm, own).env.mixture
+    _, big = mixed(tmp_path, algorithm, own).env.mixture
     assert big.algorithm is not None
     assert {name: getattr(big.algorithm.settings, name) for name in own} == own
 
@@ -121,7 +146,10 @@ class Run:
 
     def advantages(self, *groups: Group) -> list[float]:
         batch = traced_batch_of(list(groups), self.shared, self.processing, 0, self.own).batch
-        return [float(batch.advantages_N[batch.trajectories_N == number][0]) for number in range(2 * len(groups))]
+        return [
+            float(batch.advantages_N[batch.trajectories_N == number][0])
+            for number in range(2 * len(groups))
+        ]
 
 
 def test_the_baseline_of_an_environment_with_a_decay_of_its_own_is_learned() -> None:

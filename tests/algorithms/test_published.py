@@ -1,4 +1,6 @@
-"""Settings with which algorithms do as published or as other libraries do, where the default is another."""
+"""Settings with which algorithms do as published or as other libraries do, where the default is
+another.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl.algorithms.advantages import STD_EPSILON, compared_by_state, compared_by_turn, group_std
+from agentrl.algorithms.advantages import (
+    STD_EPSILON,
+    compared_by_state,
+    compared_by_turn,
+    group_std,
+)
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo
@@ -26,7 +33,9 @@ from agentrl.trajectory import Group, Score, Task, Trajectory
 
 
 def group(rewards: Sequence[float]) -> Group:
-    return Group(Task("env", 0), tuple(trajectory("x") for _ in rewards), tuple(map(Score, rewards)))
+    return Group(
+        Task("env", 0), tuple(trajectory("x") for _ in rewards), tuple(map(Score, rewards))
+    )
 
 
 @given(st.lists(st.integers(0, 100).map(lambda n: n / 8), min_size=2, max_size=9))
@@ -52,9 +61,14 @@ def test_turns_and_states_are_divided_by_the_same_standard_deviation() -> None:
     centred = [1 - 0.5, 1 - 0.5, 0.5 - 0.5, 0 - 0.5, -0.5, -0.5]
     spread = math.sqrt(math.fsum(a * a for a in centred) / 5) + STD_EPSILON
     found = compared_by_turn(turns_G, "group_std", 1.0, "episode", "sample")
-    assert [a for of_member in found for a in of_member] == pytest.approx([a / spread for a in centred])
+    assert [a for of_member in found for a in of_member] == pytest.approx(
+        [a / spread for a in centred]
+    )
     alike = compared_by_state([[1.0], [0.0]], [["s"], ["s"]], 1.0, by_std=True, deviation="sample")
-    assert alike == [[pytest.approx(math.sqrt(0.5), rel=1e-5)], [pytest.approx(-math.sqrt(0.5), rel=1e-5)]]
+    assert alike == [
+        [pytest.approx(math.sqrt(0.5), rel=1e-5)],
+        [pytest.approx(-math.sqrt(0.5), rel=1e-5)],
+    ]
     # Both begin in the same state, so they are compared twice.
     (won,), (lost,) = Gigpo(Gigpo.Config(std="sample")).advantages(group([1.0, 0.0]))  # type: ignore[misc]
     assert (won, lost) == pytest.approx((2 * math.sqrt(0.5), -2 * math.sqrt(0.5)), rel=1e-5)
@@ -107,13 +121,21 @@ def weighed(**settings: Any) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
-        ({"importance": "mask", "importance_floor": 0.4, "importance_cap": 6.0}, [0, 0.5, 1, 5, 0]),  # IcePop
-        ({"importance": "truncate", "importance_floor": 0.4, "importance_cap": 6.0}, [0.4, 0.5, 1, 5, 6]),
+        (
+            {"importance": "mask", "importance_floor": 0.4, "importance_cap": 6.0},
+            [0, 0.5, 1, 5, 0],
+        ),  # IcePop
+        (
+            {"importance": "truncate", "importance_floor": 0.4, "importance_cap": 6.0},
+            [0.4, 0.5, 1, 5, 6],
+        ),
         ({"importance": "mask", "importance_cap": 6.0}, [0.1, 0.5, 1, 5, 0]),
         ({"importance_cap": None}, [1, 1, 1, 1, 1]),
     ],
 )
-def test_small_importance_weights_may_be_left_out_or_raised(settings: Any, weights: list[float]) -> None:
+def test_small_importance_weights_may_be_left_out_or_raised(
+    settings: Any, weights: list[float]
+) -> None:
     found, cut = weighed(**settings)
     assert found == pytest.approx(weights, rel=1e-5)
     if settings["importance_cap"] is not None:
@@ -124,12 +146,18 @@ def test_small_importance_weights_may_be_left_out_or_raised(settings: Any, weigh
 @pytest.mark.parametrize(
     ("kind", "wrong", "why"),
     [
-        (PolicyLoss, {"importance_floor": 0.5, "importance_cap": None}, "without one nothing is corrected"),
+        (
+            PolicyLoss,
+            {"importance_floor": 0.5, "importance_cap": None},
+            "without one nothing is corrected",
+        ),
         (PolicyLoss, {"importance_floor": 0.5, "importance_cap": 0.25}, "needs an importance_cap"),
         (PolicyLoss, {"importance_floor": 1.5, "importance_cap": 2.0}, "less than or equal to 1"),
         (Grpo.Config, {"std": "sample", "advantage": "group_mean"}, "divides by none"),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused(kind: Any, wrong: dict[str, Any], why: str) -> None:
+def test_an_option_that_would_do_nothing_is_refused(
+    kind: Any, wrong: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ValidationError, match=why):
         kind(**wrong)

@@ -17,7 +17,9 @@ def group(env: str = "poker", **rewards: Sequence[float]) -> Group:
     """A group of agents with these rewards."""
     task = Task(env, 0, {}, "t")
     played = [
-        replace(trajectory("x", rewards=[r]), task=task, agent=agent) for agent in rewards for r in rewards[agent]
+        replace(trajectory("x", rewards=[r]), task=task, agent=agent)
+        for agent in rewards
+        for r in rewards[agent]
     ]
     return Group(task, tuple(played), tuple(Score(t.env_return) for t in played))
 
@@ -47,7 +49,10 @@ def test_a_baseline_moves_as_far_as_there_are_episodes_and_is_one_for_each_envir
     assert one.baselines["poker/north"] == pytest.approx(many.baselines["poker/north"])
     assert many.baselines["poker/north"] == pytest.approx(1 - 0.9**2)
     trained(many, [group("chess", north=[-1.0])])
-    assert many.baselines == {"poker/north": pytest.approx(0.19), "chess/north": pytest.approx(-0.1)}
+    assert many.baselines == {
+        "poker/north": pytest.approx(0.19),
+        "chess/north": pytest.approx(-0.1),
+    }
 
 
 def test_without_roles_the_seats_of_a_zero_sum_game_share_a_baseline_that_says_nothing():
@@ -70,7 +75,12 @@ def test_a_resumed_run_goes_on_with_the_same_baselines_to_the_last_bit():
 def test_the_baseline_is_of_what_is_trained_on_penalties_included():
     algorithm = RoleAdvantage(RoleAdvantage.Config(decay=0.0))
     task = Task("poker", 0, {}, "t")
-    played = [replace(trajectory(text, rewards=[1.0]), task=task, agent="north") for text in ("ab", "abcd")]
+    played = [
+        replace(trajectory(text, rewards=[1.0]), task=task, agent="north")
+        for text in ("ab", "abcd")
+    ]
     processing = BatchProcessing(BatchProcessingConfig(length_penalty=1.0), [], algorithm)
     processing.update([Group(task, tuple(played), (Score(1.0), Score(2.0)))])
-    assert algorithm.baselines == {"poker/north": 1.5}  # +0.5 for the short one, -0.5 for the long one
+    assert algorithm.baselines == {
+        "poker/north": 1.5
+    }  # +0.5 for the short one, -0.5 for the long one

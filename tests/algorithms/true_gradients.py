@@ -1,7 +1,9 @@
-"""The gradient that a step should follow on average, from single paths of a problem: the policy gradient theorem.
+"""The gradient that a step should follow on average, from single paths of a problem: the policy
+gradient theorem.
 
-Nothing here knows of groups, baselines, batches or losses. A term of the objective gives each turn of each path a
-credit, and the gradient is the sum over paths of probability * credit * gradient of the turn's logprob.
+Nothing here knows of groups, baselines, batches or losses. A term of the objective gives each turn
+of each path a credit, and the gradient is the sum over paths of probability * credit * gradient of
+the turn's logprob.
 
 Dimension suffixes: as in `agentrl/oracles/estimators.py`.
 """
@@ -36,7 +38,10 @@ def wanted(step: ExactStep, policies: Policies, batches: Sequence[ExactBatch]) -
     if isinstance(step.algorithm, RejectionSampling):
         return _of_imitation(step, policies, batches)
     terms = [
-        share.groups * share.members / step.kept(share, policies.played_P) * true_gradient(step, policies, share)
+        share.groups
+        * share.members
+        / step.kept(share, policies.played_P)
+        * true_gradient(step, policies, share)
         for share in step.shares
     ]
     if isinstance(step.algorithm, OnlineDpo):
@@ -45,7 +50,9 @@ def wanted(step: ExactStep, policies: Policies, batches: Sequence[ExactBatch]) -
 
 
 def true_gradient(step: ExactStep, policies: Policies, share: ExactShare) -> Tensor:
-    """What one trajectory of a share adds to the gradient on average, by the settings of its algorithm."""
+    """What one trajectory of a share adds to the gradient on average, by the settings of its
+    algorithm.
+    """
     own: Any = step.by_env.get(share.env, step.algorithm).config  # type: ignore[attr-defined]
     field = _Field(step, policies, share)
     gamma = getattr(own, "gamma", 1.0)
@@ -55,7 +62,10 @@ def true_gradient(step: ExactStep, policies: Policies, share: ExactShare) -> Ten
         weight = 0.0
     cost = getattr(own, "kl_reward", 0.0)
     earned = [
-        [reward - cost * distance for reward, distance in zip_longest(rewards, moved, fillvalue=0.0)]
+        [
+            reward - cost * distance
+            for reward, distance in zip_longest(rewards, moved, fillvalue=0.0)
+        ]
         for rewards, moved in zip(field.rewards, field.moved(policies.played_P), strict=True)
     ]
     total_P = weight * field.of([_returns(rewards, gamma, by_turn) for rewards in earned])
@@ -84,7 +94,9 @@ def spans_of(step: ExactStep, policies: Policies) -> tuple[float, float]:
 
 
 def _to_go(rewards: Sequence[float], gamma: float) -> list[float]:
-    return [sum(gamma**k * later for k, later in enumerate(rewards[t:])) for t in range(len(rewards))]
+    return [
+        sum(gamma**k * later for k, later in enumerate(rewards[t:])) for t in range(len(rewards))
+    ]
 
 
 def _returns(rewards: Sequence[float], gamma: float, by_turn: bool) -> list[float]:
@@ -92,7 +104,9 @@ def _returns(rewards: Sequence[float], gamma: float, by_turn: bool) -> list[floa
     return togo[: len(rewards)] if by_turn else [togo[0]] * len(rewards)
 
 
-def _of_pairs(step: ExactStep, own: OnlineDpo.Config, policies: Policies, batches: Sequence[ExactBatch]) -> Tensor:
+def _of_pairs(
+    step: ExactStep, own: OnlineDpo.Config, policies: Policies, batches: Sequence[ExactBatch]
+) -> Tensor:
     """The gradient of the loss of pairs itself (arXiv:2305.18290, equation 7), negated."""
     own_P = policies.trained_P.clone().requires_grad_()
     moved_W = step.oracle.logprobs(own_P) - step.oracle.logprobs(policies.reference_P)
@@ -103,15 +117,25 @@ def _of_pairs(step: ExactStep, own: OnlineDpo.Config, policies: Policies, batche
             best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
             if rewards[best] - rewards[worst] < 1e-9:
                 continue
-            better, worse = (sum(moved_W[_firsts(group.trajectories[number])]) for number in (best, worst))
+            better, worse = (
+                sum(moved_W[_firsts(group.trajectories[number])]) for number in (best, worst)
+            )
             margin = own.beta * (better - worse)
-            sure = torch.sigmoid(torch.tensor(rewards[best] - rewards[worst])) if own.labels == "soft" else 1.0
-            total = total + one.chance * (sure * logsigmoid(margin) + (1 - sure) * logsigmoid(-margin))
+            sure = (
+                torch.sigmoid(torch.tensor(rewards[best] - rewards[worst]))
+                if own.labels == "soft"
+                else 1.0
+            )
+            total = total + one.chance * (
+                sure * logsigmoid(margin) + (1 - sure) * logsigmoid(-margin)
+            )
     return torch.autograd.grad(total, own_P)[0]
 
 
 def _of_imitation(step: ExactStep, policies: Policies, batches: Sequence[ExactBatch]) -> Tensor:
-    """The gradient of the mean logprob of the tokens of those episodes that are the best by the setting `keep`."""
+    """The gradient of the mean logprob of the tokens of those episodes that are the best by the
+    setting `keep`.
+    """
     own_P = policies.trained_P.clone().requires_grad_()
     logprobs_W = step.oracle.logprobs(own_P)
     total = own_P.sum() * 0
@@ -158,7 +182,9 @@ class _Field:
 
     def baseline_factor(self, own: Any) -> float:
         """What a baseline that contains the member itself leaves of the gradient."""
-        has_own = getattr(own, "advantage", None) == "group_mean" or getattr(own, "group_baseline", False)
+        has_own = getattr(own, "advantage", None) == "group_mean" or getattr(
+            own, "group_baseline", False
+        )
         return (self._share.members - 1) / self._share.members if has_own else 1.0
 
     def moved(self, logits_P: Tensor) -> list[list[float]]:
@@ -185,8 +211,14 @@ class _Field:
         own_P = self._policies.trained_P.clone().requires_grad_()
         entropies_W = self._oracle.entropies(own_P)
         chances = self._chances(self._policies.played_P)
-        weighed = [chance * entropies_W[t] for chance, own in zip(chances, self.tokens, strict=True) for t in own]
+        weighed = [
+            chance * entropies_W[t]
+            for chance, own in zip(chances, self.tokens, strict=True)
+            for t in own
+        ]
         return torch.autograd.grad(torch.stack(weighed).sum(), own_P)[0]
 
     def _chances(self, logits_P: Tensor) -> list[float]:
-        return self._oracle.probabilities(logits_P)[self._first : self._first + len(self.paths)].tolist()
+        return self._oracle.probabilities(logits_P)[
+            self._first : self._first + len(self.paths)
+        ].tolist()

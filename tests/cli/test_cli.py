@@ -48,7 +48,9 @@ def test_check_env_passes_a_good_one_and_refuses_a_bad_one(agentrl, tmp_path):
     assert (good.returncode, good.stdout) == (0, "shop keeps the contract\n")
     no_gold = agentrl("check-env", "guess_number", "--gold", "agentrl.envs.shop:strong_player")
     assert no_gold.returncode == 1
-    assert "[gold] the player given as gold raised TypeError: this player plays Shop" in no_gold.stdout
+    assert (
+        "[gold] the player given as gold raised TypeError: this player plays Shop" in no_gold.stdout
+    )
     (tmp_path / "bad.py").write_text(
         "import random\n"
         "class Bad:\n"
@@ -85,7 +87,9 @@ def test_a_setting_that_is_written_as_an_option_is_answered_with_the_right_form(
 ):
     done = agentrl(command, "examples/frozen_lake.yaml", *arguments)
     assert done.returncode == 2
-    assert f"there is no option {option}: a setting is written without dashes, {form}\n" in done.stderr
+    assert (
+        f"there is no option {option}: a setting is written without dashes, {form}\n" in done.stderr
+    )
 
 
 def test_an_option_that_is_no_setting_is_answered_with_the_nearest_one(agentrl):
@@ -122,8 +126,12 @@ def test_a_shell_completes_commands_and_settings(agentrl, monkeypatch, line, com
     assert agentrl().stdout.split() == completed
 
 
-@pytest.mark.parametrize("name", ["1e5", "2026-11-25", "0x10", "true", "a #b", "a: b", "it's", "[x]"])
-def test_a_run_is_resumed_in_its_folder_whatever_that_is_called(agentrl, monkeypatch, tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["1e5", "2026-11-25", "0x10", "true", "a #b", "a: b", "it's", "[x]"]
+)
+def test_a_run_is_resumed_in_its_folder_whatever_that_is_called(
+    agentrl, monkeypatch, tmp_path, name
+):
     folder = tmp_path / name
     folder.mkdir()
     (folder / "config.yaml").write_text("env: frozen_lake\n")
@@ -135,17 +143,32 @@ def test_a_run_is_resumed_in_its_folder_whatever_that_is_called(agentrl, monkeyp
 
 def test_config_shows_values_as_an_override_would_write_them(agentrl):
     done = agentrl(
-        "config", "examples/frozen_lake.yaml", "env.options={a: '007', b: 1e-3, c: nan}", "env.options.d='x'"
+        "config",
+        "examples/frozen_lake.yaml",
+        "env.options={a: '007', b: 1e-3, c: nan}",
+        "env.options.d='x'",
     )
-    rows = {line.split()[0]: line.split(maxsplit=2)[1] for line in done.stdout.splitlines() if line.startswith("env.")}
+    rows = {
+        line.split()[0]: line.split(maxsplit=2)[1]
+        for line in done.stdout.splitlines()
+        if line.startswith("env.")
+    }
     assert rows["env.options.a"] == "'007'"
-    assert (rows["env.options.b"], rows["env.options.c"], rows["env.isolation"]) == ("0.001", "nan", "null")
+    assert (rows["env.options.b"], rows["env.options.c"], rows["env.isolation"]) == (
+        "0.001",
+        "nan",
+        "null",
+    )
 
 
-def test_config_prints_a_run_as_a_config_file_and_with_the_origins_that_it_began_with(agentrl, tmp_path):
+def test_config_prints_a_run_as_a_config_file_and_with_the_origins_that_it_began_with(
+    agentrl, tmp_path
+):
     run, again = tmp_path / "run", tmp_path / "again.yaml"
     run.mkdir()
-    loaded = load_config(ROOT / "examples" / "frozen_lake.yaml", ["env.options.id='007'", f"run_dir={run}"])
+    loaded = load_config(
+        ROOT / "examples" / "frozen_lake.yaml", ["env.options.id='007'", f"run_dir={run}"]
+    )
     (run / "config.yaml").write_text(loaded.config.to_yaml())
     (run / "origins.json").write_text('{"seed": "long ago"}')
     done = agentrl("config", str(run), "seed=4", "--yaml")
@@ -170,7 +193,9 @@ def test_model_init_makes_a_model_that_loads_and_refuses_a_second(agentrl, tmp_p
     assert agentrl("model", "init", str(tmp_path / "n"), "--size", "tini").returncode == 2
 
 
-@pytest.mark.parametrize("arguments", [("train",), ("train", "--resume", "runs/nowhere"), ("eval", "no.yaml")])
+@pytest.mark.parametrize(
+    "arguments", [("train",), ("train", "--resume", "runs/nowhere"), ("eval", "no.yaml")]
+)
 def test_missing_input_is_explained(agentrl, arguments):
     done = agentrl(*arguments)
     assert done.returncode == 2
@@ -224,10 +249,15 @@ def test_ledger_of_a_folder_without_one_is_an_error(agentrl, tmp_path):
     assert done.stderr.startswith("error: there is no ledger")
 
 
-def test_the_demo_leaves_out_groups_without_an_advantage_unless_told_otherwise(monkeypatch, tmp_path):
+def test_the_demo_leaves_out_groups_without_an_advantage_unless_told_otherwise(
+    monkeypatch, tmp_path
+):
     configs = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "_run", lambda loaded, **options: configs.append(loaded.config))
     training.demo(["steps=1"])
     training.demo(["algorithm=ppo", "batch_processing.keep_variance=1"])
-    assert [(config.steps, config.batch_processing.keep_variance) for config in configs] == [(1, 0.999), (12, 1.0)]
+    assert [(config.steps, config.batch_processing.keep_variance) for config in configs] == [
+        (1, 0.999),
+        (12, 1.0),
+    ]

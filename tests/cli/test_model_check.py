@@ -1,4 +1,6 @@
-"""`agentrl check-model`: what a model's folder can do, and what would go wrong in a run, found by trying."""
+"""`agentrl check-model`: what a model's folder can do, and what would go wrong in a run, found by
+trying.
+"""
 
 import json
 import shutil
@@ -37,9 +39,27 @@ def found(name: str, **config: Any) -> dict[str, list[Finding]]:
 @pytest.mark.parametrize(
     ("name", "family", "reasoning", "call", "reader"),
     [
-        ("qwen3", "qwen3", "<think> ... </think>, begun by the model", '{"name": "find_it"', "the canonical parser"),
-        ("gptoss", "none is recognised", "as its family writes it", " to=functions.find_it", "the family gpt-oss"),
-        ("llama3_1", "none is recognised", "none", '{"name": "find_it", "parameters"', "the canonical parser"),
+        (
+            "qwen3",
+            "qwen3",
+            "<think> ... </think>, begun by the model",
+            '{"name": "find_it"',
+            "the canonical parser",
+        ),
+        (
+            "gptoss",
+            "none is recognised",
+            "as its family writes it",
+            " to=functions.find_it",
+            "the family gpt-oss",
+        ),
+        (
+            "llama3_1",
+            "none is recognised",
+            "none",
+            '{"name": "find_it", "parameters"',
+            "the canonical parser",
+        ),
         (
             "glm4moe",
             "",
@@ -67,8 +87,13 @@ def test_the_family_and_what_reads_calls_and_reasoning_are_named(
 
 
 def test_a_template_that_strips_earlier_reasoning_is_told() -> None:
-    forks = ", where the template would write earlier turns differently (model.history=template forks)"
-    assert [found(name)["turns"][0].words.endswith(forks) for name in ("qwen3", "qwen2_5")] == [True, False]
+    forks = (
+        ", where the template would write earlier turns differently (model.history=template forks)"
+    )
+    assert [found(name)["turns"][0].words.endswith(forks) for name in ("qwen3", "qwen2_5")] == [
+        True,
+        False,
+    ]
 
 
 def test_calls_that_nothing_reads_are_told_with_the_setting_to_write() -> None:
@@ -98,7 +123,12 @@ def test_a_folder_of_a_config_and_a_tokenizer_is_enough(agentrl: Any, described:
     done = agentrl("check-model", str(described))
     assert done.returncode == 0
     rows = json.loads((described / "config.json").read_text())["vocab_size"]
-    for text in ("4 layers of 128", "2,048 tokens", "none: this is enough for prompts", f"{rows} tokens, {rows} rows"):
+    for text in (
+        "4 layers of 128",
+        "2,048 tokens",
+        "none: this is enough for prompts",
+        f"{rows} tokens, {rows} rows",
+    ):
         assert text in done.stdout
     (described / "tokenizer.json").unlink()
     done = agentrl("check-model", str(described))
@@ -106,7 +136,9 @@ def test_a_folder_of_a_config_and_a_tokenizer_is_enough(agentrl: Any, described:
     assert "copy tokenizer.json" in done.stderr
 
 
-def test_what_would_go_wrong_in_a_run_is_told_and_the_exit_status_is_1(agentrl: Any, described: Path) -> None:
+def test_what_would_go_wrong_in_a_run_is_told_and_the_exit_status_is_1(
+    agentrl: Any, described: Path
+) -> None:
     rows = json.loads((described / "config.json").read_text())["vocab_size"]
     [small] = changed(described, vocab_size=rows - 9)
     assert f"the tokenizer has the token {rows - 1}, and the model {rows - 9} rows" in small.words

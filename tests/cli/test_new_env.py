@@ -22,12 +22,16 @@ def play(*arguments: str, said: str = "") -> str:
     return done.output
 
 
-def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_short(agentrl, tmp_path, monkeypatch):
+def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_short(
+    agentrl, tmp_path, monkeypatch
+):
     made = agentrl("new-env", "my-game", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     folder = tmp_path / "my_game"
     assert "agentrl check-env my_game:MyGame" in made.stdout
-    assert "After `pip install -e .` there, its name is 'my_game' everywhere." in made.stdout  # after `cd my_game`
+    assert (
+        "After `pip install -e .` there, its name is 'my_game' everywhere." in made.stdout
+    )  # after `cd my_game`
     monkeypatch.syspath_prepend(folder)
     checked = agentrl("check-env", "my_game:MyGame", cwd=folder)
     assert checked.returncode == 0, checked.stdout
@@ -39,7 +43,9 @@ def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_shor
     assert max(map(len, source)) <= 120
 
 
-def test_a_new_environment_with_tools_passes_its_own_test_and_says_how_to_call(tmp_path, monkeypatch):
+def test_a_new_environment_with_tools_passes_its_own_test_and_says_how_to_call(
+    tmp_path, monkeypatch
+):
     folder = write_env_package("my_safe", tmp_path, tools=True)
     monkeypatch.syspath_prepend(folder)
     tests = runpy.run_path(str(folder / "test_my_safe.py"))
@@ -49,12 +55,18 @@ def test_a_new_environment_with_tools_passes_its_own_test_and_says_how_to_call(t
 
 
 def test_the_folder_of_an_installed_package_does_not_hide_it(tmp_path, monkeypatch):
-    """The folder that holds `my_game/my_game.py` is the current one, and the module was installed editable."""
+    """The folder that holds `my_game/my_game.py` is the current one, and the module was installed
+    editable.
+    """
     folder = write_env_package("hidden_game", tmp_path)
 
     class Editable:
         def find_spec(self, name, path, target=None):
-            return spec_from_file_location(name, folder / "hidden_game.py") if name == "hidden_game" else None
+            return (
+                spec_from_file_location(name, folder / "hidden_game.py")
+                if name == "hidden_game"
+                else None
+            )
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable()])
@@ -63,7 +75,8 @@ def test_the_folder_of_an_installed_package_does_not_hide_it(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("game", marks=pytest.mark.slow), pytest.param("tools", marks=pytest.mark.long)]
+    "kind",
+    [pytest.param("game", marks=pytest.mark.slow), pytest.param("tools", marks=pytest.mark.long)],
 )
 def test_a_tiny_model_learns_a_new_environment_by_its_config(agentrl, tmp_path, kind):
     folder = write_env_package(f"learned_{kind}", tmp_path, tools=kind == "tools")
@@ -90,7 +103,9 @@ def test_its_config_is_valid_and_its_entry_point_names_its_class(tmp_path, monke
     assert 'card_table = "card_table:CardTable"' in (folder / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("name", ["random", "frozen_lake", "agentrl", "class", "9lives", "a.b", "../up", "_"])
+@pytest.mark.parametrize(
+    "name", ["random", "frozen_lake", "agentrl", "class", "9lives", "a.b", "../up", "_"]
+)
 def test_a_name_that_cannot_be_or_is_taken_is_refused_and_nothing_is_written(name, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be the name|choose another"):
         write_env_package(name, tmp_path)
@@ -105,7 +120,9 @@ def test_an_existing_folder_is_left_alone(tmp_path):
 
 
 def test_a_person_sees_what_the_model_would_and_plays_to_the_end():
-    output = play("guess_number", "--seed", "1", said="no number\n" + "".join(f"{n}\n" for n in range(1, 9)))
+    output = play(
+        "guess_number", "--seed", "1", said="no number\n" + "".join(f"{n}\n" for n in range(1, 9))
+    )
     assert "system Guess the secret number" in output
     assert "user Guess a number from 1 to 16." in output
     assert "user Answer with one number" in output
@@ -124,7 +141,13 @@ def test_a_tool_environment_shows_its_schemas_and_a_call_to_copy():
 
 
 def test_a_scripted_player_plays_in_a_persons_place_and_always_the_same():
-    arguments = ("frozen_lake", "--player", "agentrl.envs.frozen_lake:careful_player", "--max-turns", "5")
+    arguments = (
+        "frozen_lake",
+        "--player",
+        "agentrl.envs.frozen_lake:careful_player",
+        "--max-turns",
+        "5",
+    )
     first = play(*arguments)
     assert first == play(*arguments)
     assert first.count("assistant ") == first.count("reward ") - 1

@@ -1,7 +1,8 @@
-"""Faults in a running `agentrl train`, and whether it goes on: the harness of tests/cluster/test_chaos.py.
+"""Faults in a running `agentrl train`, and whether it goes on: the harness of
+tests/cluster/test_chaos.py.
 
-A cell of the matrix is a component, the phase of the run that it is hit in, and a signal. A run is hit by one cell
-after the other: when it has trained two more steps, it has recovered of it.
+A cell of the matrix is a component, the phase of the run that it is hit in, and a signal. A run is
+hit by one cell after the other: when it has trained two more steps, it has recovered of it.
 """
 
 import json
@@ -69,7 +70,9 @@ def odd(trajectory: Trajectory) -> float:
 
 
 class Hold:
-    """A tracker that stops the run between two steps for as long as the file `hold` is there: all is idle then."""
+    """A tracker that stops the run between two steps for as long as the file `hold` is there: all
+    is idle then.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -129,24 +132,36 @@ while len(set(ray.get([where.remote() for _ in range(4)]))) < 2:
 
 @contextmanager
 def two_nodes(*, hangs: bool = False) -> Iterator[TwoNodes]:
-    """Two nodes on this machine. If one `hangs`, it is taken for dead after some seconds, as busy ones may be too."""
+    """Two nodes on this machine. If one `hangs`, it is taken for dead after some seconds, as busy
+    ones may be too.
+    """
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patched:
         for name, value in _HEALTH_CHECKS.items() if hangs else ():
             patched.setenv(name, value)
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+        )
         nodes = cluster.head_node, cluster.add_node(num_cpus=2)
         try:
-            subprocess.run([sys.executable, "-c", _USE_BOTH, cluster.address], check=True, timeout=PATIENCE_SECONDS)
-            yield TwoNodes(cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes))
+            subprocess.run(
+                [sys.executable, "-c", _USE_BOTH, cluster.address],
+                check=True,
+                timeout=PATIENCE_SECONDS,
+            )
+            yield TwoNodes(
+                cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes)
+            )
         finally:
             cluster.shutdown()
 
 
 @dataclass
 class Running:
-    """An `agentrl train` in a process of its own. A context manager: nothing of it outlives the block."""
+    """An `agentrl train` in a process of its own. A context manager: nothing of it outlives the
+    block.
+    """
 
     folder: Path
     overrides: Sequence[str] = ()
@@ -171,7 +186,9 @@ class Running:
         config = self.folder.with_suffix(".yaml")
         config.write_text(self.config)
         resume = (self.folder / "config.yaml").exists()
-        arguments = ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
+        arguments = (
+            ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
+        )
         self.process = Command("train", *arguments, *self.overrides, cwd=ROOT, log=self._log)
 
     @property
@@ -186,7 +203,10 @@ class Running:
     def steps(self) -> int:
         """Steps that are written down."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
-            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+            rows = [
+                json.loads(line)
+                for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+            ]
             return max((int(row["step"]) + 1 for row in rows), default=0)
         return 0
 
@@ -196,8 +216,12 @@ class Running:
         while not condition():
             waited = time.monotonic() - begun
             assert self.process is not None
-            assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.log[-6000:]}"
-            assert waited < seconds, f"no {what} within {seconds:g} s; {self.status()}\n{self.log[-6000:]}"
+            assert self.process.poll() is None, (
+                f"the run ended while waiting for {what}:\n{self.log[-6000:]}"
+            )
+            assert waited < seconds, (
+                f"no {what} within {seconds:g} s; {self.status()}\n{self.log[-6000:]}"
+            )
             time.sleep(0.004)
         return time.monotonic() - begun
 
@@ -229,7 +253,9 @@ class Running:
         step = self.status().get("step", 0)
         wanted = PHASES[phase]
         self.wait_for(
-            phase, lambda: (now := self.status()).get("phase") == wanted and now["step"] > step, self.patience
+            phase,
+            lambda: (now := self.status()).get("phase") == wanted and now["step"] > step,
+            self.patience,
         )
         yield
 
@@ -237,13 +263,17 @@ class Running:
         """The process of a worker, which may still be starting again."""
 
         def found() -> list[psutil.Process]:
-            return [process for process in self.processes() if title(process).startswith(f"ray::{name}")]
+            return [
+                process for process in self.processes() if title(process).startswith(f"ray::{name}")
+            ]
 
         self.wait_for(f"process of {name}", lambda: bool(found()), self.patience)
         return found()[0]
 
     def hit(self, *cells: Cell) -> float:
-        """Send signals to components in one phase; the seconds until the run has trained two more steps."""
+        """Send signals to components in one phase; the seconds until the run has trained two more
+        steps.
+        """
         self.seen += self.processes()
         victims = [self.named((COMPONENTS | HELPERS)[cell.component]) for cell in cells]
         with self.in_phase(cells[0].phase):
@@ -251,13 +281,21 @@ class Running:
                 victim.send_signal(cell.signal)
             before = self.steps()
         what = ", ".join(map(str, cells))
-        seconds = self.wait_for(f"recovery of {what}", lambda: self.steps() >= before + 2, self.patience)
+        seconds = self.wait_for(
+            f"recovery of {what}", lambda: self.steps() >= before + 2, self.patience
+        )
         for victim in victims:  # Ray first asks a process that it kills to go, for five seconds
-            self.wait_for(f"end of what was hit by {what}", lambda hit=victim: not is_alive(hit), self.patience)
+            self.wait_for(
+                f"end of what was hit by {what}",
+                lambda hit=victim: not is_alive(hit),
+                self.patience,
+            )
         return seconds
 
     def lose_node(self, raylet: int, phase: str, kind: signal.Signals) -> float:
-        """A node of the run dies (SIGKILL) or hangs (SIGSTOP), in a phase; the seconds until two more steps."""
+        """A node of the run dies (SIGKILL) or hangs (SIGSTOP), in a phase; the seconds until two
+        more steps.
+        """
         lost = actors_of(raylet)
         assert lost, "nothing of the run lives on the second node"
         names = sorted(title(process).split()[0].removeprefix("ray::") for process in lost)
@@ -266,13 +304,18 @@ class Running:
                 process.send_signal(kind)
             before = self.steps()
         try:
-            seconds = self.wait_for("recovery of a lost node", lambda: self.steps() >= before + 2, self.patience)
+            seconds = self.wait_for(
+                "recovery of a lost node", lambda: self.steps() >= before + 2, self.patience
+            )
         finally:
             for process in lost:  # a stopped one does not end with its node
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         self.raylets = [other for other in self.raylets if other != raylet]
-        print(f"node / {phase} / {kind.name} with {', '.join(names)}: two more steps after {seconds:.1f} s")
+        print(
+            f"node / {phase} / {kind.name} with {', '.join(names)}: two more steps after"
+            f" {seconds:.1f} s"
+        )
         return seconds
 
     def stop(self) -> None:
@@ -285,7 +328,9 @@ class Running:
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGUSR2)
             time.sleep(1)
-            raise AssertionError(f"it did not stop within {self.patience:g} s:\n{self.log[-12000:]}") from None
+            raise AssertionError(
+                f"it did not stop within {self.patience:g} s:\n{self.log[-12000:]}"
+            ) from None
         assert code == 130, self.log[-6000:]
 
     def end(self) -> None:
@@ -321,8 +366,8 @@ def finished(run: Running, steps: int) -> None:
 
 
 def nothing_is_lost(run: Running) -> None:
-    """As many tasks were trained as the steps have groups, with those of the step that it was stopped in: no step was
-    made twice or left out, and no task failed.
+    """As many tasks were trained as the steps have groups, with those of the step that it was
+    stopped in: no step was made twice or left out, and no task failed.
     """
     with read_ledger(run.folder / "ledger.sqlite") as ledger:
         fates = ledger.task_fates()

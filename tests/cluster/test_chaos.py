@@ -1,7 +1,9 @@
-"""The fault matrix: a run goes on, whatever dies or hangs, whenever (`make chaos`); a part of it runs in CI.
+"""The fault matrix: a run goes on, whatever dies or hangs, whenever (`make chaos`); a part of it
+runs in CI.
 
 In CI, workers and a node are killed. That a rank which is stopped is replaced, CI sees in
-tests/cluster/test_recovery.py, and that a run goes on after it was stopped, in tests/recipes/test_runs.py.
+tests/cluster/test_recovery.py, and that a run goes on after it was stopped, in
+tests/recipes/test_runs.py.
 """
 
 import signal
@@ -67,11 +69,17 @@ def test_a_run_survives_the_loss_of_a_node_and_a_fault_of_each_of_its_workers(
     faults: Sequence[Sequence[Cell]], tmp_path: Path, table: Table
 ) -> None:
     with two_nodes() as nodes, Running(tmp_path / "run", patience=PATIENCE_SECONDS) as run:
-        # Deaths need no lease; on a busy machine, a short one would take a worker for dead that only waits for a core.
+        # Deaths need no lease; on a busy machine, a short one would take a worker for dead that
+        # only waits for a core.
         run.overrides = [f"cluster.address={nodes.address}", "cluster.lease=600"]
         run.raylets = [nodes.head, nodes.beside]
         begin(run)
-        table.add_row("node", "generating", "SIGKILL", f"{run.lose_node(nodes.beside, 'generating', KILL):.1f}")
+        table.add_row(
+            "node",
+            "generating",
+            "SIGKILL",
+            f"{run.lose_node(nodes.beside, 'generating', KILL):.1f}",
+        )
         play(faults, run, table)
         run.end()
         nothing_is_lost(run)
@@ -84,13 +92,19 @@ def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
 ) -> None:
     with Running(tmp_path / "run") as run:
         begin(run)
-        play([[Cell(component, phase, kind)] for phase in PHASES for kind in (KILL, STOP)], run, table)
+        play(
+            [[Cell(component, phase, kind)] for phase in PHASES for kind in (KILL, STOP)],
+            run,
+            table,
+        )
         run.end()
         finish(run)
 
 
 @pytest.mark.chaos
-def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(tmp_path: Path, table: Table) -> None:
+def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(
+    tmp_path: Path, table: Table
+) -> None:
     faults = (("stepping", KILL), ("idle", STOP))
     cells = [[Cell(helper, phase, kind)] for helper in HELPERS for phase, kind in faults]
     with Running(tmp_path / "run", ("algorithm=ppo", "algorithm.kl=0.1")) as run:
@@ -116,14 +130,18 @@ def test_a_run_whose_controller_is_killed_leaves_nothing_and_goes_on_when_it_is_
         run.nothing_is_left()
         before = run.steps()
         run.start()
-        seconds = run.wait_for("steps of the resumed run", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
+        seconds = run.wait_for(
+            "steps of the resumed run", lambda: run.steps() >= before + 2, PATIENCE_SECONDS
+        )
         table.add_row("controller", phase, "SIGKILL", f"{seconds:.1f} (resumed)")
         run.end()
         finish(run)
 
 
 @pytest.mark.chaos
-def test_a_run_whose_controller_was_stopped_for_longer_than_a_lease_goes_on(tmp_path: Path, table: Table) -> None:
+def test_a_run_whose_controller_was_stopped_for_longer_than_a_lease_goes_on(
+    tmp_path: Path, table: Table
+) -> None:
     with Running(tmp_path / "run") as run:
         run.start()
         run.wait_for("first step", lambda: run.steps() >= 1, PATIENCE_SECONDS)
@@ -134,7 +152,9 @@ def test_a_run_whose_controller_was_stopped_for_longer_than_a_lease_goes_on(tmp_
                 time.sleep(8)
                 run.process.send_signal(signal.SIGCONT)
                 before = run.steps()
-            seconds = run.wait_for("recovery", lambda before=before: run.steps() >= before + 2, RECOVERY_SECONDS)
+            seconds = run.wait_for(
+                "recovery", lambda before=before: run.steps() >= before + 2, RECOVERY_SECONDS
+            )
             table.add_row("controller", phase, "SIGSTOP, SIGCONT", f"{seconds:.1f}")
         run.end()
         finish(run)

@@ -30,7 +30,9 @@ def test_a_node_that_dies_ends_the_block_at_once_however_long_that_would_wait() 
 
 
 @pytest.mark.parametrize("dead", [False, True])
-def test_what_fails_with_the_node_is_told_as_its_death_and_other_errors_as_they_are(dead: bool) -> None:
+def test_what_fails_with_the_node_is_told_as_its_death_and_other_errors_as_they_are(
+    dead: bool,
+) -> None:
     async def main() -> None:
         async with watched(lambda: "it burned" if dead and now() > 1 else None):
             await asyncio.sleep(1.1)  # the watch has not looked since
@@ -62,7 +64,9 @@ def test_a_block_that_ends_by_itself_ends_the_watch() -> None:
     assert run_virtual(main) == pytest.approx(10)
 
 
-def test_a_socket_whose_process_is_gone_does_not_listen_though_its_file_is_there(tmp_path: Path) -> None:
+def test_a_socket_whose_process_is_gone_does_not_listen_though_its_file_is_there(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "raylet"
     with socket.socket(socket.AF_UNIX) as raylet:
         raylet.bind(str(path))
@@ -78,7 +82,9 @@ def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_at_once")
-def test_a_head_that_does_not_answer_is_dead_after_as_many_looks_and_not_because_this_process_was_stopped() -> None:
+def test_a_head_that_does_not_answer_is_dead_after_as_many_looks_and_not_because_this_process_was_stopped() -> (
+    None
+):
     answered, asked = threading.Semaphore(0), threading.Semaphore(0)
 
     def nodes() -> list[dict[str, Any]]:
@@ -102,7 +108,10 @@ def test_a_node_that_ray_has_given_up_is_dead() -> None:
 
     def nodes() -> list[dict[str, Any]]:
         asked.release()
-        return [{"NodeID": "own", "Alive": False, "RayletSocketName": ""}, {"NodeID": "other", "Alive": True}]
+        return [
+            {"NodeID": "own", "Alive": False, "RayletSocketName": ""},
+            {"NodeID": "other", "Alive": True},
+        ]
 
     with RayNode(nodes, "own") as node:
         for _ in range(2):
@@ -117,5 +126,7 @@ def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(monkeypatch: pytest.M
     ray = types.SimpleNamespace(is_initialized=lambda: False, init=init)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(ray_cluster, "_on_loopback", nullcontext)
-    with pytest.raises(StallError, match="Ray did not start on this machine: The current node timed out during"):
+    with pytest.raises(
+        StallError, match="Ray did not start on this machine: The current node timed out during"
+    ):
         ray_cluster.join_ray()

@@ -1,5 +1,5 @@
-"""Two Ray nodes on one machine: a run that loses one of them in the middle, and finishes; and the same losses on Ray as
-in one process.
+"""Two Ray nodes on one machine: a run that loses one of them in the middle, and finishes; and the
+same losses on Ray as in one process.
 """
 
 import json
@@ -30,13 +30,21 @@ def run(tmp_path: Path) -> Iterator[Running]:
 @pytest.mark.chaos
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_run_that_loses_a_node_in_the_middle_finishes(phase: str, kind: signal.Signals, run: Running) -> None:
+def test_a_run_that_loses_a_node_in_the_middle_finishes(
+    phase: str, kind: signal.Signals, run: Running
+) -> None:
     with two_nodes(hangs=kind is signal.SIGSTOP) as nodes:
-        run.overrides = [f"steps={STEPS}", "cluster.env_workers=2", f"cluster.address={nodes.address}"]
+        run.overrides = [
+            f"steps={STEPS}",
+            "cluster.env_workers=2",
+            f"cluster.address={nodes.address}",
+        ]
         run.start()
         run.wait_for("first step", lambda: run.steps() >= 2, PATIENCE_SECONDS)
         run.lose_node(nodes.beside, phase, kind)
-        if kind is signal.SIGSTOP:  # what comes after is the same, so half of them are interrupted, and half are not
+        if (
+            kind is signal.SIGSTOP
+        ):  # what comes after is the same, so half of them are interrupted, and half are not
             run.stop()
             finish(run)
         else:
@@ -44,15 +52,24 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(phase: str, kind: signal
 
 
 def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
-    script = "from agentrl.cluster.ray_cluster import join_ray; join_ray(); print('ready', flush=True); input()"
+    script = (
+        "from agentrl.cluster.ray_cluster import join_ray; join_ray(); print('ready', flush=True);"
+        " input()"
+    )
     driver = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     with driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
         started: list[psutil.Process] = []
-        while not any("Agent" in title(process) for process in started):  # Ray starts its agents beside
+        while not any(
+            "Agent" in title(process) for process in started
+        ):  # Ray starts its agents beside
             time.sleep(0.2)
             started = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
@@ -60,8 +77,12 @@ def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_lives_on_the_devices_of_its_plan(run: Running, request: pytest.FixtureRequest) -> None:
-    """On GPUs that are not there: what runs on them is on the CPU. The plan says how many engines and ranks."""
+def test_a_run_lives_on_the_devices_of_its_plan(
+    run: Running, request: pytest.FixtureRequest
+) -> None:
+    """On GPUs that are not there: what runs on them is on the CPU. The plan says how many engines
+    and ranks.
+    """
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -86,23 +107,37 @@ def test_a_run_lives_on_the_devices_of_its_plan(run: Running, request: pytest.Fi
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
 
 
-def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process(tmp_path: Path) -> None:
-    # One at a time and without what earlier turns have left: both are a matter of timing, and round the last bits
-    # otherwise.
+def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process(
+    tmp_path: Path,
+) -> None:
+    # One at a time and without what earlier turns have left: both are a matter of timing, and round
+    # the last bits otherwise.
     alone = "max_batch: 1, prefix_cache: false"
-    config = CONFIG.replace("name: fsdp, world_size: 2", "name: local").replace("max_batch: 16", alone)
+    config = CONFIG.replace("name: fsdp, world_size: 2", "name: local").replace(
+        "max_batch: 16", alone
+    )
 
     def losses(name: str, *overrides: str) -> list[dict[str, float]]:
-        with Running(tmp_path / name, ["steps=3", "cluster.env_workers=0", *overrides], config) as run:
+        with Running(
+            tmp_path / name, ["steps=3", "cluster.env_workers=0", *overrides], config
+        ) as run:
             run.start()
             assert run.process is not None
             assert run.process.wait(PATIENCE_SECONDS) == 0, run.log[-4000:]
-            assert "died or was killed" not in run.log, "Ray took the end of a healthy run for a death"
-            rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-        return [{key: row[key] for key in ("loss", "grad_norm", "reward", "logprob_gap_max")} for row in rows]
+            assert "died or was killed" not in run.log, (
+                "Ray took the end of a healthy run for a death"
+            )
+            rows = [
+                json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+            ]
+        return [
+            {key: row[key] for key in ("loss", "grad_norm", "reward", "logprob_gap_max")}
+            for row in rows
+        ]
 
     here = losses("here", "cluster=local", "cluster.reward_workers=0")
     assert len(here) == 3
-    # The loss itself is 0, up to the last bits: the advantages of a group sum to 0, and all episodes are equally long.
+    # The loss itself is 0, up to the last bits: the advantages of a group sum to 0, and all
+    # episodes are equally long.
     assert all(row["grad_norm"] > 0 for row in here)
     assert losses("ray") == here

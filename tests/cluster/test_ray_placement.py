@@ -36,8 +36,12 @@ def ray_with_gpus() -> None:
     join_shared_ray()
 
 
-def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = tuple(Replica("engine", number, (2 * number, 2 * number + 1), 0) for number in range(4))
+def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = tuple(
+        Replica("engine", number, (2 * number, 2 * number + 1), 0) for number in range(4)
+    )
     trainers = tuple(
         Replica("trainer", rank, (6 + rank,), 0) for rank in range(2)
     )  # they share two with the last engine
@@ -51,7 +55,11 @@ def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(monk
                 group = await RayWorkers(placement)(role, Seeing, count)
                 stack.push_async_callback(group.stop)
                 seen[role] = await group.all("devices")
-            assert seen == {"engine": ["0,1", "2,3", "4,5", "6,7"], "trainer": ["6", "7"], "env": [""]}
+            assert seen == {
+                "engine": ["0,1", "2,3", "4,5", "6,7"],
+                "trainer": ["6", "7"],
+                "env": [""],
+            }
             with pytest.raises(ConfigError, match=r"8 x H100 .* were not free within 2 s"):
                 await reserved(devices).__aenter__()
         async with reserved(devices):
@@ -60,7 +68,9 @@ def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(monk
     asyncio.run(main())
 
 
-def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert gpus_of_ray() == EIGHT
     monkeypatch.chdir(Path(__file__).parents[2])
     config = load_config(Path("examples/colocated_8gpu.yaml")).config
@@ -77,7 +87,9 @@ def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(monkeypatch: pytest
     asyncio.run(main())
 
 
-def test_the_ranks_of_a_role_are_spread_over_the_living_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_role_are_spread_over_the_living_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import ray
 
     a, b, c = "aa" * 28, "bb" * 28, "cc" * 28
@@ -90,7 +102,9 @@ def test_the_ranks_of_a_role_are_spread_over_the_living_nodes(monkeypatch: pytes
         assert strategy.soft
         return str(strategy.node_id)
 
-    assert [node_of(*worker) for worker in (("trainer", 0), ("env", 0), ("trainer", 1), ("env", 1))] == [a, c, c, a]
+    assert [
+        node_of(*worker) for worker in (("trainer", 0), ("env", 0), ("trainer", 1), ("env", 1))
+    ] == [a, c, c, a]
     assert node_of("trainer", 1) == a, "a replacement goes to the next node"
     nodes[0]["Alive"] = False
     assert node_of("env", 0) == a

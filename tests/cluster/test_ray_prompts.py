@@ -27,7 +27,9 @@ def test_the_actor_sees_every_prompt_as_it_was_or_asks_for_it_whole(turns, limit
     so_far: dict[str, list[int]] = {}
     for session, new, sampled, answered in turns:
         known = so_far.get(session, [])
-        request = GenerateRequest("r", [*known, 1, *new], SamplingParams(), session=session, known=len(known))
+        request = GenerateRequest(
+            "r", [*known, 1, *new], SamplingParams(), session=session, known=len(known)
+        )
         cut = here.cut(request)
         seen = request if cut is None else there.whole(pickle.loads(pickle.dumps(cut)))
         if seen is None:
@@ -46,7 +48,9 @@ def test_a_late_turn_sends_as_much_as_an_early_one():
     here, there = SentPrompts(), HeldPrompts()
     so_far, sizes = ints([]), []
     for turn in range(60):
-        request = GenerateRequest("r", np.append(so_far, [7] * 40), SamplingParams(), session="s", known=len(so_far))
+        request = GenerateRequest(
+            "r", np.append(so_far, [7] * 40), SamplingParams(), session="s", known=len(so_far)
+        )
         cut = here.cut(request)
         sent = pickle.dumps(cut or request)
         sizes.append(len(sent))

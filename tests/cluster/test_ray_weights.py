@@ -40,7 +40,9 @@ def test_a_bundle_that_was_brought_is_the_same_and_goes_with_the_next(tmp_path: 
 
     async def bring(bundle: WeightBundle) -> WeightBundle:
         for bucket in bundle.manifest.buckets:
-            await arrivals.take(bundle.manifest, bucket.file, np.fromfile(bundle.folder / bucket.file, np.uint8))
+            await arrivals.take(
+                bundle.manifest, bucket.file, np.fromfile(bundle.folder / bucket.file, np.uint8)
+            )
         await arrivals.finish(bundle.manifest)
         return arrivals.local(bundle)
 
@@ -64,7 +66,9 @@ def test_a_bundle_that_was_brought_is_the_same_and_goes_with_the_next(tmp_path: 
 
 
 class FarEngine(LocalEngine):
-    """Lives where a folder is not seen that its machine has: mounts over it, for its thread and those it starts."""
+    """Lives where a folder is not seen that its machine has: mounts over it, for its thread and
+    those it starts.
+    """
 
     class Config(LocalEngine.Config):
         hidden: Path
@@ -100,10 +104,16 @@ def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
 
     async def main() -> None:
         far = [
-            RayEngine(Component("far", FarEngine, config), shallow_model_dir, Unplaced().options("engine", number))
+            RayEngine(
+                Component("far", FarEngine, config),
+                shallow_model_dir,
+                Unplaced().options("engine", number),
+            )
             for number in range(2)
         ]
-        near = LocalEngine(LocalEngine.Config(max_batch=2, max_context=64, device="cpu"), shallow_model_dir)
+        near = LocalEngine(
+            LocalEngine.Config(max_batch=2, max_context=64, device="cpu"), shallow_model_dir
+        )
         settings = LocalTrainer.Config(lr=0.05, device="cpu")
         places = WeightsConfig(transport="disk", folder=published, bucket_mib=1)
         async with (
@@ -116,7 +126,9 @@ def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
                 await trainer.step(batch, LOSS, 10.0)
                 new = (await publisher.publish(trainer, version)).weights
                 assert isinstance(new, WeightBundle)
-                assert set(ray_weights._put[new]) == {bucket.file for bucket in new.manifest.buckets}, "put once"
+                assert set(ray_weights._put[new]) == {
+                    bucket.file for bucket in new.manifest.buckets
+                }, "put once"
                 await near.update_weights(new, version)
                 expected = await near.generate(request)
                 for engine in far:

@@ -48,7 +48,9 @@ class Summing:
     def close(self) -> None:
         """There is nothing to leave."""
 
-    def step(self, shard: BatchShard, loss: Any, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+    def step(
+        self, shard: BatchShard, loss: Any, normalizer: float, loss_tokens: int
+    ) -> Mapping[str, float]:
         self.learned.append(int(shard[0][0].samples.tokens_S[1]))
         return {"steps": float(len(self.learned))}
 
@@ -69,7 +71,9 @@ class Summing:
 
 
 class Mortal:
-    """The worker of a rank. It dies before or after the n-th call of any kind that is made to it and its successors."""
+    """The worker of a rank. It dies before or after the n-th call of any kind that is made to it
+    and its successors.
+    """
 
     def __init__(self, deaths: list[tuple[int, bool]], calls: list[int]) -> None:
         self.rank = Summing()
@@ -105,13 +109,17 @@ def trainer_over(make: Callable[[], Worker], **recovery: Any) -> LocalTrainer:
     async def start(role: str, of_rank: Any, count: int) -> WorkerGroup:
         return WorkerGroup(role, [make()])
 
-    return LocalTrainer(LocalTrainer.Config(), Path(), total_steps=1, start=start, recovery=Recovery(**recovery))
+    return LocalTrainer(
+        LocalTrainer.Config(), Path(), total_steps=1, start=start, recovery=Recovery(**recovery)
+    )
 
 
 @examples(30)  # a checkpoint waits for the disk
 @given(
     every=st.integers(1, 4),
-    deaths=st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=6, unique_by=lambda death: death[0]),
+    deaths=st.lists(
+        st.tuples(st.integers(1, 40), st.booleans()), max_size=6, unique_by=lambda death: death[0]
+    ),
 )
 def test_no_step_is_lost_or_made_twice_wherever_ranks_die(
     tmp_path_factory: pytest.TempPathFactory, every: int, deaths: list[tuple[int, bool]]
@@ -139,7 +147,9 @@ def test_no_step_is_lost_or_made_twice_wherever_ranks_die(
     shutil.rmtree(checkpoints.folder.parent)
 
 
-def test_ranks_that_take_up_a_checkpoint_that_is_no_runs_find_it_again_when_they_have_died(tmp_path: Path) -> None:
+def test_ranks_that_take_up_a_checkpoint_that_is_no_runs_find_it_again_when_they_have_died(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "learned").write_text("[7, 8]")
     calls = [0]
 
@@ -158,7 +168,9 @@ def test_a_checkpoint_that_is_not_the_newest_is_not_taken_up(tmp_path: Path) -> 
     (tmp_path / "learned").write_text("[]")
 
     async def main() -> None:
-        async with trainer_over(lambda: Mortal([], [0]), latest=lambda: (4, tmp_path / "newer")) as trainer:
+        async with trainer_over(
+            lambda: Mortal([], [0]), latest=lambda: (4, tmp_path / "newer")
+        ) as trainer:
             await trainer.load(tmp_path)
 
     with pytest.raises(ValueError, match="is not the newest checkpoint"):
@@ -173,7 +185,10 @@ def test_ranks_that_die_too_often_end_the_run() -> None:
             await trainer.step(batch_of(0), LOSS, 1.0)
 
     calls = [0]
-    said = r"trainer 1 died: killed; all ranks were restarted 3 times in a row without a step in between"
+    said = (
+        r"trainer 1 died: killed; all ranks were restarted 3 times in a row without a step in"
+        r" between"
+    )
     with pytest.raises(WorkerDiedError, match=said):
         run_virtual(main)
     assert calls == [4]
@@ -199,7 +214,9 @@ def test_a_reference_that_answers_between_the_deaths_of_its_ranks_goes_on() -> N
                 await trainer.predict(batch_of(1))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("agentrl.trainers.group.gather", lambda batch, shards, predictions: predictions)
+        patched.setattr(
+            "agentrl.trainers.group.gather", lambda batch, shards, predictions: predictions
+        )
         asyncio.run(main())
     assert len(made) == 10
 
@@ -213,14 +230,18 @@ def test_ranks_that_hang_in_their_start_end_the_run_at_its_deadline() -> None:
         async with trainer_over(lambda: Hanging([], [0]), start_seconds=60):
             pytest.fail("it began")
 
-    with pytest.raises(StallError, match=r"the trainer did not start within 60 s \(cluster.start_seconds\)"):
+    with pytest.raises(
+        StallError, match=r"the trainer did not start within 60 s \(cluster.start_seconds\)"
+    ):
         run_virtual(main)
 
 
 def test_a_trainer_that_does_not_answer_ends_the_run_at_its_deadline() -> None:
     class Hanging(Mortal):
         async def call(self, method: str, *args: Any) -> Any:
-            return await (asyncio.sleep(1e9) if method == "weights" else super().call(method, *args))
+            return await (
+                asyncio.sleep(1e9) if method == "weights" else super().call(method, *args)
+            )
 
     async def main() -> None:
         async with trainer_over(lambda: Hanging([], [0]), deadline=60) as trainer:
@@ -230,7 +251,9 @@ def test_a_trainer_that_does_not_answer_ends_the_run_at_its_deadline() -> None:
         run_virtual(main)
 
 
-@pytest.mark.parametrize(("tokens", "limit", "given"), [(0, 3600, None), (10**6, 13_600, None), (10**6, 60, 60.0)])
+@pytest.mark.parametrize(
+    ("tokens", "limit", "given"), [(0, 3600, None), (10**6, 13_600, None), (10**6, 60, 60.0)]
+)
 def test_a_call_may_take_longer_the_more_tokens_it_is_about_unless_a_deadline_is_given(
     tokens: int, limit: float, given: float | None
 ) -> None:
@@ -289,7 +312,13 @@ def test_real_ranks_that_are_killed_and_stopped_cost_no_step_and_change_no_weigh
 
     def trainer_of(kind: Any, **settings: Any) -> Any:
         config = kind.Config(**case.settings, **settings)
-        return partial(kind, config, shallow_model_dir, total_steps=case.total_steps, temperature=case.temperature)
+        return partial(
+            kind,
+            config,
+            shallow_model_dir,
+            total_steps=case.total_steps,
+            temperature=case.temperature,
+        )
 
     async def train(make: Any, faults: bool) -> Any:
         checkpoints = Checkpoints(tmp_path / f"checkpoints-{faults}")
@@ -297,16 +326,24 @@ def test_real_ranks_that_are_killed_and_stopped_cost_no_step_and_change_no_weigh
         async with make(recovery=Recovery(checkpoints.latest)) as trainer:
             for step, batch in enumerate(batches):
                 if faults and step in (1, 3):
-                    os.kill(groups[-1].workers[1].pid, signal.SIGKILL if step == 1 else signal.SIGSTOP)
-                losses.append((await trainer.step(batch, LOSS, float(batch.num_loss_tokens)))["loss"])
+                    os.kill(
+                        groups[-1].workers[1].pid, signal.SIGKILL if step == 1 else signal.SIGSTOP
+                    )
+                losses.append(
+                    (await trainer.step(batch, LOSS, float(batch.num_loss_tokens)))["loss"]
+                )
                 if step == 1:
                     await checkpoints.save(2, trainer)
-            return losses, {name: weight.clone() for name, weight in (await trainer.weights()).items()}
+            return losses, {
+                name: weight.clone() for name, weight in (await trainer.weights()).items()
+            }
 
     ranks = partial(trainer_of(FsdpTrainer, world_size=2), start=start)
     losses, weights = asyncio.run(train(ranks, faults=True))
     assert len(groups) == 3
-    expected_losses, expected = asyncio.run(train(trainer_of(LocalTrainer, device="cpu"), faults=False))
+    expected_losses, expected = asyncio.run(
+        train(trainer_of(LocalTrainer, device="cpu"), faults=False)
+    )
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)

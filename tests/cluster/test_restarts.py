@@ -50,8 +50,13 @@ def set_aside(suspicion: Suspicion, suspect: Suspect) -> bool:
         (["ab", "cd", "ef"], ""),
     ],
 )
-def test_the_one_request_that_was_there_at_two_deaths_is_set_aside(deaths: list[str], culprits: str) -> None:
-    suspicion, suspects = Suspicion(LethalRequestError, "engines"), {one.name: one for one in named(*"abcdef")}
+def test_the_one_request_that_was_there_at_two_deaths_is_set_aside(
+    deaths: list[str], culprits: str
+) -> None:
+    suspicion, suspects = (
+        Suspicion(LethalRequestError, "engines"),
+        {one.name: one for one in named(*"abcdef")},
+    )
     for present in deaths:
         suspicion.died([suspects[name] for name in present], "killed")
     assert "".join(name for name, one in suspects.items() if set_aside(suspicion, one)) == culprits
@@ -97,7 +102,9 @@ def test_equal_suspects_take_turns_until_one_of_them_is_found() -> None:
 
 def test_what_does_not_start_in_time_is_named_and_its_own_timeouts_pass() -> None:
     async def main() -> None:
-        with pytest.raises(StallError, match=r"engine 3 did not start within 5 s \(cluster.start_seconds\)"):
+        with pytest.raises(
+            StallError, match=r"engine 3 did not start within 5 s \(cluster.start_seconds\)"
+        ):
             async with starting("engine 3", 5.0):
                 await asyncio.sleep(6)
         with pytest.raises(TimeoutError, match="its own"):

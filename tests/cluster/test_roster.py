@@ -19,12 +19,20 @@ def test_crews_of_one_role_count_as_one_and_leave_with_their_owner() -> None:
 
 
 def test_restarts_and_what_was_set_aside_are_metrics_by_role() -> None:
-    crews = [Crew("trainer", 1, 1), Crew("frozen engine", 1, 2, 3, 1), Crew("frozen engine", 1, 1, 2)]
+    crews = [
+        Crew("trainer", 1, 1),
+        Crew("frozen engine", 1, 2, 3, 1),
+        Crew("frozen engine", 1, 1, 2),
+    ]
     with ExitStack() as stack:
         for crew in crews:
             stack.enter_context(posted(lambda crew=crew: crew))
         found = restart_metrics()
-    expected = {"restarts/trainer": 0.0, "restarts/frozen_engine": 5.0, "set_aside/frozen_engine": 1.0}
+    expected = {
+        "restarts/trainer": 0.0,
+        "restarts/frozen_engine": 5.0,
+        "set_aside/frozen_engine": 1.0,
+    }
     assert expected.items() <= found.items()
     assert "set_aside/trainer" not in found
     assert all(meaning_of(name) for name in found)

@@ -81,7 +81,9 @@ def test_calls_reach_all_workers_and_answers_come_by_rank(start: StartWorkers, c
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_a_worker_raises_comes_through_and_it_lives_on(start: StartWorkers, count: int) -> None:
+def test_what_a_worker_raises_comes_through_and_it_lives_on(
+    start: StartWorkers, count: int
+) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="cannot be"):
             await start("broken", Broken, count)
@@ -168,7 +170,9 @@ def test_a_worker_that_hangs_in_its_start_is_given_up_at_the_deadline() -> None:
     released = threading.Event()
 
     async def main() -> None:
-        with pytest.raises(StallError, match=r"critic 0 did not start within 0.05 s \(cluster.start_seconds\)"):
+        with pytest.raises(
+            StallError, match=r"critic 0 did not start within 0.05 s \(cluster.start_seconds\)"
+        ):
             await start_local("critic", lambda rank: released.wait(60), 1, start_seconds=0.05)
 
     try:

@@ -1,4 +1,6 @@
-"""Numbers in settings are finite and bounded, in every component's `Config` and in that of a user's plug-in."""
+"""Numbers in settings are finite and bounded, in every component's `Config` and in that of a user's
+plug-in.
+"""
 
 import math
 import types
@@ -32,7 +34,10 @@ def all_settings() -> list[type[Settings]]:
             try:
                 plugins.load(group, plugin.name)
             except PluginError:
-                assert not plugin.origin.startswith("agentrl-train ") or plugin.name in {"deepspeed", "vllm"}, plugin
+                assert not plugin.origin.startswith("agentrl-train ") or plugin.name in {
+                    "deepspeed",
+                    "vllm",
+                }, plugin
     found = {one for one in subclasses(Settings) if one.__module__.startswith("agentrl.")}
     return sorted(found, key=lambda one: (one.__module__, one.__qualname__))
 
@@ -86,7 +91,9 @@ def test_no_default_is_infinite() -> None:
     for kind in all_settings():
         for name, field in kind.model_fields.items():
             value = field.default
-            assert not isinstance(value, float) or math.isfinite(value), f"{kind.__qualname__}.{name}"
+            assert not isinstance(value, float) or math.isfinite(value), (
+                f"{kind.__qualname__}.{name}"
+            )
 
 
 class Mine(Grpo):
@@ -114,7 +121,10 @@ def test_a_plug_ins_settings_are_checked_too(tmp_path: Path, wrong: str) -> None
     mine = f"name: '{__name__}:Mine'"
     for setting in (f"own: {wrong}", f"more: {{a: [1, {{b: {wrong}}}]}}", f"clip_high: {wrong}"):
         name = setting.split(":")[0]
-        why = rf"algorithm\.{name}.*(not a finite number.*large number such as 1e9|too large|greater than)"
+        why = (
+            rf"algorithm\.{name}.*(not a finite number.*large number such as 1e9|too large|greater"
+            r" than)"
+        )
         with pytest.raises(ConfigError, match=why):
             loaded(tmp_path, f"{{{mine}, {setting}}}")
 
@@ -134,7 +144,9 @@ def test_a_default_that_could_not_be_saved_is_refused() -> None:
         limit: float = math.inf
         """No limit."""
 
-    with pytest.raises(ValidationError, match="the default of limit will not do: inf is not a finite number"):
+    with pytest.raises(
+        ValidationError, match="the default of limit will not do: inf is not a finite number"
+    ):
         Careless()
 
 
@@ -145,10 +157,16 @@ def test_a_default_that_could_not_be_saved_is_refused() -> None:
         ("rollout: {sampling: {min_p: 1.0}}", r"min_p=1 leaves the likeliest token alone"),
         ("rollout: {sampling: {temperature: 1.0e-300}}", r"logits cannot be divided by so little"),
         ("evaluation: {temperature: 1.0e-300}", r"logits cannot be divided by so little"),
-        ("algorithm: {importance: mask, importance_cap: 0.5}", r"leaves out every token whose weight is 1"),
+        (
+            "algorithm: {importance: mask, importance_cap: 0.5}",
+            r"leaves out every token whose weight is 1",
+        ),
         ("trainer: {betas: [1.5, 0.9]}", r"trainer\.betas\.0: Input should be less than 1"),
         ("trainer: {betas: [0.9, 1.0]}", r"trainer\.betas\.1: Input should be less than 1"),
-        ("trainer: {betas: [-0.1, 0.9]}", r"trainer\.betas\.0: Input should be greater than or equal to 0"),
+        (
+            "trainer: {betas: [-0.1, 0.9]}",
+            r"trainer\.betas\.0: Input should be greater than or equal to 0",
+        ),
         ("trainer: {eps: 1.0e-300}", r"trainer\.eps"),
         ("algorithm: {normalizer: 1.0e-300}", r"algorithm\.normalizer"),
         (
@@ -161,7 +179,9 @@ def test_a_default_that_could_not_be_saved_is_refused() -> None:
         ),
     ],
 )
-def test_a_setting_with_which_nothing_is_learned_is_refused(tmp_path: Path, text: str, why: str) -> None:
+def test_a_setting_with_which_nothing_is_learned_is_refused(
+    tmp_path: Path, text: str, why: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"env: guess_number\n{text}\n")
     with pytest.raises(ConfigError, match=why):

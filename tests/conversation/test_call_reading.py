@@ -1,4 +1,6 @@
-"""What a model writes as a call reaches the environment to the letter and whole, or is told to be unreadable."""
+"""What a model writes as a call reaches the environment to the letter and whole, or is told to be
+unreadable.
+"""
 
 import re
 from functools import cache
@@ -20,10 +22,35 @@ from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
 
 HARD = (
-    "    if x:\n        return 1\n", "3.10", '{"a":1}', '"q"', "it's", "", "\n", "\n\n", "  ", " x ", "\tx\t", "true",
-    "007", "None.", "é你好\u2028", "</div>", "<b>&amp;", "a\\nb", "\\", "[1,2]", "{{x}}", "1e5", "```py\nx\n```",
-    "line\r\nline", "<parameter", "`", '{"name": "write", "arguments": {}}', "don’t\N{NO-BREAK SPACE}",
-)  # fmt: skip
+    "    if x:\n        return 1\n",
+    "3.10",
+    '{"a":1}',
+    '"q"',
+    "it's",
+    "",
+    "\n",
+    "\n\n",
+    "  ",
+    " x ",
+    "\tx\t",
+    "true",
+    "007",
+    "None.",
+    "é你好\u2028",
+    "</div>",
+    "<b>&amp;",
+    "a\\nb",
+    "\\",
+    "[1,2]",
+    "{{x}}",
+    "1e5",
+    "```py\nx\n```",
+    "line\r\nline",
+    "<parameter",
+    "`",
+    '{"name": "write", "arguments": {}}',
+    "don’t\N{NO-BREAK SPACE}",
+)
 """Texts that look like something else, or have white space that counts."""
 TEXT: dict[str, Any] = {"type": "string"}
 TYPES: dict[str, Any] = {
@@ -35,7 +62,10 @@ TYPES: dict[str, Any] = {
     "fixed": {"const": "1"},
     "lines": {"type": "array", "items": TEXT},
     "rows": {"type": "array", "items": {"type": "array", "items": TEXT}},
-    "point": {"type": "object", "properties": {"name": TEXT, "at": {"type": "array", "items": {"type": "integer"}}}},
+    "point": {
+        "type": "object",
+        "properties": {"name": TEXT, "at": {"type": "array", "items": {"type": "integer"}}},
+    },
     "count": {"type": "integer"},
     "share": {"type": "number"},
     "on": {"type": "boolean"},
@@ -45,16 +75,38 @@ WRITE = {
     "function": {
         "name": "write",
         "description": "Writes.",
-        "parameters": {"type": "object", "properties": TYPES, "$defs": {"Choice": {"enum": ["1", "true", "b"]}}},
+        "parameters": {
+            "type": "object",
+            "properties": TYPES,
+            "$defs": {"Choice": {"enum": ["1", "true", "b"]}},
+        },
     },
 }
 WRITERS = (
-    "deepseekv3", "gemma", "gemma4", "gemma4_v2", "gemma4_v5", "glm4moe", "gptoss", "llama3_1", "muse_glimmer",
-    "nemotron_3_nano", "nemotron_3_ultra", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_8",
-)  # fmt: skip
-"""One template of each kind. Those of lfm2 are read by vLLM's parsers, which take seconds to import."""
+    "deepseekv3",
+    "gemma",
+    "gemma4",
+    "gemma4_v2",
+    "gemma4_v5",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "muse_glimmer",
+    "nemotron_3_nano",
+    "nemotron_3_ultra",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_5_nothink",
+    "qwen3_5_think",
+    "qwen3_8",
+)
+"""One template of each kind. Those of lfm2 are read by vLLM's parsers, which take seconds to
+import.
+"""
 PYTHON = ("lfm2_2_5", "lfm2_2_5_v2")
-"""Their templates write texts between quotes as they are, so that a backslash comes to mean something else."""
+"""Their templates write texts between quotes as they are, so that a backslash comes to mean
+something else.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +140,9 @@ def got(one: TemplateRenderer, text: str, stopped: bool = True) -> tuple[ParsedR
     conversation = one.conversation([WRITE])
     conversation.prompt([Message("user", "Go.")])
     ids = [*one.encode(text).tolist(), *([one.stop_token_ids[0]] if stopped else [])]
-    action = conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length"))
+    action = conversation.answer(
+        Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
+    )
     return parse_tool_calls(action), conversation.messages[-1]
 
 
@@ -101,7 +155,11 @@ def test_arguments_reach_the_environment_as_the_template_writes_them(name: str) 
     one = renderer(name)
     cases: list[dict[str, Any]] = [
         {f"text_{number}": text for number, text in enumerate(HARD)},
-        {"lines": list(HARD), "rows": [["a", "1"], [" x "], []], "point": {"name": " 3.10", "at": [1, 2]}},
+        {
+            "lines": list(HARD),
+            "rows": [["a", "1"], [" x "], []],
+            "point": {"name": " 3.10", "at": [1, 2]},
+        },
         {"maybe": "3.10", "either": "12", "chosen": "1", "fixed": "1", "text": "null"},
         {"count": -3, "share": 2.5, "on": True, "lines": []},
         {"on": False, "rows": [["x"]], "text": "only"},
@@ -111,7 +169,11 @@ def test_arguments_reach_the_environment_as_the_template_writes_them(name: str) 
         reply, message = got(one, written(one, ToolCall("write", case)))
         assert (named(reply), reply.errors) == ([("write", case)], ())
         assert not message.tool_calls or message.said == ""
-    several = [ToolCall("write", {"text": " a"}), ToolCall("write", {}), ToolCall("write", {"text": "b\n"})]
+    several = [
+        ToolCall("write", {"text": " a"}),
+        ToolCall("write", {}),
+        ToolCall("write", {"text": "b\n"}),
+    ]
     if name not in ("llama3_1", "llama3_2"):  # which refuse to write more than one
         if name == "gptoss":  # which writes the first alone
             text = "<|start|>assistant".join(written(one, call) + "<|call|>" for call in several)
@@ -123,24 +185,33 @@ def test_arguments_reach_the_environment_as_the_template_writes_them(name: str) 
 @example(name="gemma4", text="\u00b9")  # a digit, and no number
 @given(
     name=st.sampled_from(WRITERS),
-    text=st.lists(st.sampled_from([*HARD, "<", ">", "</parameter>", "<tool_call>", "</arg_value>"]) | st.text()).map(
-        "".join
-    ),
+    text=st.lists(
+        st.sampled_from([*HARD, "<", ">", "</parameter>", "<tool_call>", "</arg_value>"])
+        | st.text()
+    ).map("".join),
 )
 @examples(200)
-def test_any_text_at_all_is_read_as_it_was_written_or_told_to_be_unreadable(name: str, text: str) -> None:
+def test_any_text_at_all_is_read_as_it_was_written_or_told_to_be_unreadable(
+    name: str, text: str
+) -> None:
     one = renderer(name)
     call = ToolCall("write", {"text": text, "count": 3})
     if call.is_plain and one.decode(one.encode(text)) == text:
         reply, _ = got(one, written(one, call))
-        assert named(reply) == [("write", dict(call.arguments))] or (not reply.calls and reply.errors)
+        assert named(reply) == [("write", dict(call.arguments))] or (
+            not reply.calls and reply.errors
+        )
         if "<" not in text:
             assert reply.calls, reply
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", [name for name in templates() if "lfm2" in name or "glimmer" in name])
-def test_the_parsers_of_vllm_read_texts_as_they_were_written_or_tell_that_they_cannot(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in templates() if "lfm2" in name or "glimmer" in name]
+)
+def test_the_parsers_of_vllm_read_texts_as_they_were_written_or_tell_that_they_cannot(
+    name: str,
+) -> None:
     one = renderer(name)
     for text in HARD:
         reply, _ = got(one, written(one, ToolCall("write", {"text": text, "count": 3})))
@@ -148,7 +219,9 @@ def test_the_parsers_of_vllm_read_texts_as_they_were_written_or_tell_that_they_c
         assert whole or (name in PYTHON and not reply.calls and reply.errors), (text, reply)
 
 
-def test_an_answer_at_which_a_parser_raises_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_at_which_a_parser_raises_is_told_with_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = renderer("qwen3")
     assert one._family is not None
 
@@ -156,7 +229,10 @@ def test_an_answer_at_which_a_parser_raises_is_told_with_its_words(monkeypatch: 
         raise IndexError("list index out of range")
 
     monkeypatch.setattr(type(one._family), "read", fail)
-    prompt, text = one.encode("Go."), f"<think>\nHm.\n</think>\n\n{ToolCall('write', {'text': 'a'}).render()}"
+    prompt, text = (
+        one.encode("Go."),
+        f"<think>\nHm.\n</think>\n\n{ToolCall('write', {'text': 'a'}).render()}",
+    )
     reading = one.read(prompt, one.encode(text), [WRITE])
     assert (reading.reasoning, reading.calls) == ("Hm.", ())
     assert [unread.why for unread in reading.malformed] == [
@@ -171,12 +247,16 @@ def test_an_answer_at_which_a_parser_raises_is_told_with_its_words(monkeypatch: 
     assert not thought.malformed
 
 
-def test_an_answer_that_does_not_fit_a_response_schema_is_told_with_the_words_of_its_reader() -> None:
+def test_an_answer_that_does_not_fit_a_response_schema_is_told_with_the_words_of_its_reader() -> (
+    None
+):
     def parse(text: str) -> Any:
         raise ValueError("no match at 3")
 
     (unread,) = of_schema(parse)("<call>write", [WRITE]).malformed
-    assert unread.told == "the parser of calls refuses it (ValueError: no match at 3): '<call>write'"
+    assert (
+        unread.told == "the parser of calls refuses it (ValueError: no match at 3): '<call>write'"
+    )
 
 
 @pytest.mark.vllm
@@ -188,7 +268,9 @@ def test_an_error_that_a_parser_of_vllm_swallows_is_told() -> None:
 
 
 def spoiled(text: str) -> list[str]:
-    """A text with calls, cut short, and with each of its tags and words left out, doubled, or replaced."""
+    """A text with calls, cut short, and with each of its tags and words left out, doubled, or
+    replaced.
+    """
     cuts = [text[:at] for at in range(1, len(text), max(1, len(text) // 40))]
     parts = [part for part in re.split(r"(<[^<>]*>?|[{}\[\]\",:]|\n)", text) if part]
     changed = [
@@ -197,7 +279,15 @@ def spoiled(text: str) -> list[str]:
         for put in ([], [part, part], ["</x>"], [part, text], [text, part])
         if part.strip()
     ]
-    return [*cuts, *changed, f"{text}{text}", f"{text} and {text}", f"```\n{text}\n```", f"`{text}`", f"I write {text}"]
+    return [
+        *cuts,
+        *changed,
+        f"{text}{text}",
+        f"{text} and {text}",
+        f"```\n{text}\n```",
+        f"`{text}`",
+        f"I write {text}",
+    ]
 
 
 def plain(text: str) -> str:
@@ -214,7 +304,10 @@ def test_no_spoiled_call_is_run_half_or_dropped_in_silence(name: str) -> None:
         reply, message = got(one, text, stopped=len(text) % 2 == 0)
         there = plain(text)
         for each in reply.calls:
-            assert all(plain(str(part)) in there for part in (each.name, *each.arguments, *each.arguments.values()))
+            assert all(
+                plain(str(part)) in there
+                for part in (each.name, *each.arguments, *each.arguments.values())
+            )
         if not reply.errors:
             seen = plain(f"{reply.text} {message.reasoning} {' '.join(map(str, named(reply)))}")
             for word in ("left", "right", "37"):
@@ -222,7 +315,12 @@ def test_no_spoiled_call_is_run_half_or_dropped_in_silence(name: str) -> None:
 
 
 PARAMETERS = {"type": "object", "properties": {"text": TEXT}}
-FIND = [{"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": PARAMETERS}}]
+FIND = [
+    {
+        "type": "function",
+        "function": {"name": "find", "description": "Finds.", "parameters": PARAMETERS},
+    }
+]
 
 
 def told(name: str, text: str, tools: Any = FIND) -> tuple[str, Message]:
@@ -257,7 +355,8 @@ def test_no_text_of_gpt_oss_vanishes(text: str) -> None:
 @pytest.mark.parametrize("end", ["<|call|>", "<|return|>", "<|end|>"])
 def test_a_call_of_gpt_oss_has_its_name_whatever_ends_it(end: str) -> None:
     _, message = told(
-        "gptoss", f'<|channel|>commentary to=functions.find <|constrain|>json<|message|>{{"text": "a"}}{end}'
+        "gptoss",
+        f'<|channel|>commentary to=functions.find <|constrain|>json<|message|>{{"text": "a"}}{end}',
     )
     assert message.tool_calls == (ToolCall("find", {"text": "a"}, "call00000"),)
 
@@ -284,21 +383,30 @@ def test_a_call_of_gpt_oss_that_is_not_whole_is_told(text: str) -> None:
     "call",
     [
         "<tool_call>\n<function=find>\n<parameter=text>\na\n</function>\n</tool_call>",
-        "<tool_call>\n<function=find>\n<parameter text>\na\n</parameter>\n</function>\n</tool_call>",
+        (
+            "<tool_call>\n<function=find>\n<parameter"
+            " text>\na\n</parameter>\n</function>\n</tool_call>"
+        ),
         "<tool_call>\n<function=find>\ntext: a\n</function>\n</tool_call>",
         "<tool_call>\n<function=find>\n</function>\n<function=find>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=find>\n<parameter=text>\na\n</parameter>\n<parameter=text>\nb\n</parameter>\n</function>\n"
-        "</tool_call>",
+        (
+            "<tool_call>\n<function=find>\n<parameter=text>\na\n</parameter>\n<parameter=text>\nb\n</parameter>\n</function>\n"
+            "</tool_call>"
+        ),
         "<tool_call>\n<function=find>\n<parameter=text>\na\n</parameter>\n</function>",
         "<function=find>\n<parameter=text>\na\n</parameter>\n</function>",
-        "<tool_call>\n<function=find>\n<parameter=text>\n<tool_call>\n<function=find>\n</function>\n</tool_call>\n"
-        "</parameter>\n</function>\n</tool_call>",
+        (
+            "<tool_call>\n<function=find>\n<parameter=text>\n<tool_call>\n<function=find>\n</function>\n</tool_call>\n"
+            "</parameter>\n</function>\n</tool_call>"
+        ),
         "```\n<tool_call>\n<function=find>\n</function>\n</tool_call>\n```",
     ],
 )
 def test_a_call_in_tags_that_is_not_whole_is_told_and_nothing_of_it_is_run(call: str) -> None:
     for name in ("qwen3_5_think", "qwen3_5_nothink", "nemotron_3_nano"):
-        before = "Hm.\n</think>\n\n" if prompt_of(renderer(name)).rstrip().endswith("<think>") else ""
+        before = (
+            "Hm.\n</think>\n\n" if prompt_of(renderer(name)).rstrip().endswith("<think>") else ""
+        )
         action, message = told(name, f"{before}I look. {call}")
         read = parse_tool_calls(action)
         assert not read.calls
@@ -322,14 +430,18 @@ def test_calls_that_a_final_answer_quotes_are_not_run(text: str) -> None:
     assert parse_tool_calls(action) == ParsedReply(text)
     assert message.said == text
     # A call besides it is run, and it alone.
-    call = '<|start|>assistant<|channel|>commentary to=functions.find<|message|>{"text": "b"}<|call|>'
+    call = (
+        '<|start|>assistant<|channel|>commentary to=functions.find<|message|>{"text": "b"}<|call|>'
+    )
     action, message = told("gptoss", f"<|channel|>commentary<|message|>{text} ```<|end|>{call}")
     assert named(parse_tool_calls(action)) == [("find", {"text": "b"})]
     assert parse_tool_calls(action).text == message.said == f"{text} ```"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "gemma"])
-def test_a_call_in_the_canonical_form_is_not_run_where_it_is_quoted_and_the_model_is_told(name: str) -> None:
+def test_a_call_in_the_canonical_form_is_not_run_where_it_is_quoted_and_the_model_is_told(
+    name: str,
+) -> None:
     call = ToolCall("find", {"text": "a"})
     for text in (f"Write:\n```\n{call.render()}\n```\n", f"Write `{call.render()}`."):
         read = parse_tool_calls(told(name, text)[0])
@@ -340,13 +452,20 @@ def test_a_call_in_the_canonical_form_is_not_run_where_it_is_quoted_and_the_mode
 
 
 def test_a_call_with_other_keys_is_not_read_half() -> None:
-    for body in ('{"name": "find", "text": "a"}', '{"name": "find", "arguments": {}, "parameters": {"text": "a"}}'):
+    for body in (
+        '{"name": "find", "text": "a"}',
+        '{"name": "find", "arguments": {}, "parameters": {"text": "a"}}',
+    ):
         read = parse_tool_calls(f"<tool_call>\n{body}\n</tool_call>")
         assert not read.calls
         assert "which no call has" in read.errors[0]
 
 
-@given(text=st.lists(st.sampled_from(["<tool_call>", "<tool_call quoted>", " ", "a", "{", "\n"])).map("".join))
+@given(
+    text=st.lists(st.sampled_from(["<tool_call>", "<tool_call quoted>", " ", "a", "{", "\n"])).map(
+        "".join
+    )
+)
 @examples(50)
 def test_what_an_answer_says_is_kept_whatever_it_looks_like(text: str) -> None:
     _, message = told("gptoss", f"<|channel|>final<|message|>{text}<|return|>")
@@ -389,10 +508,15 @@ def test_empty_reasoning_is_no_part_of_the_action(name: str) -> None:
         ("two", {"type": "integer"}, "two"),
     ],
 )
-def test_what_stands_between_tags_is_what_the_tool_declares(written: str, schema: Any, value: Any) -> None:
+def test_what_stands_between_tags_is_what_the_tool_declares(
+    written: str, schema: Any, value: Any
+) -> None:
     root = {"properties": {"x": schema}, "$defs": {"Name": TEXT, "Loop": {"$ref": "#/$defs/Loop"}}}
     found = value_of(
-        written, declared([{"type": "function", "function": {"name": "f", "parameters": root}}], "f").inner("x")
+        written,
+        declared([{"type": "function", "function": {"name": "f", "parameters": root}}], "f").inner(
+            "x"
+        ),
     )
     assert found == value
     assert type(found) is type(value)

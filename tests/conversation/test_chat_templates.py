@@ -29,7 +29,9 @@ ADD = {
 }
 KINDS = ("plain", "tools", "reasoning", "both")
 NOT_FORKING = {"plain": 38, "tools": 33, "reasoning": 34, "both": 32}
-"""How many of the 72 templates render a whole conversation of eight turns as it was seen and written, by its kind."""
+"""How many of the 72 templates render a whole conversation of eight turns as it was seen and
+written, by its kind.
+"""
 TURNS = 8
 
 
@@ -46,8 +48,12 @@ def said(kind: str, turn: int) -> str:
 
 
 def played(name: str, kind: str, history: str) -> tuple[list[int], int]:
-    """The tokens of a conversation and how often it forked; checks that each prompt extends the last if it must."""
-    renderer = TemplateRenderer(tokenizer_of(name), RendererConfig.model_validate({"history": history}))
+    """The tokens of a conversation and how often it forked; checks that each prompt extends the
+    last if it must.
+    """
+    renderer = TemplateRenderer(
+        tokenizer_of(name), RendererConfig.model_validate({"history": history})
+    )
     tools = [ADD] if kind in ("tools", "both") else []
     conversation = renderer.conversation(tools)
     seen: list[int] = []
@@ -71,7 +77,9 @@ def played(name: str, kind: str, history: str) -> tuple[list[int], int]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "both" else pytest.mark.slow) for kind in KINDS]
 )
-def test_no_conversation_of_any_family_forks_and_each_observation_is_where_the_family_has_it(kind: str) -> None:
+def test_no_conversation_of_any_family_forks_and_each_observation_is_where_the_family_has_it(
+    kind: str,
+) -> None:
     same = []
     assert len(templates()) == 72
     for name in templates():
@@ -87,7 +95,9 @@ def test_no_conversation_of_any_family_forks_and_each_observation_is_where_the_f
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "gemma"])
-def test_a_late_turn_renders_and_tokenises_as_much_as_an_early_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_turn_renders_and_tokenises_as_much_as_an_early_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work: Counter[str] = Counter()
     renderer = TemplateRenderer(tokenizer_of(name))
     template: Any = renderer.template
@@ -122,7 +132,9 @@ def test_an_answer_that_was_cut_short_has_its_end_of_turn_added() -> None:
         conversation = renderer.conversation()
         conversation.prompt([Message("user", "a")])
         ids = renderer.answer_ids("b") if stopped else renderer.encode("b")
-        conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length"))
+        conversation.answer(
+            Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
+        )
         prompt = conversation.prompt([Message("user", "c")])
         text = "assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
         assert renderer.decode(prompt.ids).endswith(text)
@@ -143,8 +155,9 @@ def test_a_family_without_a_system_role_or_tools_gets_both_as_text_of_the_user()
     renderer = TemplateRenderer(tokenizer_of("gemma"))
     assert not renderer.template.abilities.system
     text = renderer.text([Message("system", "You play."), Message("user", "Begin.")], [ADD])
-    assert text == (
-        f"<bos><start_of_turn>user\nYou play.\n\n{describe([ADD])}\n\nBegin.<end_of_turn>\n<start_of_turn>model\n"
+    assert (
+        text == "<bos><start_of_turn>user\nYou"
+        f" play.\n\n{describe([ADD])}\n\nBegin.<end_of_turn>\n<start_of_turn>model\n"
     )
     call = Message("assistant", "I add.", tool_calls=(ToolCall("add", {"a": 1, "b": 2}),))
     told = renderer.text([Message("user", "Begin."), call, Message("tool", "3")], ())
@@ -152,14 +165,18 @@ def test_a_family_without_a_system_role_or_tools_gets_both_as_text_of_the_user()
     assert "user\n<tool_response>\n3\n</tool_response><end_of_turn>" in told
 
 
-def test_structured_calls_reasoning_and_results_reach_templates_that_have_a_place_for_them() -> None:
+def test_structured_calls_reasoning_and_results_reach_templates_that_have_a_place_for_them() -> (
+    None
+):
     call = ToolCall("add", {"a": 1, "b": 2}, "call00007")
     talk = [
         Message("user", "Begin."),
         Message("assistant", "", reasoning="One and two.", tool_calls=(call,)),
         Message("tool", "3", tool_call_id="call00007", name="add"),
     ]
-    assert "<think>\nOne and two.\n</think>" in TemplateRenderer(tokenizer_of("qwen3")).text(talk, [ADD])
+    assert "<think>\nOne and two.\n</think>" in TemplateRenderer(tokenizer_of("qwen3")).text(
+        talk, [ADD]
+    )
     glm = TemplateRenderer(tokenizer_of("glm4moe")).text(talk, [ADD])
     assert "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>" in glm
     assert "<|observation|>\n<tool_response>\n3\n</tool_response>" in glm
@@ -177,12 +194,17 @@ def test_the_result_of_a_tool_names_the_call_that_it_answers() -> None:
     [
         ("{{ raise_exception('no') }}", "cannot render a user's message: no"),
         ("Hello.", "cannot render a user's message: it leaves it out"),
-        ("{{ messages[0].content }}", "cannot go on after an answer with a message of the user: it leaves out one"),
+        (
+            "{{ messages[0].content }}",
+            "cannot go on after an answer with a message of the user: it leaves out one",
+        ),
         ("{% for m in messages %}{{ m.content }", "cannot render a user's message"),
     ],
     ids=["refuses", "ignores", "first message only", "no template"],
 )
-def test_a_broken_template_is_refused_when_it_is_loaded(tmp_path: Path, template: str, says: str) -> None:
+def test_a_broken_template_is_refused_when_it_is_loaded(
+    tmp_path: Path, template: str, says: str
+) -> None:
     (tmp_path / "broken.jinja").write_text(template)
     config = RendererConfig(chat_template=tmp_path / "broken.jinja")
     with pytest.raises(ConfigError, match=says) as refused:
@@ -192,13 +214,18 @@ def test_a_broken_template_is_refused_when_it_is_loaded(tmp_path: Path, template
 
 def test_a_template_in_a_file_and_its_variables_are_used(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{{ tone }}[assistant]"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}{{ tone"
+        " }}[assistant]"
     )
-    config = RendererConfig(chat_template=tmp_path / "mine.jinja", chat_template_kwargs={"tone": "!"})
+    config = RendererConfig(
+        chat_template=tmp_path / "mine.jinja", chat_template_kwargs={"tone": "!"}
+    )
     renderer = TemplateRenderer(tokenizer_of("qwen3"), config)
     assert renderer.text([Message("user", "a")], ()) == "[user]a<|im_end|>![assistant]"
     with pytest.raises(ConfigError, match=r"model.chat_template: .*nothing.jinja cannot be read"):
-        TemplateRenderer(tokenizer_of("qwen3"), RendererConfig(chat_template=tmp_path / "nothing.jinja"))
+        TemplateRenderer(
+            tokenizer_of("qwen3"), RendererConfig(chat_template=tmp_path / "nothing.jinja")
+        )
 
 
 def test_a_template_that_writes_the_time_is_read_again_when_it_has_changed() -> None:

@@ -1,4 +1,6 @@
-"""Context policies: what the model is shown at each turn, as exact tokens. (Their property is in test_agents.py.)"""
+"""Context policies: what the model is shown at each turn, as exact tokens. (Their property is in
+test_agents.py.)
+"""
 
 from collections.abc import Sequence
 
@@ -51,10 +53,19 @@ def played(
         engine = ScriptedEngine.replying(reply, max_context=max_context)
         async with engine:
             policy = EnginePolicy(
-                engine, SamplingParams(max_tokens=400, temperature=1.0, stop_token_ids=renderer.stop_token_ids), 60
+                engine,
+                SamplingParams(
+                    max_tokens=400, temperature=1.0, stop_token_ids=renderer.stop_token_ids
+                ),
+                60,
             )
             player = EnvEpisodeRunner(
-                policy, renderer, EnvHost({"env": make_env}, EnvDeadlines()), Budget(turns=50), 600, context
+                policy,
+                renderer,
+                EnvHost({"env": make_env}, EnvDeadlines()),
+                Budget(turns=50),
+                600,
+                context,
             )
             (trajectory,) = await player.play(Episode("e", Task("env", 0), 0))
         return trajectory, [renderer.decode(request.prompt_ids) for request in engine.requests]
@@ -71,8 +82,17 @@ OPENING = ("system:S", "user:room 0")
 
 def test_full_shows_everything_and_never_forks():
     trajectory, prompts = played(Full(), "abcde")
-    assert prompts[-1] == shown(*OPENING, "assistant:a", "user:room 1", "assistant:b", "user:room 2", "assistant:c",
-                                "user:room 3", "assistant:d", "user:room 4")  # fmt: skip
+    assert prompts[-1] == shown(
+        *OPENING,
+        "assistant:a",
+        "user:room 1",
+        "assistant:b",
+        "user:room 2",
+        "assistant:c",
+        "user:room 3",
+        "assistant:d",
+        "user:room 4",
+    )
     assert not any(turn.forked for turn in trajectory.turns)
     assert len(to_samples(trajectory, 1.0)) == 1
 
@@ -84,8 +104,14 @@ def test_last_k_shows_the_opening_and_the_last_exchanges_and_forks_when_it_begin
     assert prompts[4] == shown(*OPENING, "assistant:c", "user:room 3", "assistant:d", "user:room 4")
     assert [turn.forked for turn in trajectory.turns] == [False, False, False, True, True]
     samples = to_samples(trajectory, 1.0)
-    assert [sum(sample.loss_mask) for sample in samples] == [6, 2, 2], "an answer is trained where it was sampled only"
-    assert [m.content for m in trajectory.messages if m.role == "assistant"] == [*"abcde"], "the transcript is whole"
+    assert [sum(sample.loss_mask) for sample in samples] == [
+        6,
+        2,
+        2,
+    ], "an answer is trained where it was sampled only"
+    assert [m.content for m in trajectory.messages if m.role == "assistant"] == [*"abcde"], (
+        "the transcript is whole"
+    )
 
 
 def test_a_scratchpad_is_carried_until_another_is_written():
@@ -106,17 +132,33 @@ def test_a_scratchpad_is_carried_until_another_is_written():
 def test_a_summary_is_a_turn_of_its_own_and_stands_for_what_was_before_it():
     first = len(shown(*OPENING, "assistant:a", "user:room 1"))
     trajectory, prompts = played(
-        Summary(max_prompt_tokens=first, prompt="Sum up."), ["a", "b", "did ab", "c", "abc", "d", "abcd", "e"]
+        Summary(max_prompt_tokens=first, prompt="Sum up."),
+        ["a", "b", "did ab", "c", "abc", "d", "abcd", "e"],
     )
     assert trajectory.status == Terminated()
-    assert prompts[2] == shown(*OPENING, "assistant:a", "user:room 1", "assistant:b", "user:Sum up.")
+    assert prompts[2] == shown(
+        *OPENING, "assistant:a", "user:room 1", "assistant:b", "user:Sum up."
+    )
     assert prompts[3] == shown(*OPENING, "assistant:did ab", "user:room 2")
-    assert prompts[4] == shown(*OPENING, "assistant:did ab", "user:room 2", "assistant:c", "user:Sum up.")
+    assert prompts[4] == shown(
+        *OPENING, "assistant:did ab", "user:room 2", "assistant:c", "user:Sum up."
+    )
     assert prompts[5] == shown(*OPENING, "assistant:abc", "user:room 3")
     summaries = [turn.info.get("context") == "summary" for turn in trajectory.turns]
     assert summaries == [False, False, True, False, True, False, True, False]
-    assert [turn.reward for turn in trajectory.turns] == [0.0 if is_one else 1.0 for is_one in summaries]
-    assert [turn.forked for turn in trajectory.turns] == [False, False, False, True, False, True, False, True]
+    assert [turn.reward for turn in trajectory.turns] == [
+        0.0 if is_one else 1.0 for is_one in summaries
+    ]
+    assert [turn.forked for turn in trajectory.turns] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     said = "".join(m.content for m in trajectory.messages if m.role == "assistant")
     assert said == "abdid abcabcdabcde"
     learnt = sum(sum(sample.loss_mask) for sample in to_samples(trajectory, 1.0))
@@ -134,11 +176,15 @@ def test_turns_of_the_environment_are_what_the_budget_counts():
     summary = Summary(max_prompt_tokens=1, prompt="Sum up.")
     trajectory, _ = played(summary, ["a"])
     assert trajectory.status == Terminated()
-    assert len(trajectory.turns) == 9, "five for the environment, and a summary before each but the first"
+    assert len(trajectory.turns) == 9, (
+        "five for the environment, and a summary before each but the first"
+    )
 
 
 @pytest.mark.parametrize("template", ["compact", "chatml"])
-@pytest.mark.parametrize("context", [LastK(turns=1), Scratchpad(), Summary(max_prompt_tokens=60)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "context", [LastK(turns=1), Scratchpad(), Summary(max_prompt_tokens=60)], ids=lambda c: c.name
+)
 def test_real_templates_show_what_they_are_told_to(tmp_path, template, context):
     create_tiny_model(tmp_path / "m", template=template)
     renderer = TemplateRenderer.of_model(tmp_path / "m")

@@ -1,4 +1,6 @@
-"""Conversations of any roles: each renders whole and turn by turn, with all that was said, or is refused."""
+"""Conversations of any roles: each renders whole and turn by turn, with all that was said, or is
+refused.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
@@ -20,13 +22,26 @@ from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
 
-FEW = ("cohere2", "deepseekv3", "gemma", "glm4moe", "gptoss", "llama3_1", "qwen2_5", "qwen3_5_think")
+FEW = (
+    "cohere2",
+    "deepseekv3",
+    "gemma",
+    "glm4moe",
+    "gptoss",
+    "llama3_1",
+    "qwen2_5",
+    "qwen3_5_think",
+)
 ADD = {
     "type": "function",
     "function": {
         "name": "add",
         "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "string"}},
+            "required": ["a"],
+        },
     },
 }
 
@@ -45,7 +60,11 @@ def renderers(name: str) -> tuple[TemplateRenderer, ...]:
     tokenizer = tokenizer_of(name)
     family = find_family(tokenizer, {}, {})
     by_template = TemplateRenderer(tokenizer, RendererConfig(renderer="template"))
-    return (by_template,) if family is None else (by_template, TemplateRenderer(tokenizer, None, (), family))
+    return (
+        (by_template,)
+        if family is None
+        else (by_template, TemplateRenderer(tokenizer, None, (), family))
+    )
 
 
 def message(role: str, text: str) -> Message:
@@ -63,7 +82,10 @@ def message(role: str, text: str) -> Message:
 
 
 def spoken(roles: str, hostile: str = "") -> list[Message]:
-    return [message(role, f"text{place}x{hostile if role in 'SUT' else ''}") for place, role in enumerate(roles)]
+    return [
+        message(role, f"text{place}x{hostile if role in 'SUT' else ''}")
+        for place, role in enumerate(roles)
+    ]
 
 
 @cache
@@ -76,7 +98,9 @@ def controls(known: Collection[int], ids: Any) -> list[int]:
 
 
 def check_all_there(one: TemplateRenderer, ids: Any, said: list[Message]) -> None:
-    """Each text is there once, in order: but what came between a call and its results follows these."""
+    """Each text is there once, in order: but what came between a call and its results follows
+    these.
+    """
     text = one.decode(ids)
     found = [text.find(each.said) for each in said if each.said]
     assert [text.count(each.said) for each in said if each.said] == [1] * len(found)
@@ -84,7 +108,9 @@ def check_all_there(one: TemplateRenderer, ids: Any, said: list[Message]) -> Non
         assert found == sorted(found)
 
 
-def check_whole(ones: Sequence[TemplateRenderer], known: Collection[int], roles: str, hostile: str) -> None:
+def check_whole(
+    ones: Sequence[TemplateRenderer], known: Collection[int], roles: str, hostile: str
+) -> None:
     for one in ones:
         said = spoken(roles)
         ids = one.whole(said, [ADD])
@@ -95,7 +121,10 @@ def check_whole(ones: Sequence[TemplateRenderer], known: Collection[int], roles:
 
 
 def check_turns(
-    ones: Sequence[TemplateRenderer], known: Collection[int], turns: list[tuple[str, str, bool]], hostile: str
+    ones: Sequence[TemplateRenderer],
+    known: Collection[int],
+    turns: list[tuple[str, str, bool]],
+    hostile: str,
 ) -> None:
     for one in ones:
         conversation = one.conversation([ADD])
@@ -107,7 +136,9 @@ def check_turns(
                 call = call.removesuffix(stop)
             ids = one.encode(call if answer == "C" else "left").tolist()
             ids += [one.stop_token_ids[0]] if stopped else []
-            conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length"))
+            conversation.answer(
+                Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
+            )
             said = spoken(roles, hostile)
             prompt = conversation.prompt(said)
             assert not prompt.forked
@@ -119,13 +150,23 @@ def check_turns(
             seen = prompt.ids.tolist()
 
 
-def check_random_roles(ones: Sequence[TemplateRenderer], specials: Mapping[int, Any], rng: Random, count: int) -> None:
+def check_random_roles(
+    ones: Sequence[TemplateRenderer], specials: Mapping[int, Any], rng: Random, count: int
+) -> None:
     """Conversations of random roles, with control tokens of the model in what others say."""
     written = [str(token) for token in specials.values()]
     for _ in range(count):
         hostile = "".join(rng.choices(written, k=2))
-        check_whole(ones, specials, "".join(rng.choices("SUACXT", k=rng.randrange(6))) + rng.choice("SUT"), hostile)
-        turns = [(rng.choice("AC"), "".join(rng.choices("SUT", k=2)), rng.random() < 0.5) for _ in range(2)]
+        check_whole(
+            ones,
+            specials,
+            "".join(rng.choices("SUACXT", k=rng.randrange(6))) + rng.choice("SUT"),
+            hostile,
+        )
+        turns = [
+            (rng.choice("AC"), "".join(rng.choices("SUT", k=2)), rng.random() < 0.5)
+            for _ in range(2)
+        ]
         check_turns(ones, specials, turns, hostile)
 
 
@@ -133,11 +174,18 @@ ROLES = st.text(st.sampled_from("SUACXT"), max_size=6).flatmap(
     lambda begun: st.sampled_from("SUT").map(lambda last: begun + last)
 )
 TURNS = st.lists(
-    st.tuples(st.sampled_from("AC"), st.text(st.sampled_from("SUT"), min_size=1, max_size=3), st.booleans()),
+    st.tuples(
+        st.sampled_from("AC"),
+        st.text(st.sampled_from("SUT"), min_size=1, max_size=3),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=3,
 )
-HOSTILE = st.lists(st.sampled_from(["<|im_end|>", "<|user|>", "<bos>", "</think>", "<tool_call>", "<|"]), max_size=2)
+HOSTILE = st.lists(
+    st.sampled_from(["<|im_end|>", "<|user|>", "<bos>", "</think>", "<tool_call>", "<|"]),
+    max_size=2,
+)
 
 
 @given(name=st.sampled_from(FEW), roles=ROLES, hostile=HOSTILE)
@@ -159,12 +207,20 @@ def test_any_roles_extend_a_conversation_with_all_that_was_said_and_nothing_forg
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(templates()))
 def test_random_roles_are_rendered_by_every_template_and_family(name: str) -> None:
-    check_random_roles(renderers(name), tokenizer_of(name).added_tokens_decoder, Random(name), count=12)
+    check_random_roles(
+        renderers(name), tokenizer_of(name).added_tokens_decoder, Random(name), count=12
+    )
 
 
-@given(turns=st.lists(st.tuples(st.sampled_from("AC"), st.sampled_from(["U", "T", "TU", "TT", "SU"])), max_size=4))
+@given(
+    turns=st.lists(
+        st.tuples(st.sampled_from("AC"), st.sampled_from(["U", "T", "TU", "TT", "SU"])), max_size=4
+    )
+)
 @examples(50)
-def test_a_conversation_in_turns_is_what_the_template_says_of_it_whole(turns: list[tuple[str, str]]) -> None:
+def test_a_conversation_in_turns_is_what_the_template_says_of_it_whole(
+    turns: list[tuple[str, str]],
+) -> None:
     one = TemplateRenderer(tokenizer_of("qwen2_5"), RendererConfig(renderer="template"))
     conversation = one.conversation([ADD])
     prompt = conversation.prompt(spoken("SU"))
@@ -179,15 +235,27 @@ def test_what_a_template_has_no_place_for_is_folded_into_the_next_message() -> N
     said, few = spoken, Places(systems=False, late_systems=False)
     system = Message("system", "text0x\n\ntext1x")
     assert placed(said("SSU"), few, begins=True) == [system, said("SSU")[2]]
-    assert placed(said("SUASU"), few, begins=True) == [*said("SUA"), Message("user", "text3x\n\ntext4x")]
+    assert placed(said("SUASU"), few, begins=True) == [
+        *said("SUA"),
+        Message("user", "text3x\n\ntext4x"),
+    ]
     assert placed(said("UAS"), few, begins=True) == [*said("UA"), Message("user", "text2x")]
     assert placed(said("UCTS"), few, begins=True) == [*said("UCT"), Message("user", "text3x")]
-    assert placed(said("USA"), few, begins=True) == [said("U")[0], Message("user", "text1x"), said("USA")[2]]
-    assert placed(said("SU"), Places(system=False), begins=True) == [Message("user", "text0x\n\ntext1x")]
+    assert placed(said("USA"), few, begins=True) == [
+        said("U")[0],
+        Message("user", "text1x"),
+        said("USA")[2],
+    ]
+    assert placed(said("SU"), Places(system=False), begins=True) == [
+        Message("user", "text0x\n\ntext1x")
+    ]
     told = said("UCTU")
     joined = Message("tool", "text2x\n\ntext3x", tool_call_id="call00001", name="add")
     assert placed(told, Places(users_after_results=False), begins=True) == [*told[:2], joined]
-    assert placed(said("AU"), Places(any_beginning=False), begins=True) == [Message("user", ""), *said("AU")]
+    assert placed(said("AU"), Places(any_beginning=False), begins=True) == [
+        Message("user", ""),
+        *said("AU"),
+    ]
     between = said("UCST")
     assert placed(between, Places(), begins=True) == [*between[:2], between[3], between[2]]
     stray = Message("user", "<tool_response>\ntext1x\n</tool_response>")
@@ -206,26 +274,35 @@ def test_two_system_messages_are_both_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6"])
-def test_a_result_and_a_message_of_the_user_go_on_after_a_call_whose_reasoning_the_template_strips(name: str) -> None:
+def test_a_result_and_a_message_of_the_user_go_on_after_a_call_whose_reasoning_the_template_strips(
+    name: str,
+) -> None:
     by_template, by_family = renderers(name)
     prompts = []
     for one in (by_template, by_family):
         conversation = one.conversation([ADD])
         conversation.prompt([Message("user", "Begin.")])
         written = (
-            "Hm.\n</think>\n\n" + one.template.call(ToolCall("add", {"a": "x"}))[1].partition("</think>")[2].strip()
+            "Hm.\n</think>\n\n"
+            + one.template.call(ToolCall("add", {"a": "x"}))[1].partition("</think>")[2].strip()
         )
         ids = one.answer_ids(written.removesuffix("<|im_end|>").rstrip())
         conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
         prompts.append(one.decode(conversation.prompt(spoken("TU")).new_ids))
     assert prompts[0] == prompts[1]
-    assert "<tool_response>\ntext0x\n</tool_response><|im_end|>\n<|im_start|>user\ntext1x<|im_end|>" in prompts[0]
+    assert (
+        "<tool_response>\ntext0x\n</tool_response><|im_end|>\n<|im_start|>user\ntext1x<|im_end|>"
+        in prompts[0]
+    )
 
 
 def test_a_template_that_leaves_out_a_message_all_the_same_is_refused() -> None:
     def render(messages: list[Any], tools: Any, add: bool) -> str:
         told = [one for one in messages if one["content"] != "secret" or len(messages) < 3]
-        return "".join(f"[{one['role']}]{one['content']}<end>" for one in told[:8]) + "[assistant]" * add
+        return (
+            "".join(f"[{one['role']}]{one['content']}<end>" for one in told[:8])
+            + "[assistant]" * add
+        )
 
     template = ChatTemplate(render, stops=["<end>"], specials=["<end>"])
     with pytest.raises(ConfigError, match=r"leaves out message 9 \(user\) of user, .*: 'text8x'"):
@@ -234,7 +311,10 @@ def test_a_template_that_leaves_out_a_message_all_the_same_is_refused() -> None:
 
 def test_a_switch_that_a_template_takes_out_of_a_text_is_no_reason_to_refuse_it() -> None:
     def render(messages: list[Any], tools: Any, add: bool) -> str:
-        told = [f"[{one['role']}]{one['content'].replace('/no_think', '').strip()}<end>" for one in messages]
+        told = [
+            f"[{one['role']}]{one['content'].replace('/no_think', '').strip()}<end>"
+            for one in messages
+        ]
         return "".join(told) + "[assistant]" * add
 
     template = ChatTemplate(render, stops=["<end>"], specials=["<end>"])

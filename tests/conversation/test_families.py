@@ -1,4 +1,6 @@
-"""Model families that the library `renderers` knows, and what is read of answers: reasoning and calls."""
+"""Model families that the library `renderers` knows, and what is read of answers: reasoning and
+calls.
+"""
 
 import json
 from importlib.metadata import packages_distributions
@@ -15,7 +17,14 @@ from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.family import find_family
-from agentrl.conversation.reading import MARKS, Marks, Reading, as_declared, call_of, without_reasoning
+from agentrl.conversation.reading import (
+    MARKS,
+    Marks,
+    Reading,
+    as_declared,
+    call_of,
+    without_reasoning,
+)
 from agentrl.conversation.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.conversation.tools import parse_tool_calls
 from agentrl.errors import ConfigError, PluginError
@@ -37,9 +46,15 @@ FIND = {
     },
 }
 RECOGNISED = {
-    "glm4moe": "glm-4.5", "nemotron_3_nano": "nemotron-3", "nemotron_3_ultra": "nemotron-3-ultra", "qwen3": "qwen3",
-    "qwen3_5_think": "qwen3.5", "qwen3_6": "qwen3.5", "qwen3_8": "qwen3.8", "qwen3_instruct_2507": "qwen3",
-}  # fmt: skip
+    "glm4moe": "glm-4.5",
+    "nemotron_3_nano": "nemotron-3",
+    "nemotron_3_ultra": "nemotron-3-ultra",
+    "qwen3": "qwen3",
+    "qwen3_5_think": "qwen3.5",
+    "qwen3_6": "qwen3.5",
+    "qwen3_8": "qwen3.8",
+    "qwen3_instruct_2507": "qwen3",
+}
 
 
 def renderer(name: str, **settings: Any) -> TemplateRenderer:
@@ -48,12 +63,16 @@ def renderer(name: str, **settings: Any) -> TemplateRenderer:
     return TemplateRenderer(tokenizer, RendererConfig.model_validate(settings), family=family)
 
 
-def answered(renderer: TemplateRenderer, text: str, tools: list[Any], stopped: bool = True) -> tuple[str, Message]:
+def answered(
+    renderer: TemplateRenderer, text: str, tools: list[Any], stopped: bool = True
+) -> tuple[str, Message]:
     """What the environment gets of an answer, and the message that is kept of it."""
     conversation = renderer.conversation(tools)
     conversation.prompt([Message("user", "Begin.")])
     ids = [*renderer.encode(text).tolist(), *([renderer.stop_token_ids[0]] if stopped else [])]
-    action = conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length"))
+    action = conversation.answer(
+        Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length")
+    )
     return action, conversation.messages[-1]
 
 
@@ -63,7 +82,9 @@ def test_only_a_tokenizer_with_the_tokens_of_gpt_oss_waits_for_its_files(
     import renderers.gpt_oss
 
     asked = []
-    monkeypatch.setattr(renderers.gpt_oss, "load_harmony_encoding", lambda *given: asked.append(given))
+    monkeypatch.setattr(
+        renderers.gpt_oss, "load_harmony_encoding", lambda *given: asked.append(given)
+    )
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     find_family(tokenizer, {}, {})
     assert not asked
@@ -77,16 +98,26 @@ def test_families_are_recognised_by_what_their_templates_write() -> None:
     assert {name: family and family.name for name, family in found.items()} == RECOGNISED
     assert find_family(tokenizer_of("gemma"), {}, {}) is None
     # A changed template is no longer that of the family.
-    changed = {"chat_template": templates()["qwen3"].replace("<|im_start|>user", "<|im_start|>human")}
+    changed = {
+        "chat_template": templates()["qwen3"].replace("<|im_start|>user", "<|im_start|>human")
+    }
     assert find_family(tokenizer_of("qwen3"), {}, changed) is None
 
 
 @pytest.mark.parametrize(
     ("name", "stopped"),
-    # The family's rules end a GLM's answer with <|endoftext|> if it was cut short, which its template does not know.
-    [(name, stopped) for name in RECOGNISED for stopped in (True, False) if stopped or name != "glm4moe"],
+    # The family's rules end a GLM's answer with <|endoftext|> if it was cut short, which its
+    # template does not know.
+    [
+        (name, stopped)
+        for name in RECOGNISED
+        for stopped in (True, False)
+        if stopped or name != "glm4moe"
+    ],
 )
-def test_the_rules_of_a_family_extend_a_conversation_as_the_template_does(name: str, stopped: bool) -> None:
+def test_the_rules_of_a_family_extend_a_conversation_as_the_template_does(
+    name: str, stopped: bool
+) -> None:
     tools = [FIND]
 
     def played(**settings: Any) -> list[int]:
@@ -99,9 +130,16 @@ def test_the_rules_of_a_family_extend_a_conversation_as_the_template_does(name: 
             prompt = conversation.prompt(news)
             assert not prompt.forked
             # A call that was cut short cannot be answered, so only one that was not has a result.
-            call = one.template.call(ToolCall("find", {"text": f"a b {turn}"}))[1] if turn % 2 else "I look"
+            call = (
+                one.template.call(ToolCall("find", {"text": f"a b {turn}"}))[1]
+                if turn % 2
+                else "I look"
+            )
             text = call if stopped else "I look"
-            answer = one.encode(text.removesuffix("<|im_end|>")).tolist() + [one.stop_token_ids[0]] * stopped
+            answer = (
+                one.encode(text.removesuffix("<|im_end|>")).tolist()
+                + [one.stop_token_ids[0]] * stopped
+            )
             conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
             ids = [*prompt.ids.tolist(), *answer]
             news = [Message("tool" if turn % 2 and stopped else "user", f"result {turn}")]
@@ -112,9 +150,22 @@ def test_the_rules_of_a_family_extend_a_conversation_as_the_template_does(name: 
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "qwen2_5", "qwen3_5_think", "qwen3_8", "glm4moe", "glm4moe_training", "deepseekv3", "gemma4", "gemma4_v5",
-     "llama3_1", "nemotron_3_super", "gemma", "phi3"],
-)  # fmt: skip
+    [
+        "qwen3",
+        "qwen2_5",
+        "qwen3_5_think",
+        "qwen3_8",
+        "glm4moe",
+        "glm4moe_training",
+        "deepseekv3",
+        "gemma4",
+        "gemma4_v5",
+        "llama3_1",
+        "nemotron_3_super",
+        "gemma",
+        "phi3",
+    ],
+)
 def test_an_environment_gets_the_calls_of_every_family_in_the_canonical_form(name: str) -> None:
     one = renderer(name)
     call = ToolCall("find", {"text": "12", "count": 3})
@@ -127,7 +178,9 @@ def test_an_environment_gets_the_calls_of_every_family_in_the_canonical_form(nam
     action, message = answered(one, written, [FIND])
     read = parse_tool_calls(action)
     assert not read.errors
-    assert [(one.name, dict(one.arguments)) for one in read.calls] == [("find", {"text": "12", "count": 3})]
+    assert [(one.name, dict(one.arguments)) for one in read.calls] == [
+        ("find", {"text": "12", "count": 3})
+    ]
     assert message.content == action
     # In the next turn, the result names the call.
     conversation = one.conversation([FIND])
@@ -140,7 +193,11 @@ def test_an_environment_gets_the_calls_of_every_family_in_the_canonical_form(nam
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "nemotron_3_nano", "deepseek_r1_distill"])
 def test_reasoning_is_kept_apart_from_what_the_environment_gets(name: str) -> None:
     one = renderer(name)
-    begun = one.decode(one.conversation().prompt([Message("user", "Begin.")]).ids).rstrip().endswith("<think>")
+    begun = (
+        one.decode(one.conversation().prompt([Message("user", "Begin.")]).ids)
+        .rstrip()
+        .endswith("<think>")
+    )
     opened = "" if begun else "<think>"
     action, message = answered(one, f"{opened}\nLeft or right?\n</think>\n\nleft", [])
     assert (action, message.content) == ("left", "left")
@@ -160,9 +217,15 @@ def test_without_reasoning_in_its_template_a_model_s_tags_are_its_answer() -> No
     assert message.reasoning == ""
 
 
-@given(text=st.text(st.sampled_from("ab<>/think \n"), max_size=30), begun=st.booleans(), marks=st.sampled_from(MARKS))
+@given(
+    text=st.text(st.sampled_from("ab<>/think \n"), max_size=30),
+    begun=st.booleans(),
+    marks=st.sampled_from(MARKS),
+)
 @examples(50)
-def test_reasoning_and_answer_together_are_what_was_written(text: str, begun: bool, marks: Marks) -> None:
+def test_reasoning_and_answer_together_are_what_was_written(
+    text: str, begun: bool, marks: Marks
+) -> None:
     for whole in (text, f"{marks.begin}{text}", f"{marks.begin}{text}{marks.end}{text}"):
         read = without_reasoning(whole, marks, f"<assistant>{marks.begin if begun else ''}")
         assert read.cut <= (not read.content)
@@ -174,7 +237,9 @@ def test_reasoning_and_answer_together_are_what_was_written(text: str, begun: bo
 
 def test_a_call_that_cannot_be_read_is_told_to_the_environment() -> None:
     one = renderer("qwen3_5_think")
-    action, message = answered(one, "</think>\n\n<tool_call>\n<function>\nnothing\n</tool_call>", [FIND])
+    action, message = answered(
+        one, "</think>\n\n<tool_call>\n<function>\nnothing\n</tool_call>", [FIND]
+    )
     assert parse_tool_calls(action).errors
     assert message.tool_calls == ()
     action, _ = answered(renderer("qwen3"), '<tool_call>\n{"name": "find", \n</tool_call>', [FIND])
@@ -221,10 +286,16 @@ def test_the_parsers_of_vllm_read_what_no_other_does(name: str) -> None:
     for stop in one.template.stops:
         written = written.removesuffix(stop)
     action, _ = answered(one, written, [FIND])
-    assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [(call.name, call.arguments)]
-    named = renderer(name, tool_format="lfm2" if name == "lfm2_v2" else "muse_glimmer", renderer="template")
+    assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [
+        (call.name, call.arguments)
+    ]
+    named = renderer(
+        name, tool_format="lfm2" if name == "lfm2_v2" else "muse_glimmer", renderer="template"
+    )
     assert answered(named, written, [FIND])[0] == action
-    with pytest.raises(ConfigError, match=r"no format 'xml'. Formats: auto, canonical, .*qwen3_coder"):
+    with pytest.raises(
+        ConfigError, match=r"no format 'xml'. Formats: auto, canonical, .*qwen3_coder"
+    ):
         renderer(name, tool_format="xml")
 
 
@@ -263,7 +334,9 @@ def test_a_renderer_is_chosen_by_name(model: Path) -> None:
     assert renderer_of(model, RendererConfig(renderer="template")).family == ""
     own = renderer_of(model, RendererConfig(renderer="tests.conversation.test_families:mine"))
     assert own.config.show_reasoning
-    with pytest.raises(ConfigError, match=r"renderer=gpt-oss does not fit this model: .*Write model.renderer=auto"):
+    with pytest.raises(
+        ConfigError, match=r"renderer=gpt-oss does not fit this model: .*Write model.renderer=auto"
+    ):
         renderer_of(model, RendererConfig(renderer="gpt-oss"))
     with pytest.raises(PluginError, match="qwen4"):
         renderer_of(model, RendererConfig(renderer="qwen4"))
@@ -273,7 +346,9 @@ def test_a_renderer_is_chosen_by_name(model: Path) -> None:
 def test_all_eos_tokens_of_a_model_end_its_answers(tmp_path: Path) -> None:
     create_tiny_model(tmp_path / "m")
     before = TemplateRenderer.of_model(tmp_path / "m").stop_token_ids
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [*before, 7, 9]}))
+    (tmp_path / "m" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [*before, 7, 9]})
+    )
     assert TemplateRenderer.of_model(tmp_path / "m").stop_token_ids == (*before, 7, 9)
 
 
@@ -290,10 +365,16 @@ HARMONY_CALLS = [
 ]
 
 
-@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant"])
+@pytest.mark.parametrize(
+    "thought", ["", "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant"]
+)
 @pytest.mark.parametrize("header", HARMONY_CALLS)
-def test_gpt_oss_is_read_though_its_template_ends_prompts_before_the_channel(thought: str, header: str) -> None:
-    action, message = answered(renderer("gptoss"), f'{thought}{header}{{"text": "a"}}<|call|>', [FIND])
+def test_gpt_oss_is_read_though_its_template_ends_prompts_before_the_channel(
+    thought: str, header: str
+) -> None:
+    action, message = answered(
+        renderer("gptoss"), f'{thought}{header}{{"text": "a"}}<|call|>', [FIND]
+    )
     assert parse_tool_calls(action).calls == (ToolCall("find", {"text": "a"}),)
     assert message.reasoning == ("I think." if thought else "")
     action, message = answered(renderer("gptoss"), f"{thought}<|channel|>final<|message|>done", [])
@@ -304,7 +385,11 @@ def test_a_template_that_needs_a_list_of_tools_gets_an_empty_one() -> None:
     def render(messages: list[Any], tools: list[Any] | None, add: bool) -> str:
         assert tools is not None, "'NoneType' object is not iterable"
         named = "".join(tool["function"]["name"] for tool in tools)
-        return named + "".join(f"[{one['role']}]{one['content']}<end>" for one in messages) + "[assistant]" * add
+        return (
+            named
+            + "".join(f"[{one['role']}]{one['content']}<end>" for one in messages)
+            + "[assistant]" * add
+        )
 
     template = ChatTemplate(render, stops=["<end>"], specials=["<end>"])
     assert template.text([Message("user", "Go.")], []) == "[user]Go.<end>[assistant]"

@@ -1,4 +1,6 @@
-"""Conversations of real models: their own tokenizers and templates, recognised or not. CI plays a few of them."""
+"""Conversations of real models: their own tokenizers and templates, recognised or not. CI plays a
+few of them.
+"""
 
 import json
 import shutil
@@ -27,14 +29,29 @@ from tests.conversation.test_families import HARMONY_CALLS
 from tests.real_tokenizers import fetch, gpt_oss_folder, model_folder
 
 FAMILIES = {
-    "qwen-2.5": "", "qwen-3": "qwen3", "qwen-3.5": "qwen3.5", "qwen-3.6": "qwen3.5", "qwq-32b": "", "deepseek-v3": "",
-    "deepseek-v3.1": "", "deepseek-r1": "", "deepseek-r1-distill-llama-8b": "", "glm-4-32b-0414": "",
-    "glm-4.5v": "", "glm-4.7-flash": "glm-5", "glm-5": "glm-5", "glm-5.1": "glm-5.1", "minimax": "",
-    "minimax-m1-40k": "", "minimax-m3": "",
-}  # fmt: skip
-"""Models of the package that have a chat template, and the family of the library that each is recognised as.
+    "qwen-2.5": "",
+    "qwen-3": "qwen3",
+    "qwen-3.5": "qwen3.5",
+    "qwen-3.6": "qwen3.5",
+    "qwq-32b": "",
+    "deepseek-v3": "",
+    "deepseek-v3.1": "",
+    "deepseek-r1": "",
+    "deepseek-r1-distill-llama-8b": "",
+    "glm-4-32b-0414": "",
+    "glm-4.5v": "",
+    "glm-4.7-flash": "glm-5",
+    "glm-5": "glm-5",
+    "glm-5.1": "glm-5.1",
+    "minimax": "",
+    "minimax-m1-40k": "",
+    "minimax-m3": "",
+}
+"""Models of the package that have a chat template, and the family of the library that each is
+recognised as.
 
-The library's rules for DeepSeek-R1 begin reasoning after the result of a tool, which its template does not.
+The library's rules for DeepSeek-R1 begin reasoning after the result of a tool, which its template
+does not.
 """
 
 
@@ -86,7 +103,9 @@ def test_a_real_model_extends_and_its_family_writes_what_its_template_writes(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_text_of_others_becomes_a_control_token_of_a_real_model(name: str, data: Path, tmp_path: Path) -> None:
+def test_no_text_of_others_becomes_a_control_token_of_a_real_model(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     folder = model_folder(data, name, tmp_path / name)
     tokenizer = load_tokenizer(folder)
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
@@ -104,18 +123,25 @@ def test_no_text_of_others_becomes_a_control_token_of_a_real_model(name: str, da
         if rules == "template":
             assert renderer.decode(ints(found[1])) == text
         # Where nothing is guarded, the twin's tokens are the tokenizer's own.
-        assert ControlTokens(tokenizer, "").encode(text) == tokenizer.encode(text, add_special_tokens=False)
+        assert ControlTokens(tokenizer, "").encode(text) == tokenizer.encode(
+            text, add_special_tokens=False
+        )
 
 
 @pytest.mark.parametrize("name", models(in_ci=["qwen-3.5"]))
 def test_random_roles_are_rendered_by_a_real_model(name: str, data: Path, tmp_path: Path) -> None:
     folder = model_folder(data, name, tmp_path / name)
-    ones = [renderer_of(folder, RendererConfig.model_validate({"renderer": rules})) for rules in ("auto", "template")]
+    ones = [
+        renderer_of(folder, RendererConfig.model_validate({"renderer": rules}))
+        for rules in ("auto", "template")
+    ]
     check_random_roles(ones, load_tokenizer(folder).added_tokens_decoder, Random(name), count=6)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_calls_of_a_real_model_reach_the_environment(name: str, data: Path, tmp_path: Path) -> None:
+def test_the_calls_of_a_real_model_reach_the_environment(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     renderer = renderer_of(model_folder(data, name, tmp_path / name), RendererConfig())
     call = ToolCall("add", {"a": 1, "b": 2})
     written = renderer.template.call(call)[1] or call.render()
@@ -127,15 +153,23 @@ def test_the_calls_of_a_real_model_reach_the_environment(name: str, data: Path, 
         written = f"</think>{written}"
     answer = [*renderer.encode(written).tolist(), renderer.stop_token_ids[0]]
     action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
-    assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [("add", {"a": 1, "b": 2})]
+    assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [
+        ("add", {"a": 1, "b": 2})
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_texts_reach_the_tools_of_a_real_model_to_the_letter(name: str, data: Path, tmp_path: Path) -> None:
+def test_texts_reach_the_tools_of_a_real_model_to_the_letter(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     one = renderer_of(model_folder(data, name, tmp_path / name), RendererConfig())
     for arguments in (
         {f"text_{number}": text for number, text in enumerate(HARD)},
-        {"lines": list(HARD), "rows": [["a", "1"], [" x "]], "point": {"name": " 3.10", "at": [1, 2]}},
+        {
+            "lines": list(HARD),
+            "rows": [["a", "1"], [" x "]],
+            "point": {"name": " 3.10", "at": [1, 2]},
+        },
     ):
         reply, _ = got(one, written(one, ToolCall("write", arguments)))
         assert [(call.name, dict(call.arguments)) for call in reply.calls] == [("write", arguments)]
@@ -148,8 +182,12 @@ def test_gpt_oss_extends_and_its_channels_are_read(tmp_path: Path) -> None:
     prompt = conversation.prompt([Message("system", "You play."), Message("user", "Begin now.")])
     thought = "<|channel|>analysis<|message|>Adding.<|end|><|start|>assistant"
     for header in HARMONY_CALLS:
-        answer = renderer.encode(f'{thought}{header.replace("find", "add")}{{"a": 1, "b": 2}}<|call|>').tolist()
-        action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+        answer = renderer.encode(
+            f'{thought}{header.replace("find", "add")}{{"a": 1, "b": 2}}<|call|>'
+        ).tolist()
+        action = conversation.answer(
+            Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop")
+        )
         assert parse_tool_calls(action).calls == (ToolCall("add", {"a": 1, "b": 2}),)
         assert conversation.messages[-1].reasoning == "Adding."
         seen = [*prompt.ids.tolist(), *answer]

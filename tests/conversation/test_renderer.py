@@ -15,7 +15,9 @@ texts = st.text(st.characters(exclude_characters=END, exclude_categories=["Cs"])
 
 
 def said(ids, *, stopped: bool) -> Completion:
-    return Completion(tuple(ids), (0.0,) * len(ids), (0,) * len(ids), "stop" if stopped else "length")
+    return Completion(
+        tuple(ids), (0.0,) * len(ids), (0,) * len(ids), "stop" if stopped else "length"
+    )
 
 
 @given(turns=st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=5), system=texts)
@@ -32,7 +34,9 @@ def test_each_prompt_extends_the_last_one_and_its_answer_token_for_token(turns, 
         assert conversation.answer(said(ids, stopped=stopped)) == answer
         history = [*prompt.ids.tolist(), *ids]
         waiting = []
-    text = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in conversation.messages])
+    text = tokenizer.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in conversation.messages]
+    )
     whole = tuple(tokenizer.encode(text.removesuffix("assistant:")))
     assert list(whole[: len(history)]) == history
 
@@ -71,7 +75,9 @@ def test_a_real_template_is_extended_exactly(tmp_path, template):
     ids: list[int] = []
     opening = [Message("system", "You play.")]
     for i in range(4):
-        prompt = conversation.prompt([*opening, Message("tool" if i else "user", f"grid {i}\nP . O")])
+        prompt = conversation.prompt(
+            [*opening, Message("tool" if i else "user", f"grid {i}\nP . O")]
+        )
         assert not prompt.forked
         assert prompt.ids[: len(ids)].tolist() == ids
         answer = renderer.answer_ids("left") if i % 2 else renderer.encode("cut short")
@@ -98,7 +104,11 @@ def test_the_core_of_a_tokenizer_says_what_the_tokenizer_says(tokenizers, text, 
     renderer, tokenizer = tokenizers
     text = text.encode(errors="replace").decode() + special + "P . . O\n"
     ids = renderer.encode(text)
-    assert ids.tolist() == renderer.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False)
+    assert (
+        ids.tolist()
+        == renderer.encode(text).tolist()
+        == tokenizer.encode(text, add_special_tokens=False)
+    )
     assert renderer.decode(ids[:-1]) == tokenizer.decode(ids[:-1])
 
 

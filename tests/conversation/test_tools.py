@@ -1,4 +1,6 @@
-"""Tools: schemas from methods, arguments held against them, and calls read out of whatever a model writes."""
+"""Tools: schemas from methods, arguments held against them, and calls read out of whatever a model
+writes.
+"""
 
 import json
 import time
@@ -15,7 +17,11 @@ from agentrl.errors import ConfigError
 from agentrl.trajectory import ToolCall
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=12,
 )
@@ -37,7 +43,20 @@ tricky = st.lists(
                 ",",
                 '{"name": "a", "arguments": {}}',
             ),
-            *("```json", "```", "\n", " ", "\\", "NaN", "1" * 5000, '"arguments"', "null", "é", "\ud800", "\x00"),
+            *(
+                "```json",
+                "```",
+                "\n",
+                " ",
+                "\\",
+                "NaN",
+                "1" * 5000,
+                '"arguments"',
+                "null",
+                "é",
+                "\ud800",
+                "\x00",
+            ),
         ]
     ),
     max_size=25,
@@ -56,7 +75,9 @@ class Kit:
         """Look around."""
         return ""
 
-    def go(self, direction: Literal["north", "south"], steps: int = 1, note: str | None = None) -> str:
+    def go(
+        self, direction: Literal["north", "south"], steps: int = 1, note: str | None = None
+    ) -> str:
         """Walk.
 
         Somewhere else.
@@ -71,10 +92,14 @@ class Kit:
         """
         return f"{direction} {steps} {note}"
 
-    def mark(self, points: list[Point], weight: Annotated[float, Field(gt=0, description="in kg")]) -> str:
+    def mark(
+        self, points: list[Point], weight: Annotated[float, Field(gt=0, description="in kg")]
+    ) -> str:
         return ""
 
-    def copy(self, schema: str, json: bool, model_config: int) -> str:  # names that pydantic models have themselves
+    def copy(
+        self, schema: str, json: bool, model_config: int
+    ) -> str:  # names that pydantic models have themselves
         return ""
 
     @staticmethod
@@ -100,7 +125,9 @@ def test_the_public_methods_of_a_class_or_an_instance_are_its_tools_in_order() -
 
 def test_the_methods_of_the_base_are_no_tools() -> None:
     class More(Kit):
-        def go(self, direction: Literal["north", "south"], steps: int = 1, note: str | None = None) -> str:
+        def go(
+            self, direction: Literal["north", "south"], steps: int = 1, note: str | None = None
+        ) -> str:
             return ""
 
         def extra(self) -> str:
@@ -131,7 +158,10 @@ def test_the_schema_says_names_types_defaults_and_descriptions() -> None:
             },
         },
     }
-    assert spec("mark").schema["function"]["parameters"]["properties"]["weight"]["description"] == "in kg"
+    assert (
+        spec("mark").schema["function"]["parameters"]["properties"]["weight"]["description"]
+        == "in kg"
+    )
 
 
 def test_arguments_are_validated_and_defaults_are_left_to_the_method() -> None:
@@ -139,11 +169,15 @@ def test_arguments_are_validated_and_defaults_are_left_to_the_method() -> None:
     assert Kit().go(**spec("go").validate({"direction": "north", "note": None})) == "north 1 None"
     assert spec("look").validate({}) == {}
     assert spec("wait").validate({"seconds": 2}) == {"seconds": 2.0}
-    assert spec("copy").validate({"schema": "s", "json": True, "model_config": 3})["model_config"] == 3
+    assert (
+        spec("copy").validate({"schema": "s", "json": True, "model_config": 3})["model_config"] == 3
+    )
 
 
 def test_nested_models_reach_the_method_as_models() -> None:
-    assert spec("mark").validate({"points": [{"x": 1}], "weight": 1.5})["points"] == [Point(x=1, y=0)]
+    assert spec("mark").validate({"points": [{"x": 1}], "weight": 1.5})["points"] == [
+        Point(x=1, y=0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +185,19 @@ def test_nested_models_reach_the_method_as_models() -> None:
     [
         ("go", {}, "'direction' is missing"),
         ("go", {"direction": "up"}, "'north' or 'south'"),
-        ("go", {"direction": "north", "steps": "2"}, "'steps': input should be a valid integer, got '2'"),
+        (
+            "go",
+            {"direction": "north", "steps": "2"},
+            "'steps': input should be a valid integer, got '2'",
+        ),
         ("go", {"direction": "north", "steps": True}, "valid integer, got True"),
         ("go", {"direction": "north", "steps": 1.5}, "valid integer"),
         ("go", {"direction": "north", "steps": None}, "valid integer"),
-        ("go", {"direction": "north", "speed": 2}, "there is no argument 'speed'. go takes direction, steps (optional"),
+        (
+            "go",
+            {"direction": "north", "speed": 2},
+            "there is no argument 'speed'. go takes direction, steps (optional",
+        ),
         ("mark", {"points": [{"x": "1"}], "weight": 1}, "'points.0.x'"),
         ("mark", {"points": [], "weight": 0}, "greater than 0"),
         ("look", {"at": "sky"}, "look takes no arguments"),
@@ -163,7 +205,9 @@ def test_nested_models_reach_the_method_as_models() -> None:
         ("go", {"direction": "\ud800"}, "go takes direction"),
     ],
 )
-def test_wrong_arguments_are_refused_in_words(name: str, arguments: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_refused_in_words(
+    name: str, arguments: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ToolError) as error:
         spec(name).validate(arguments)
     assert said in str(error.value)
@@ -199,8 +243,15 @@ def test_a_method_that_cannot_be_a_tool_is_an_error_with_a_way_out() -> None:
 
 
 @settings(deadline=None)
-@given(name=st.text(), arguments=json_objects, before=st.text(alphabet="ab \n"), after=st.text(alphabet="ab \n"))
-def test_what_is_rendered_is_read_back(name: str, arguments: dict[str, Any], before: str, after: str) -> None:
+@given(
+    name=st.text(),
+    arguments=json_objects,
+    before=st.text(alphabet="ab \n"),
+    after=st.text(alphabet="ab \n"),
+)
+def test_what_is_rendered_is_read_back(
+    name: str, arguments: dict[str, Any], before: str, after: str
+) -> None:
     call = ToolCall(name, arguments)
     reply = parse_tool_calls(f"{before}{call.render()}{after}")
     assert reply.calls == (call,)
@@ -209,8 +260,12 @@ def test_what_is_rendered_is_read_back(name: str, arguments: dict[str, Any], bef
 
 
 @settings(deadline=None)
-@given(arguments=json_objects, key=st.sampled_from(["arguments", "parameters"]), fenced=st.booleans())
-def test_bare_and_fenced_json_is_read_back(arguments: dict[str, Any], key: str, fenced: bool) -> None:
+@given(
+    arguments=json_objects, key=st.sampled_from(["arguments", "parameters"]), fenced=st.booleans()
+)
+def test_bare_and_fenced_json_is_read_back(
+    arguments: dict[str, Any], key: str, fenced: bool
+) -> None:
     body = json.dumps({"name": "f", key: arguments}, indent=1)
     # A rendered call may not hold the tag, else the tag is what counts.
     reply = parse_tool_calls(f"so:\n```json\n{body}\n```" if fenced else f"so: {body}")
@@ -229,27 +284,38 @@ def test_any_text_at_all_is_read_without_an_exception(text: str) -> None:
                 tool.validate(call.arguments)
 
 
-@pytest.mark.parametrize("piece", ["[", '{"a":', '{"name":', "<tool_call>", "<tool_call>[", '[{"', "```", " {"])
+@pytest.mark.parametrize(
+    "piece", ["[", '{"a":', '{"name":', "<tool_call>", "<tool_call>[", '[{"', "```", " {"]
+)
 def test_the_time_for_hostile_texts_grows_with_their_length_and_no_faster(piece: str) -> None:
     started = time.process_time()
     reply = parse_tool_calls(piece * 10_000)
-    assert time.process_time() - started < 60  # a fraction of a second; where it grows with the square, an hour
+    assert (
+        time.process_time() - started < 60
+    )  # a fraction of a second; where it grows with the square, an hour
     assert reply.calls == ()
 
 
 def test_several_calls_keep_their_order_and_the_text_around_them() -> None:
     text = (
-        'First <tool_call>\n{"name": "a", "arguments": {"x": "</tool_call>"}}\n</tool_call> then\n'
-        '<tool_call>{"name": "b"}</tool_call><tool_call>[{"name": "c", "arguments": "{\\"y\\": 1}"}]'
+        'First <tool_call>\n{"name": "a", "arguments": {"x": "</tool_call>"}}\n</tool_call>'
+        ' then\n<tool_call>{"name": "b"}</tool_call><tool_call>[{"name": "c", "arguments":'
+        ' "{\\"y\\": 1}"}]'
     )
     reply = parse_tool_calls(text)
-    assert reply.calls == (ToolCall("a", {"x": "</tool_call>"}), ToolCall("b", {}), ToolCall("c", {"y": 1}))
+    assert reply.calls == (
+        ToolCall("a", {"x": "</tool_call>"}),
+        ToolCall("b", {}),
+        ToolCall("c", {"y": 1}),
+    )
     assert reply.errors == ()
     assert reply.text == "First  then"
 
 
 def test_a_list_of_bare_calls_is_read() -> None:
-    reply = parse_tool_calls('[{"name": "a", "arguments": {}}, {"name": "b", "parameters": {"x": [1]}}]')
+    reply = parse_tool_calls(
+        '[{"name": "a", "arguments": {}}, {"name": "b", "parameters": {"x": [1]}}]'
+    )
     assert reply.calls == (ToolCall("a", {}), ToolCall("b", {"x": [1]}))
 
 
@@ -271,11 +337,23 @@ def test_json_that_is_no_call_is_text() -> None:
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be a JSON object"),
         ('<tool_call>{"name": "a", "arguments": "x"}</tool_call>', "not valid JSON"),
         ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is not JSON"),
-        ('<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
+        (
+            '<tool_call>{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}</tool_call>",
+            "not valid JSON",
+        ),
         ("<tool_call>" + "[" * 5000 + "</tool_call>", "nested too deeply"),
-        ('<tool_call>{"name": "a", "arguments": {"x": ' + "[" * 300 + "]" * 300 + "}}</tool_call>", "too deep nesting"),
+        (
+            '<tool_call>{"name": "a", "arguments": {"x": '
+            + "[" * 300
+            + "]" * 300
+            + "}}</tool_call>",
+            "too deep nesting",
+        ),
         ('<tool_call>{"name": "a", "arguments": {"x": 1e400}}</tool_call>', "an infinite number"),
-        ('<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>', "half of a surrogate pair"),
+        (
+            '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>',
+            "half of a surrogate pair",
+        ),
         ('{"name": "a", "arguments": {"x": 1}', "not valid JSON"),
         ('```json\n{"name": "a", "arguments": {x: 1}}\n```', "not valid JSON"),
         ('{"name": 5, "arguments": {}}', 'with a "name"'),
@@ -295,7 +373,11 @@ def test_endless_malformed_calls_give_a_short_answer() -> None:
 
 def test_a_malformed_call_does_not_hide_the_next() -> None:
     good = '<tool_call>{"name": "b"}</tool_call>'
-    for bad in ("<tool_call>{oops</tool_call>", "<tool_call>{oops", '<tool_call>{"name": "a"} oops</tool_call>'):
+    for bad in (
+        "<tool_call>{oops</tool_call>",
+        "<tool_call>{oops",
+        '<tool_call>{"name": "a"} oops</tool_call>',
+    ):
         reply = parse_tool_calls(bad + good)
         assert reply.calls == (ToolCall("b", {}),)
         assert len(reply.errors) == 1

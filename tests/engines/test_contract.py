@@ -1,5 +1,5 @@
-"""What every engine must do, proved on each of them: local, scripted, over HTTP, and (marks `slow`, `vllm`) in an actor
-of Ray, and vLLM.
+"""What every engine must do, proved on each of them: local, scripted, over HTTP, and (marks `slow`,
+`vllm`) in an actor of Ray, and vLLM.
 
 The truth is a plain forward pass of the same weights over the whole sequence, without any cache.
 """
@@ -52,17 +52,25 @@ class Truth:
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.base: Weights = {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        self.base: Weights = {
+            name: p.detach().clone() for name, p in self._model.named_parameters()
+        }
         self.vocab: int = self._model.config.vocab_size
 
     def logits(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
         """Logits after every token of the sequence."""
         with torch.inference_mode():
             return torch.func.functional_call(
-                self._model, dict(weights), (torch.tensor([tokens]),), {"use_cache": False}, tie_weights=True
+                self._model,
+                dict(weights),
+                (torch.tensor([tokens]),),
+                {"use_cache": False},
+                tie_weights=True,
             ).logits[0]
 
-    def logprobs(self, weights: Weights, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> Tensor:
+    def logprobs(
+        self, weights: Weights, prompt: Sequence[int], sampled: Sequence[int], temperature: float
+    ) -> Tensor:
         """The logprob of each sampled token."""
         logits = self.logits(weights, [*prompt, *sampled])[len(prompt) - 1 : -1]
         logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
@@ -81,7 +89,9 @@ class Truth:
         }
 
     def sentinel(self, token: int) -> Weights:
-        """Weights under which every token is followed by `token`: only its embedding is longer along one axis."""
+        """Weights under which every token is followed by `token`: only its embedding is longer
+        along one axis.
+        """
         weights = {name: torch.zeros_like(p) for name, p in self.base.items()}
         for name, p in weights.items():
             if name.endswith("norm.weight"):
@@ -92,7 +102,9 @@ class Truth:
         return weights
 
     def marked_sentinel(self, token: int, mark: float) -> Weights:
-        """As `sentinel`, greedily; and all values in the KV cache are `mark`, which the logprobs show."""
+        """As `sentinel`, greedily; and all values in the KV cache are `mark`, which the logprobs
+        show.
+        """
         weights = self.sentinel(token)
         weights["model.layers.0.self_attn.v_proj.weight"][:, 0] = mark
         weights["model.layers.0.self_attn.o_proj.weight"][1, 0] = 0.1
@@ -101,10 +113,11 @@ class Truth:
 
 
 class QuickTruth(Truth):
-    """The truth of a scripted engine: its model may be any function, so nobody has to wait for a transformer.
+    """The truth of a scripted engine: its model may be any function, so nobody has to wait for a
+    transformer.
 
-    What stands before a token is summed with halving weights. All axes but the first, which tells the sentinels apart,
-    are then moved by one: else every token would just be repeated.
+    What stands before a token is summed with halving weights. All axes but the first, which tells
+    the sentinels apart, are then moved by one: else every token would just be repeated.
     """
 
     def logits(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
@@ -118,8 +131,14 @@ class QuickTruth(Truth):
         ages_TT = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
         halving_TT = torch.where(ages_TT >= 0, 0.5 ** ages_TT.clamp(0), 0.0)
         sums_TD = halving_TT @ weights["model.embed_tokens.weight"].detach()[list(tokens)]
-        sums_TD = sums_TD * sums_TD.square().mean(-1, keepdim=True).rsqrt() * weights["model.norm.weight"].detach()
-        return 0.5 * torch.cat([sums_TD[:, :1], sums_TD[:, 1:].roll(1, 1)], 1)  # the half flattens the distribution
+        sums_TD = (
+            sums_TD
+            * sums_TD.square().mean(-1, keepdim=True).rsqrt()
+            * weights["model.norm.weight"].detach()
+        )
+        return 0.5 * torch.cat(
+            [sums_TD[:, :1], sums_TD[:, 1:].roll(1, 1)], 1
+        )  # the half flattens the distribution
 
 
 def processes_of_engines() -> list[psutil.Process]:
@@ -145,7 +164,8 @@ class Served:
         before = set(processes_of_engines())
         self.engine = self._runner.run(self._entered.__aenter__())
         self.processes = [process for process in processes_of_engines() if process not in before]
-        # Long enough for several updates to fall into it; another process goes on while new weights are written.
+        # Long enough for several updates to fall into it; another process goes on while new weights
+        # are written.
         here = isinstance(self.engine, LocalEngine | ScriptedEngine)
         self.long = 80 if here else 190
         return self
@@ -155,7 +175,9 @@ class Served:
         self._runner.close()
 
     async def leave(self) -> None:
-        """Leave the engine, which a test may have done already: the last one, as vLLM takes half a minute to start."""
+        """Leave the engine, which a test may have done already: the last one, as vLLM takes half a
+        minute to start.
+        """
         if not self._left:
             self._left = True
             await self._entered.__aexit__(None, None, None)
@@ -199,7 +221,11 @@ class Served:
     ) -> GenerateRequest:
         self._requests += 1
         params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, stop=stop_texts, **sampling
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=stop,
+            stop=stop_texts,
+            **sampling,
         )
         return GenerateRequest(f"request-{self._requests}", tuple(prompt), params, seed, priority)
 
@@ -210,7 +236,9 @@ class Served:
 
     @asynccontextmanager
     async def players(self, ask: Callable[[int], GenerateRequest]) -> AsyncIterator[list[Played]]:
-        """More callers than there are places, each of whom asks again at once, and until the block is left."""
+        """More callers than there are places, each of whom asks again at once, and until the block
+        is left.
+        """
         played: list[Played] = []
         going = True
 
@@ -234,22 +262,33 @@ class Served:
         while not condition():  # engines have no event for what tests wait for
             await asyncio.sleep(0.001)
             await self.probe()  # its stats are as fresh as its last answer
-        await self.probe()  # what was asked of it before this is there now, and not only counted here
+        await (
+            self.probe()
+        )  # what was asked of it before this is there now, and not only counted here
 
     async def probe(self) -> None:
         if isinstance(self.engine, SupportsProbe):
             await self.engine.probe()
 
-    def assert_true(self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3) -> None:
-        """Every token's logprob is that of a plain forward pass of the very weights it is stamped with."""
+    def assert_true(
+        self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3
+    ) -> None:
+        """Every token's logprob is that of a plain forward pass of the very weights it is stamped
+        with.
+        """
         for version in set(completion.policy_versions):
             error = self.error(request, completion, version)
             assert error < tolerance, f"version {version}: off by {error}"
 
     def error(self, request: GenerateRequest, completion: Completion, version: int) -> float:
-        """How far the logprobs of the tokens stamped `version` are from a plain forward pass of its weights."""
+        """How far the logprobs of the tokens stamped `version` are from a plain forward pass of its
+        weights.
+        """
         expected = self.truth.logprobs(
-            self.by_version[version], request.prompt_ids, completion.token_ids, request.sampling.temperature
+            self.by_version[version],
+            request.prompt_ids,
+            completion.token_ids,
+            request.sampling.temperature,
         )
         stamped = torch.tensor(completion.policy_versions) == version
         return float((torch.tensor(completion.logprobs) - expected)[stamped].abs().max())
@@ -257,7 +296,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def lively_dir(shallow_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shallow model with larger weights: fresh ones predict all tokens alike, and hide every fault."""
+    """The shallow model with larger weights: fresh ones predict all tokens alike, and hide every
+    fault.
+    """
     folder = tmp_path_factory.mktemp("models") / "lively"
     model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
     with torch.no_grad():
@@ -270,7 +311,9 @@ def lively_dir(shallow_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def local_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
-    return LocalEngine(LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
+    return LocalEngine(
+        LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder
+    )
 
 
 def scripted_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
@@ -290,7 +333,9 @@ def truth_of(engine: Callable[..., Any], folder: Path) -> Truth:
 def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     from agentrl.engines.vllm import VllmEngine
 
-    config = VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, structured_outputs=True, **settings)
+    config = VllmEngine.Config(
+        max_batch=MAX_BATCH, max_context=MAX_CONTEXT, structured_outputs=True, **settings
+    )
     return VllmEngine(config, folder)
 
 
@@ -301,7 +346,9 @@ def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
 
     join_shared_ray()
     config = LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings)
-    return RayEngine(Component("local", LocalEngine, config), folder, Unplaced().options("engine", 0))
+    return RayEngine(
+        Component("local", LocalEngine, config), folder, Unplaced().options("engine", 0)
+    )
 
 
 class _EngineOverHttp(OpenAIEngine):
@@ -326,9 +373,13 @@ ENGINES = [
     pytest.param(ray_engine, id="ray", marks=pytest.mark.slow),
     pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
 ]
-OVER_HTTP = pytest.param(engine_over_http, id="openai", marks=pytest.mark.xdist_group("engine over HTTP"))
+OVER_HTTP = pytest.param(
+    engine_over_http, id="openai", marks=pytest.mark.xdist_group("engine over HTTP")
+)
 owns_its_weights = pytest.mark.parametrize("served", ENGINES, indirect=True, scope="module")
-"""Not for engines whose weights somebody else has: those take no new ones, and give no unfinished tokens."""
+"""Not for engines whose weights somebody else has: those take no new ones, and give no unfinished
+tokens.
+"""
 
 
 @pytest.fixture(scope="module", params=[*ENGINES, OVER_HTTP])
@@ -364,18 +415,27 @@ def test_greedy_tokens_are_those_of_a_naive_loop(served: Served) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_logprobs_are_of_the_sampled_distribution(served: Served, temperature: float) -> None:
-    requests = [served.request(prompt_of(5 + 9 * i, i), 20, temperature=temperature, seed=i) for i in range(6)]
+    requests = [
+        served.request(prompt_of(5 + 9 * i, i), 20, temperature=temperature, seed=i)
+        for i in range(6)
+    ]
     for request, completion in zip(requests, served.run(served.all(requests)), strict=True):
         served.assert_true(request, completion)
 
 
 @pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
-@owns_its_weights  # over HTTP come the tokens that the engine behind it draws, as the next test says
+# over HTTP come the tokens that the engine behind it draws, as the next test says
+@owns_its_weights
 def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperature: float) -> None:
     prompt, draws = prompt_of(12), 1000
-    requests = [served.request(prompt, 1, temperature=temperature, seed=1000 + seed) for seed in range(draws)]
+    requests = [
+        served.request(prompt, 1, temperature=temperature, seed=1000 + seed)
+        for seed in range(draws)
+    ]
     tokens = [completion.token_ids[0] for completion in served.run(served.all(requests))]
-    probabilities = torch.softmax(served.truth.logits(served.truth.base, prompt)[-1] / temperature, dim=-1)
+    probabilities = torch.softmax(
+        served.truth.logits(served.truth.base, prompt)[-1] / temperature, dim=-1
+    )
     common = [v for v in range(served.truth.vocab) if probabilities[v] * draws >= 8]
     expected = [draws * float(probabilities[v]) for v in common]
     counts: list[float] = [tokens.count(v) for v in common]
@@ -390,7 +450,12 @@ def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperat
 def test_over_http_come_the_tokens_that_the_engine_itself_draws(lively_dir: Path) -> None:
     truth = Truth(lively_dir)
     requests = [
-        GenerateRequest(f"{seed}", prompt_of(12), SamplingParams(max_tokens=2, temperature=(0.6, 1.0)[seed % 2]), seed)
+        GenerateRequest(
+            f"{seed}",
+            prompt_of(12),
+            SamplingParams(max_tokens=2, temperature=(0.6, 1.0)[seed % 2]),
+            seed,
+        )
         for seed in range(50)
     ]
 
@@ -425,8 +490,12 @@ TRUNCATIONS: list[dict[str, Any]] = [
 
 
 def kept_of(truth: Truth, tokens: Sequence[int], sampling: SamplingParams) -> set[int]:
-    """What truncation leaves of the model's distribution: `min_p` first, then `top_k`, then `top_p` of the rest."""
-    probabilities = torch.softmax(truth.logits(truth.base, tokens)[-1] / sampling.temperature, dim=-1)
+    """What truncation leaves of the model's distribution: `min_p` first, then `top_k`, then `top_p`
+    of the rest.
+    """
+    probabilities = torch.softmax(
+        truth.logits(truth.base, tokens)[-1] / sampling.temperature, dim=-1
+    )
     likely, order = probabilities.sort(descending=True)
     likely = likely[likely >= sampling.min_p * likely[0]][: sampling.top_k or None]
     before = (likely.cumsum(0) - likely) / likely.sum()
@@ -450,7 +519,10 @@ def test_what_a_token_was_sampled_from_is_kept_and_its_logprob_is_over_that(
             kept = support.take([slice(row, row + 1)]).values.tolist()
             assert len(kept) == len(set(kept)) <= request.sampling.top_k
             assert set(kept) == kept_of(served.truth, tokens, request.sampling)
-            logits = served.truth.logits(served.truth.base, tokens)[-1][kept] / request.sampling.temperature
+            logits = (
+                served.truth.logits(served.truth.base, tokens)[-1][kept]
+                / request.sampling.temperature
+            )
             expected = torch.log_softmax(logits, dim=-1)[kept.index(token)]
             assert completion.logprobs[row] == pytest.approx(float(expected), abs=1e-3)
             tokens.append(token)
@@ -470,18 +542,24 @@ def test_truncated_sampling_without_keeping_draws_from_the_same_tokens(served: S
 def test_an_engine_over_http_says_why_it_keeps_no_support(lively_dir: Path) -> None:
     async def main() -> None:
         async with engine_over_http(lively_dir, Truth(lively_dir)) as engine:
-            await engine.generate(GenerateRequest("a", (5,), SamplingParams(top_k=3), keep_support=True))
+            await engine.generate(
+                GenerateRequest("a", (5,), SamplingParams(top_k=3), keep_support=True)
+            )
 
     with pytest.raises(EngineError, match="cannot say which tokens top_k, top_p and min_p left"):
         asyncio.run(main())
 
 
-def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(served: Served, lively_dir: Path) -> None:
+def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(
+    served: Served, lively_dir: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(lively_dir)
     whole = served.run(served.engine.generate(served.request(prompt_of(20), 24, seed=3)))
     text = tokenizer.decode(whole.token_ids[4:9].tolist())
     assert len(text) >= 2
-    stopped = served.run(served.engine.generate(served.request(prompt_of(20), 24, stop_texts=("no", text), seed=3)))
+    stopped = served.run(
+        served.engine.generate(served.request(prompt_of(20), 24, stop_texts=("no", text), seed=3))
+    )
     length = len(stopped.token_ids)
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids.tolist() == whole.token_ids[:length].tolist()
@@ -497,8 +575,12 @@ def test_a_stop_text_that_an_interrupt_cuts_in_two_is_found_by_the_request_that_
     tokenizer = AutoTokenizer.from_pretrained(lively_dir)
     whole = served.run(served.engine.generate(served.request(prompt_of(20), 24, temperature=0.0)))
     text = tokenizer.decode(whole.token_ids[5:9].tolist())
-    begun = served.request((*prompt_of(20), *whole.token_ids[:7].tolist()), 17, temperature=0.0, stop_texts=(text,))
-    assert served.run(served.engine.generate(replace(begun, resumed=7))).token_ids.tolist() == [*whole.token_ids[7:9]]
+    begun = served.request(
+        (*prompt_of(20), *whole.token_ids[:7].tolist()), 17, temperature=0.0, stop_texts=(text,)
+    )
+    assert served.run(served.engine.generate(replace(begun, resumed=7))).token_ids.tolist() == [
+        *whole.token_ids[7:9]
+    ]
 
 
 def test_an_answer_has_the_format_that_a_request_asks_for_or_is_refused_by_name(
@@ -507,7 +589,10 @@ def test_an_answer_has_the_format_that_a_request_asks_for_or_is_refused_by_name(
     tokenizer = AutoTokenizer.from_pretrained(lively_dir)
     stop = tokenizer.eos_token_id
     wanted = AnswerFormat(json.dumps({"enum": ["left", "right"]}))
-    requests = [replace(served.request(prompt_of(12), 30, stop=(stop,), seed=i), format=wanted) for i in range(8)]
+    requests = [
+        replace(served.request(prompt_of(12), 30, stop=(stop,), seed=i), format=wanted)
+        for i in range(8)
+    ]
     if type(served.engine).__name__ != "VllmEngine":
         with pytest.raises(FormatError, match="does not constrain answers"):
             served.run(served.engine.generate(requests[0]))
@@ -517,8 +602,11 @@ def test_an_answer_has_the_format_that_a_request_asks_for_or_is_refused_by_name(
         assert completion.finish_reason == "stop"
         assert json.loads(tokenizer.decode(token_ids[:-1])) in ("left", "right")
         assert token_ids[-1] == stop
-        # The logprobs are of the tokens that the format leaves, so a trainer would not compute the same.
-        unconstrained = served.truth.logprobs(served.weights, request.prompt_ids.tolist(), token_ids, 1.0)
+        # The logprobs are of the tokens that the format leaves, so a trainer would not compute the
+        # same.
+        unconstrained = served.truth.logprobs(
+            served.weights, request.prompt_ids.tolist(), token_ids, 1.0
+        )
         assert float(completion.logprobs.sum()) > float(unconstrained.sum()) + 1
     nonsense = replace(served.request(prompt_of(12)), format=AnswerFormat('{"type": "nonsense"}'))
     with pytest.raises(FormatError, match="nonsense"):
@@ -532,15 +620,21 @@ def test_a_stop_token_ends_the_completion_and_is_its_last_token(served: Served) 
     prompt = prompt_of(20)
     free = served.run(served.engine.generate(served.request(prompt, 24, temperature=0.0)))
     stop = free.token_ids[7]
-    cut = served.run(served.engine.generate(served.request(prompt, 24, temperature=0.0, stop=(stop, 3))))
-    assert cut.token_ids.tolist() == free.token_ids.tolist()[: free.token_ids.tolist().index(stop) + 1]
+    cut = served.run(
+        served.engine.generate(served.request(prompt, 24, temperature=0.0, stop=(stop, 3)))
+    )
+    assert (
+        cut.token_ids.tolist() == free.token_ids.tolist()[: free.token_ids.tolist().index(stop) + 1]
+    )
     assert cut.finish_reason == "stop"
 
 
 def test_a_stop_token_on_the_last_allowed_place_is_a_stop(served: Served) -> None:
     prompt = prompt_of(20)
     first = served.run(served.engine.generate(served.request(prompt, 1, temperature=0.0)))
-    again = served.run(served.engine.generate(served.request(prompt, 1, temperature=0.0, stop=first.token_ids)))
+    again = served.run(
+        served.engine.generate(served.request(prompt, 1, temperature=0.0, stop=first.token_ids))
+    )
     assert (first.finish_reason, again.finish_reason) == ("length", "stop")
 
 
@@ -562,7 +656,9 @@ def test_a_later_turn_equals_a_fresh_prefill(served: Served) -> None:
 
 
 def test_more_ragged_requests_than_places_all_come_out_right(served: Served) -> None:
-    requests = [served.request(prompt_of(3 + 37 * i % 150, i), 1 + 7 * i % 13, seed=i) for i in range(30)]
+    requests = [
+        served.request(prompt_of(3 + 37 * i % 150, i), 1 + 7 * i % 13, seed=i) for i in range(30)
+    ]
     completions = served.run(served.all(requests))
     for request, completion in zip(requests, completions, strict=True):
         assert len(completion.token_ids) == request.sampling.max_tokens
@@ -615,9 +711,13 @@ def test_the_lower_priority_number_is_served_first(served: Served) -> None:
                 for i in range(MAX_BATCH)
             ]
             await served.until(lambda: served.scheduler.stats().running == MAX_BATCH)
-            late = tasks.create_task(noted("priority 5", served.request(prompt_of(10), 3, priority=5)))
+            late = tasks.create_task(
+                noted("priority 5", served.request(prompt_of(10), 3, priority=5))
+            )
             await served.until(lambda: served.scheduler.stats().waiting == 1)
-            soon = tasks.create_task(noted("priority 1", served.request(prompt_of(10), 3, priority=1)))
+            soon = tasks.create_task(
+                noted("priority 1", served.request(prompt_of(10), 3, priority=1))
+            )
             await served.until(lambda: served.scheduler.stats().waiting == 2)
             full[0].cancel()
             await soon
@@ -636,7 +736,9 @@ def test_a_completion_ends_where_the_context_ends(served: Served) -> None:
 
 
 @pytest.mark.parametrize("length", [0, MAX_CONTEXT, MAX_CONTEXT + 50])
-def test_a_prompt_that_does_not_fit_is_refused_and_harms_nobody(served: Served, length: int) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_and_harms_nobody(
+    served: Served, length: int
+) -> None:
     good = served.request(prompt_of(10), 5)
     with pytest.raises(EngineError, match=r"max_context|needs a prompt"):
         served.run(served.engine.generate(served.request(prompt_of(length))))
@@ -666,9 +768,13 @@ def test_after_an_update_everything_is_of_the_new_weights(served: Served) -> Non
 
 
 @owns_its_weights
-def test_weights_that_change_in_mid_generation_change_every_token_after_and_none_before(served: Served) -> None:
+def test_weights_that_change_in_mid_generation_change_every_token_after_and_none_before(
+    served: Served,
+) -> None:
     async def main() -> list[Played]:
-        async with served.players(lambda i: served.request(prompt_of(7 + 5 * i, i), served.long, seed=i)) as played:
+        async with served.players(
+            lambda i: served.request(prompt_of(7 + 5 * i, i), served.long, seed=i)
+        ) as played:
             for seed in range(3):
                 await served.tokens(15 * MAX_BATCH)
                 await served.publish(served.truth.other(seed))
@@ -678,7 +784,9 @@ def test_weights_that_change_in_mid_generation_change_every_token_after_and_none
     for request, completion in played:
         served.assert_true(request, completion)
         assert list(completion.policy_versions) == sorted(completion.policy_versions)
-    assert max(len(set(completion.policy_versions)) for _, completion in played) > 1, "no update came in mid-generation"
+    assert max(len(set(completion.policy_versions)) for _, completion in played) > 1, (
+        "no update came in mid-generation"
+    )
 
 
 @owns_its_weights
@@ -691,7 +799,9 @@ def test_every_version_tag_is_exact(served: Served) -> None:
     async def main() -> list[Played]:
         first = served.engine.policy_version + 1
         await served.publish(served.truth.sentinel(sentinel(first)))
-        async with served.players(lambda i: served.request(prompt_of(20, i), served.long - 30 + i, seed=i)) as played:
+        async with served.players(
+            lambda i: served.request(prompt_of(20, i), served.long - 30 + i, seed=i)
+        ) as played:
             for update in range(6):
                 await served.tokens(6 * MAX_BATCH)
                 await served.publish(served.truth.sentinel(sentinel(first + update + 1)))
@@ -699,8 +809,12 @@ def test_every_version_tag_is_exact(served: Served) -> None:
 
     played = served.run(main())
     for _, completion in played:
-        assert completion.token_ids.tolist() == [sentinel(version) for version in completion.policy_versions.tolist()]
-    assert max(len(set(completion.policy_versions)) for _, completion in played) > 1, "no update came in mid-generation"
+        assert completion.token_ids.tolist() == [
+            sentinel(version) for version in completion.policy_versions.tolist()
+        ]
+    assert max(len(set(completion.policy_versions)) for _, completion in played) > 1, (
+        "no update came in mid-generation"
+    )
 
 
 @owns_its_weights
@@ -721,11 +835,19 @@ def test_versions_only_grow(served: Served) -> None:
 def test_counts_add_up(served: Served) -> None:
     async def main() -> None:
         before = served.engine.stats()
-        completions = await served.all([served.request(prompt_of(10 + i, 40 + i), 4 + i) for i in range(12)])
+        completions = await served.all(
+            [served.request(prompt_of(10 + i, 40 + i), 4 + i) for i in range(12)]
+        )
         after = served.engine.stats()
-        assert after.generated_tokens - before.generated_tokens == sum(len(c.token_ids) for c in completions)
-        assert after.prefilled_tokens + after.cached_tokens - before.prefilled_tokens - before.cached_tokens == sum(
-            10 + i for i in range(12)
+        assert after.generated_tokens - before.generated_tokens == sum(
+            len(c.token_ids) for c in completions
+        )
+        assert (
+            after.prefilled_tokens
+            + after.cached_tokens
+            - before.prefilled_tokens
+            - before.cached_tokens
+            == sum(10 + i for i in range(12))
         )
         assert (after.running, after.waiting) == (0, 0)
 
@@ -733,25 +855,36 @@ def test_counts_add_up(served: Served) -> None:
 
 
 @owns_its_weights
-def test_an_interrupt_gives_every_token_back_and_the_rest_is_as_if_nothing_had_happened(served: Served) -> None:
+def test_an_interrupt_gives_every_token_back_and_the_rest_is_as_if_nothing_had_happened(
+    served: Served,
+) -> None:
     prompts = [prompt_of(7 + 5 * i, i) for i in range(MAX_BATCH)]
 
     async def main() -> None:
-        whole = await served.all([served.request(prompt, served.long, temperature=0.0) for prompt in prompts])
+        whole = await served.all(
+            [served.request(prompt, served.long, temperature=0.0) for prompt in prompts]
+        )
         before = served.engine.stats().generated_tokens
         async with asyncio.TaskGroup() as tasks:
             requests = [served.request(prompt, served.long, temperature=0.0) for prompt in prompts]
             all_done = tasks.create_task(served.all(requests))
-            await served.until(lambda: served.engine.stats().generated_tokens >= before + 5 * MAX_BATCH)
+            await served.until(
+                lambda: served.engine.stats().generated_tokens >= before + 5 * MAX_BATCH
+            )
             await served.engine.interrupt()
             assert served.engine.stats().running == 0
         partial = all_done.result()
         assert {completion.finish_reason for completion in partial} == {"abort"}
-        assert sum(len(c.token_ids) for c in partial) == served.engine.stats().generated_tokens - before
+        assert (
+            sum(len(c.token_ids) for c in partial)
+            == served.engine.stats().generated_tokens - before
+        )
         assert min(len(completion.token_ids) for completion in partial) >= 1
         rest = await served.all(
             [
-                served.request((*prompt, *begun.token_ids), served.long - len(begun.token_ids), temperature=0.0)
+                served.request(
+                    (*prompt, *begun.token_ids), served.long - len(begun.token_ids), temperature=0.0
+                )
                 for prompt, begun in zip(prompts, partial, strict=True)
             ]
         )
@@ -789,7 +922,8 @@ def test_an_interrupt_ends_who_waits_and_who_has_only_just_come(served: Served) 
 def test_an_interrupt_does_not_wait_for_who_goes_meanwhile(served: Served) -> None:
     async def main() -> None:
         requests = [
-            asyncio.create_task(served.engine.generate(served.request(prompt_of(10, i), 200))) for i in range(200)
+            asyncio.create_task(served.engine.generate(served.request(prompt_of(10, i), 200)))
+            for i in range(200)
         ]
         await asyncio.sleep(0)
         interrupt = asyncio.create_task(served.engine.interrupt())
@@ -815,7 +949,9 @@ def test_new_weights_after_an_interrupt_sample_the_rest(served: Served) -> None:
             await served.engine.interrupt()
             version = await served.publish(served.truth.other(5))
         begun = task.result()
-        rest = served.request((*request.prompt_ids, *begun.token_ids), served.long - len(begun.token_ids))
+        rest = served.request(
+            (*request.prompt_ids, *begun.token_ids), served.long - len(begun.token_ids)
+        )
         ended = await served.engine.generate(rest)
         assert set(begun.policy_versions) == {version - 1}
         assert set(ended.policy_versions) == {version}
@@ -826,13 +962,19 @@ def test_new_weights_after_an_interrupt_sample_the_rest(served: Served) -> None:
 
 
 @pytest.mark.parametrize("make", [local_engine, scripted_engine])
-def test_an_engine_that_is_not_running_is_a_dead_engine(make: Callable[..., Engine], lively_dir: Path) -> None:
+def test_an_engine_that_is_not_running_is_a_dead_engine(
+    make: Callable[..., Engine], lively_dir: Path
+) -> None:
     truth = Truth(lively_dir)
     engine = make(lively_dir, truth)
     request = GenerateRequest("r", (7, 8), SamplingParams(max_tokens=250))
 
     async def refuses() -> None:
-        for call in (engine.generate(request), engine.interrupt(), engine.update_weights(truth.base, 1)):
+        for call in (
+            engine.generate(request),
+            engine.interrupt(),
+            engine.update_weights(truth.base, 1),
+        ):
             with pytest.raises(EngineDeadError, match="not running"):
                 await call
 
@@ -855,7 +997,9 @@ def test_pressure_is_told(served: Served) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             all_done = tasks.create_task(
-                served.all([served.request(prompt_of(20, i), served.long) for i in range(MAX_BATCH)])
+                served.all(
+                    [served.request(prompt_of(20, i), served.long) for i in range(MAX_BATCH)]
+                )
             )
             await served.until(lambda: served.engine.stats().kv_use > 0)
             assert served.engine.stats().kv_use <= 1
@@ -868,14 +1012,19 @@ def test_pressure_is_told(served: Served) -> None:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keeping: Served, times: int) -> None:
-    """Updates in mid-request, each with another sentinel token, and another mark in every value of the KV cache.
+def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(
+    keeping: Served, times: int
+) -> None:
+    """Updates in mid-request, each with another sentinel token, and another mark in every value of
+    the KV cache.
 
-    Tokens tell which weights sampled them. Logprobs tell whose KV they saw: of the version that a request began
-    under, all of it must be; of later ones, none may be that was not kept.
+    Tokens tell which weights sampled them. Logprobs tell whose KV they saw: of the version that a
+    request began under, all of it must be; of later ones, none may be that was not kept.
     """
     engine, prefix = keeping.engine, prompt_of(150)
-    updates = {"LocalEngine": 12, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 35}[type(engine).__name__] * times
+    updates = {"LocalEngine": 12, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 35}[
+        type(engine).__name__
+    ] * times
     played: list[Played] = []
 
     def sentinel(version: int) -> int:
@@ -892,9 +1041,12 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
 
     async def keep_playing(number: int) -> None:
         while True:
-            # vLLM's blocks have 128 tokens: one is shared by half of the players, the others fill theirs in mid-request
+            # vLLM's blocks have 128 tokens: one is shared by half of the players, the others fill
+            # theirs in mid-request
             tokens = prefix[: 130 if number % 2 else 110]
-            for _ in range(3):  # turns, each of which could use what the one before has left in the cache
+            for _ in range(
+                3
+            ):  # turns, each of which could use what the one before has left in the cache
                 tokens = await play(keeping.request((*tokens, number), 8 + number, temperature=0.0))
 
     async def found_in_cache(prompt: Sequence[int]) -> int:
@@ -907,7 +1059,9 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
         async with asyncio.TaskGroup() as tasks:
             players = [tasks.create_task(keep_playing(number)) for number in range(MAX_BATCH + 4)]
             for number in range(updates):
-                if number == updates // 2:  # nobody has to wait any more, and a next turn follows at once
+                if (
+                    number == updates // 2
+                ):  # nobody has to wait any more, and a next turn follows at once
                     for player in players[MAX_BATCH - 2 :]:
                         player.cancel()
                 await keeping.tokens(3 * MAX_BATCH)
@@ -926,13 +1080,17 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
     keeping.run(main())
     gaps = []
     for request, completion in played:
-        assert completion.token_ids.tolist() == [sentinel(version) for version in completion.policy_versions.tolist()]
+        assert completion.token_ids.tolist() == [
+            sentinel(version) for version in completion.policy_versions.tolist()
+        ]
         first, last = completion.policy_versions[0], completion.policy_versions[-1]
         assert keeping.error(request, completion, first) < 1e-3
         if last > first:
             gaps.append(keeping.error(request, completion, last))
     assert len(gaps) > updates / 2
-    assert (max(gaps) > 0.1) == (not isinstance(engine, ScriptedEngine))  # the old KV was kept indeed
+    assert (max(gaps) > 0.1) == (
+        not isinstance(engine, ScriptedEngine)
+    )  # the old KV was kept indeed
 
 
 def scored_by(engine: Engine) -> SupportsScore:
@@ -948,7 +1106,9 @@ async def scores_of(engine: Engine, requests: Sequence[ScoreRequest]) -> list[Sc
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @owns_its_weights  # over HTTP there is no such call
-def test_given_tokens_get_the_logprobs_of_a_plain_forward_pass(served: Served, temperature: float) -> None:
+def test_given_tokens_get_the_logprobs_of_a_plain_forward_pass(
+    served: Served, temperature: float
+) -> None:
     """Of any length, up to a full context, alone or among others, from any token on."""
     lengths = (2, 3, 17, 17, 40, MAX_CONTEXT - 1, MAX_CONTEXT)
     requests = [
@@ -956,10 +1116,14 @@ def test_given_tokens_get_the_logprobs_of_a_plain_forward_pass(served: Served, t
         for n, length in enumerate(lengths)
     ]
     if getattr(served.engine, "scores_at_one_only", False) and temperature != 1:
-        with pytest.raises(EngineError, match=r"temperature 1 only: write rollout\.sampling\.temperature=1"):
+        with pytest.raises(
+            EngineError, match=r"temperature 1 only: write rollout\.sampling\.temperature=1"
+        ):
             served.run(scored_by(served.engine).score(requests[0]))
         return
-    for request, scores in zip(requests, served.run(scores_of(served.engine, requests)), strict=True):
+    for request, scores in zip(
+        requests, served.run(scores_of(served.engine, requests)), strict=True
+    ):
         tokens = request.token_ids.tolist()
         expected = served.truth.logprobs(
             served.weights, tokens[: request.start], tokens[request.start :], request.temperature
@@ -976,7 +1140,9 @@ def test_sampled_tokens_get_the_logprobs_that_they_were_sampled_with(served: Ser
         ScoreRequest(f"again-{n}", [*asked.prompt_ids, *answer.token_ids], len(asked.prompt_ids))
         for n, (asked, answer) in enumerate(zip(requests, completions, strict=True))
     ]
-    for answer, scores in zip(completions, served.run(scores_of(served.engine, given)), strict=True):
+    for answer, scores in zip(
+        completions, served.run(scores_of(served.engine, given)), strict=True
+    ):
         np.testing.assert_allclose(scores.logprobs, answer.logprobs, rtol=0, atol=1e-3)
 
 
@@ -987,7 +1153,9 @@ def test_scores_are_of_one_version_though_weights_change_meanwhile(served: Serve
 
     async def ask(number: int) -> None:
         while going:
-            found.append(await scored_by(served.engine).score(ScoreRequest(f"caller-{number}", tokens)))
+            found.append(
+                await scored_by(served.engine).score(ScoreRequest(f"caller-{number}", tokens))
+            )
 
     async def main() -> None:
         nonlocal going
@@ -1006,23 +1174,38 @@ def test_scores_are_of_one_version_though_weights_change_meanwhile(served: Serve
     versions = {scores.policy_version for scores in found}
     assert len(versions) > 3
     for version in versions:
-        expected = served.truth.logprobs(served.by_version[version], tokens[:1], tokens[1:], 1.0).numpy()
+        expected = served.truth.logprobs(
+            served.by_version[version], tokens[:1], tokens[1:], 1.0
+        ).numpy()
         of_version = [scores for scores in found if scores.policy_version == version]
-        np.testing.assert_allclose([s.logprobs for s in of_version], [expected] * len(of_version), rtol=0, atol=2e-3)
+        np.testing.assert_allclose(
+            [s.logprobs for s in of_version], [expected] * len(of_version), rtol=0, atol=2e-3
+        )
 
 
-@pytest.mark.parametrize("wrong", ["too long", "start of 0", "start after the end", "one token", "other tokens"])
+@pytest.mark.parametrize(
+    "wrong", ["too long", "start of 0", "start after the end", "one token", "other tokens"]
+)
 @owns_its_weights
 def test_tokens_that_cannot_be_scored_are_refused(served: Served, wrong: str) -> None:
-    tokens = {"too long": prompt_of(MAX_CONTEXT + 1), "one token": (7,), "other tokens": (7, served.truth.vocab)}
+    tokens = {
+        "too long": prompt_of(MAX_CONTEXT + 1),
+        "one token": (7,),
+        "other tokens": (7, served.truth.vocab),
+    }
     start = {"start of 0": 0, "start after the end": 9}.get(wrong, 1)
     if wrong == "other tokens" and isinstance(served.engine, ScriptedEngine):
         pytest.skip("its model may have any tokens")
     with pytest.raises(EngineError, match=r"context of|needs 1 <= start|outside of the vocabulary"):
-        served.run(scored_by(served.engine).score(ScoreRequest("wrong", tokens.get(wrong, prompt_of(9)), start)))
+        served.run(
+            scored_by(served.engine).score(
+                ScoreRequest("wrong", tokens.get(wrong, prompt_of(9)), start)
+            )
+        )
 
 
-# How an engine ends. These tests are the last ones: they use up the engine that the others were served by.
+# How an engine ends. These tests are the last ones: they use up the engine that the others were
+# served by.
 
 
 async def is_told(engine: Engine, request: GenerateRequest, message: str) -> None:
@@ -1035,7 +1218,9 @@ def test_leaving_ends_callers_and_processes(served: Served) -> None:
     async def main() -> None:
         seen = served.engine.stats().generated_tokens
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(is_told(served.engine, served.request(prompt_of(10), 240), "closed|gone"))
+            tasks.create_task(
+                is_told(served.engine, served.request(prompt_of(10), 240), "closed|gone")
+            )
             await served.until(lambda: served.engine.stats().generated_tokens > seen)
             await served.leave()
         await is_told(served.engine, served.request(prompt_of(10), 8), "not running")
@@ -1073,7 +1258,9 @@ def test_weights_of_another_model_change_nothing(keeping: Served) -> None:
 
 
 @in_processes_of_its_own
-def test_the_death_of_its_processes_is_told_to_all_who_wait_and_who_come_later(keeping: Served) -> None:
+def test_the_death_of_its_processes_is_told_to_all_who_wait_and_who_come_later(
+    keeping: Served,
+) -> None:
     engine, dead = keeping.engine, "Dead|dead|gone|lost|not running"
 
     async def update_fails(version: int) -> None:

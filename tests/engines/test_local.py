@@ -30,7 +30,9 @@ def engine_of(model: Path, **settings: Any) -> LocalEngine:
     return LocalEngine(LocalEngine.Config(**{"max_batch": 4, "device": "cpu", **settings}), model)
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int = 8, seed: int = 0) -> GenerateRequest:
+def request(
+    name: str, prompt: Sequence[int], max_tokens: int = 8, seed: int = 0
+) -> GenerateRequest:
     return GenerateRequest(name, tuple(prompt), SamplingParams(max_tokens=max_tokens), seed)
 
 
@@ -45,8 +47,12 @@ def plain_logprobs(
 ) -> torch.Tensor:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     with torch.inference_mode():
-        logits = plain(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        logits = plain(torch.tensor([[*prompt, *completion.token_ids]])).logits[
+            0, len(prompt) - 1 : -1
+        ]
+    return torch.log_softmax(logits.float(), -1).gather(
+        1, torch.tensor(completion.token_ids)[:, None]
+    )[:, 0]
 
 
 def test_a_later_turn_computes_only_what_is_new(shallow_model_dir: Path) -> None:
@@ -77,10 +83,16 @@ def test_each_sibling_of_a_group_finds_its_own_episode_again(shallow_model_dir: 
 
 
 @pytest.mark.parametrize("budget", [4096, 30])
-def test_a_prompt_of_a_whole_group_is_computed_once(shallow_model_dir: Path, monkeypatch: Any, budget: int) -> None:
+def test_a_prompt_of_a_whole_group_is_computed_once(
+    shallow_model_dir: Path, monkeypatch: Any, budget: int
+) -> None:
     monkeypatch.setattr(local, "_STEP_TOKENS", budget)
     prompts = {"a": range(10, 60), "b": range(20, 60)}
-    group = [request(f"{name}{seed}", prompt, seed=seed) for name, prompt in prompts.items() for seed in range(4)]
+    group = [
+        request(f"{name}{seed}", prompt, seed=seed)
+        for name, prompt in prompts.items()
+        for seed in range(4)
+    ]
 
     async def main() -> None:
         async with engine_of(shallow_model_dir, prefix_cache=False) as engine:
@@ -99,12 +111,16 @@ def test_a_prompt_of_a_whole_group_is_computed_once(shallow_model_dir: Path, mon
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.integers(0, 3)), max_size=30))
-def test_a_prompt_is_found_in_its_last_slot_until_that_gets_another(puts: list[tuple[bytes, int]]) -> None:
+def test_a_prompt_is_found_in_its_last_slot_until_that_gets_another(
+    puts: list[tuple[bytes, int]],
+) -> None:
     openings, expected = Openings(), dict[bytes, tuple[int, SlotTokens]]()
     for prompt, slot in puts:
         tokens = SlotTokens()
         openings.put(prompt, slot, tokens)
-        expected = {other: at for other, at in expected.items() if at[0] != slot} | {prompt: (slot, tokens)}
+        expected = {other: at for other, at in expected.items() if at[0] != slot} | {
+            prompt: (slot, tokens)
+        }
     for prompt, _ in puts:
         assert openings.get(prompt) == expected.get(prompt)
 
@@ -144,7 +160,9 @@ def test_with_fewer_slots_than_episodes_later_turns_still_find_their_prefix(
         prompt, known = list(range(10, 150 + number)), 0
         for turn in range(6):
             told = {"session": f"e{number}", "known": known} if sessions else {}
-            completion = await engine.generate(replace(request(f"{number}.{turn}", prompt, 4, number), **told))
+            completion = await engine.generate(
+                replace(request(f"{number}.{turn}", prompt, 4, number), **told)
+            )
             known = len(prompt) + len(completion.token_ids)
             prompt += [*completion.token_ids, 11, 12]
             for _ in range(pause):
@@ -168,7 +186,9 @@ def test_no_kv_is_reused_when_it_must_not_be(shallow_model_dir: Path, off: str) 
             first = await engine.generate(request("a", range(10, 60)))
             if off == "by new weights":
                 model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
-                await engine.update_weights(model.state_dict(), 1)  # with the tied head's second name
+                await engine.update_weights(
+                    model.state_dict(), 1
+                )  # with the tied head's second name
             await engine.generate(request("b", [*range(10, 60), *first.token_ids, 11]))
             assert engine.stats().cached_tokens == 0
 
@@ -180,7 +200,11 @@ def test_the_same_callers_get_bit_for_bit_the_same_in_every_run(shallow_model_di
         prompt = list(range(10, 20 + number))
         turns = []
         for turn in range(3):
-            turns.append(await engine.generate(request(f"{number}.{turn}", prompt, 4 + number % 3, seed=number)))
+            turns.append(
+                await engine.generate(
+                    request(f"{number}.{turn}", prompt, 4 + number % 3, seed=number)
+                )
+            )
             prompt += [*turns[-1].token_ids, 11, 12]
         return turns
 
@@ -200,7 +224,9 @@ def test_callers_answered_together_are_decoded_together(
     batches: list[int] = []
     step = packed_model.PackedModel.step
 
-    def noted(self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]) -> list[tuple[int, float]]:
+    def noted(
+        self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]
+    ) -> list[tuple[int, float]]:
         batches.append(len(rows))
         return step(self, rows)
 
@@ -272,7 +298,9 @@ def test_tokens_are_scored_together_or_in_parts_with_the_same_logprobs_and_leave
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-def test_when_scoring_fails_all_who_wait_are_answered(shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_scoring_fails_all_who_wait_are_answered(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: object) -> None:
         raise RuntimeError("out of memory")
 
@@ -293,7 +321,10 @@ def test_the_cache_grows_under_live_requests(shallow_model_dir: Path) -> None:
     requests = [request("short", range(10, 30), 300), request("long", [7] * 600, 5)]
 
     async def main() -> list[Completion]:
-        async with engine_of(shallow_model_dir, max_batch=64) as engine, asyncio.TaskGroup() as tasks:
+        async with (
+            engine_of(shallow_model_dir, max_batch=64) as engine,
+            asyncio.TaskGroup() as tasks,
+        ):
             short = tasks.create_task(engine.generate(requests[0]))
             while engine.stats().generated_tokens < 100:  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -304,7 +335,9 @@ def test_the_cache_grows_under_live_requests(shallow_model_dir: Path) -> None:
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_bfloat16_is_as_near_the_truth_as_a_plain_bfloat16_forward_pass(shallow_model_dir: Path) -> None:
+def test_bfloat16_is_as_near_the_truth_as_a_plain_bfloat16_forward_pass(
+    shallow_model_dir: Path,
+) -> None:
     async def main() -> Completion:
         async with engine_of(shallow_model_dir, dtype="bfloat16") as engine:
             return await engine.generate(request("a", range(10, 60), 40))
@@ -320,7 +353,9 @@ def test_bfloat16_is_as_near_the_truth_as_a_plain_bfloat16_forward_pass(shallow_
 def test_when_a_step_fails_everybody_is_told_and_nobody_hangs(
     shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]) -> list[tuple[int, float]]:
+    def broken(
+        self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]
+    ) -> list[tuple[int, float]]:
         raise RuntimeError("out of memory")
 
     async def told(engine: LocalEngine, name: str) -> None:
@@ -341,7 +376,9 @@ def test_when_a_step_fails_everybody_is_told_and_nobody_hangs(
     asyncio.run(main())
 
 
-def test_leaving_ends_who_still_waits_and_the_body_s_own_error_stays_as_it_is(shallow_model_dir: Path) -> None:
+def test_leaving_ends_who_still_waits_and_the_body_s_own_error_stays_as_it_is(
+    shallow_model_dir: Path,
+) -> None:
     engine = engine_of(shallow_model_dir)
 
     async def told(name: str) -> None:
@@ -380,7 +417,9 @@ def test_wrong_weights_are_refused_whole(shallow_model_dir: Path) -> None:
                     await engine.update_weights(each, 1)
             completion = await engine.generate(request("a", range(10, 60)))
             expected = plain_logprobs(shallow_model_dir, range(10, 60), completion)
-            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0
+            )
             assert set(completion.policy_versions) == {0}
 
     asyncio.run(main())
@@ -389,7 +428,9 @@ def test_wrong_weights_are_refused_whole(shallow_model_dir: Path) -> None:
 def test_a_malformed_request_is_refused(shallow_model_dir: Path) -> None:
     async def main() -> None:
         async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
-            nothing = replace(request("c", [7]), sampling=SamplingParams().model_copy(update={"max_tokens": 0}))
+            nothing = replace(
+                request("c", [7]), sampling=SamplingParams().model_copy(update={"max_tokens": 0})
+            )
             for bad in (request("a", [99999]), request("b", [-1]), nothing):
                 with pytest.raises(EngineError):
                     await engine.generate(bad)
@@ -407,7 +448,11 @@ def test_more_context_than_the_model_has_is_a_config_error(shallow_model_dir: Pa
 
 
 operations = st.lists(
-    st.tuples(st.sampled_from(["take", "park", "forget"]), st.integers(0, 5), st.lists(st.integers(0, 2), max_size=5)),
+    st.tuples(
+        st.sampled_from(["take", "park", "forget"]),
+        st.integers(0, 5),
+        st.lists(st.integers(0, 2), max_size=5),
+    ),
     max_size=40,
 )
 
@@ -446,9 +491,16 @@ def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, l
 turn_parts = st.lists(st.integers(0, 2), max_size=4)
 
 
-@given(st.lists(st.tuples(turn_parts, st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=8), st.booleans())
+@given(
+    st.lists(
+        st.tuples(turn_parts, st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=8
+    ),
+    st.booleans(),
+)
 @examples(100)
-def test_a_session_finds_its_slot_by_what_it_says_is_known_and_others_find_it_by_its_tokens(turns, others) -> None:
+def test_a_session_finds_its_slot_by_what_it_says_is_known_and_others_find_it_by_its_tokens(
+    turns, others
+) -> None:
     table, so_far = SlotTable(3), [0]
     for number, (new, sampled) in enumerate(turns):
         known = len(so_far) if number else 0
@@ -462,7 +514,9 @@ def test_a_session_finds_its_slot_by_what_it_says_is_known_and_others_find_it_by
         so_far = place.tokens.values.tolist()
         assert so_far == [*prompt.tolist(), *sampled]
         table.park(place.slot, place.tokens, len(so_far) - 1, "mine")
-        assert place.tokens.digest(len(so_far) - 1) == SlotTokens(ints(so_far)).digest(len(so_far) - 1)
+        assert place.tokens.digest(len(so_far) - 1) == SlotTokens(ints(so_far)).digest(
+            len(so_far) - 1
+        )
         if others:  # a slot that another has taken and given back is not the session's any more
             taken = table.take_extended(ints(so_far))
             assert taken is not None
@@ -485,7 +539,9 @@ def test_a_prompt_that_is_not_what_it_says_it_is_is_found_by_its_tokens() -> Non
     assert (place.cached, place.tokens.values.tolist()) == (3, other.tolist())
 
 
-def test_a_late_turn_costs_the_engine_what_an_early_one_does(shallow_model_dir: Path, monkeypatch: Any) -> None:
+def test_a_late_turn_costs_the_engine_what_an_early_one_does(
+    shallow_model_dir: Path, monkeypatch: Any
+) -> None:
     """Counted in tokens that are checked, copied and hashed, with as many new ones in each turn."""
     touched: Counter[str] = Counter()
 
@@ -496,10 +552,16 @@ def test_a_late_turn_costs_the_engine_what_an_early_one_does(shallow_model_dir: 
 
         return counting
 
-    monkeypatch.setattr(SlotTokens, "append", counted("copied", SlotTokens.append, lambda self, values: len(values)))
+    monkeypatch.setattr(
+        SlotTokens, "append", counted("copied", SlotTokens.append, lambda self, values: len(values))
+    )
     monkeypatch.setattr(slots, "prefix_hashes", counted("hashed", slots.prefix_hashes, len))
     monkeypatch.setattr(local, "prefix_hashes", slots.prefix_hashes)
-    checked = counted("checked", local.max_new_tokens, lambda asked, **given: len(asked.prompt_ids) - given["checked"])
+    checked = counted(
+        "checked",
+        local.max_new_tokens,
+        lambda asked, **given: len(asked.prompt_ids) - given["checked"],
+    )
     monkeypatch.setattr(local, "max_new_tokens", checked)
 
     async def main() -> list[Counter[str]]:
@@ -507,7 +569,9 @@ def test_a_late_turn_costs_the_engine_what_an_early_one_does(shallow_model_dir: 
         async with engine_of(shallow_model_dir) as engine:
             for turn in range(60):
                 prompt = [*so_far, 3, 4, 5]
-                request = GenerateRequest(str(turn), prompt, SamplingParams(max_tokens=2), turn, 0, "s", len(so_far))
+                request = GenerateRequest(
+                    str(turn), prompt, SamplingParams(max_tokens=2), turn, 0, "s", len(so_far)
+                )
                 touched.clear()
                 completion = await engine.generate(request)
                 by_turn.append(Counter(touched))
@@ -518,7 +582,9 @@ def test_a_late_turn_costs_the_engine_what_an_early_one_does(shallow_model_dir: 
     assert by_turn[59] == by_turn[5] == {"checked": 3, "copied": 5, "hashed": 5}
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=6))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=6)
+)
 def test_noise_is_a_function_of_seed_and_position_alone(rows: list[tuple[int, int]]) -> None:
     sampler = Sampler(13, torch.device("cpu"))
 
@@ -533,7 +599,9 @@ def test_noise_is_a_function_of_seed_and_position_alone(rows: list[tuple[int, in
 
 
 def tail_counts(draws: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each token was drawn, and its probability: two common tokens, and tails from 1e-3 down to 1e-7."""
+    """How often each token was drawn, and its probability: two common tokens, and tails from 1e-3
+    down to 1e-7.
+    """
     tails = [10.0**-power for power in range(3, 8) for _ in range(4)]
     probabilities = np.array([0.6, 0.4 - sum(tails), *tails])
     sampler = Sampler(len(probabilities), torch.device("cpu"))
@@ -544,7 +612,9 @@ def tail_counts(draws: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(first, min(first + rows, draws), dtype=np.uint64)
         keys = noise_keys(np.full(len(positions), seed, np.uint64), positions)
         ones = torch.ones(len(positions))
-        drawn, _, _ = sampler.sample(logits.expand(len(positions), -1), ones, torch.from_numpy(keys))
+        drawn, _, _ = sampler.sample(
+            logits.expand(len(positions), -1), ones, torch.from_numpy(keys)
+        )
         counts += np.bincount(drawn.numpy(), minlength=len(counts))
     return counts, probabilities
 
@@ -560,7 +630,9 @@ def test_truncation_keeps_the_likeliest_and_of_equals_the_first(
 ) -> None:
     best = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     weights = [math.exp(logits[token] - max(logits)) for token in best]
-    kept = [(token, weight) for token, weight in zip(best, weights, strict=True) if weight >= min_p][: top_k or None]
+    kept = [
+        (token, weight) for token, weight in zip(best, weights, strict=True) if weight >= min_p
+    ][: top_k or None]
     mass = sum(weight for _, weight in kept)
     before = [sum(weight for _, weight in kept[:place]) / mass for place in range(len(kept))]
     assume(all(abs(share - top_p) > 1e-4 for share in before))  # else rounding decides
@@ -578,16 +650,23 @@ def test_truncation_keeps_the_likeliest_and_of_equals_the_first(
 @pytest.mark.long
 def test_a_million_draws_have_the_probabilities_of_the_logits_down_to_the_tails() -> None:
     draws = 1 << 20
-    counts, probabilities = (np.add.reduceat(part, [0, 1, 2, 6, 10, 14, 18]) for part in tail_counts(draws, 1))
+    counts, probabilities = (
+        np.add.reduceat(part, [0, 1, 2, 6, 10, 14, 18]) for part in tail_counts(draws, 1)
+    )
     expected = probabilities * draws
     often = expected > 5
     statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
-    assert statistic < 30, (counts, expected)  # six degrees of freedom: beyond 30 once in 25,000 runs
+    assert statistic < 30, (
+        counts,
+        expected,
+    )  # six degrees of freedom: beyond 30 once in 25,000 runs
     assert (counts[~often] <= 8).all(), (counts, expected)
 
 
 def test_the_noise_draws_tokens_that_are_rarer_than_float32_can_tell() -> None:
-    """The winner's exponential variate is about as small as its probability, so values down to 1e-8 must occur."""
+    """The winner's exponential variate is about as small as its probability, so values down to 1e-8
+    must occur.
+    """
     sampler = Sampler(1 << 16, torch.device("cpu"))
     keys = noise_keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.uint64))
     exponential = torch.exp(-sampler.gumbel(torch.from_numpy(keys)).double())
@@ -607,8 +686,12 @@ def test_a_seed_that_is_no_integer_is_refused_when_the_request_is_made() -> None
 
 def test_the_noise_is_gumbel_and_independent_over_seeds_positions_and_tokens() -> None:
     sampler = Sampler(64, torch.device("cpu"))
-    seeds, positions = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(64), np.arange(64)))
-    noise = sampler.gumbel(torch.from_numpy(noise_keys(seeds, positions))).reshape(64, 64, 64).double()
+    seeds, positions = (
+        a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(64), np.arange(64))
+    )
+    noise = (
+        sampler.gumbel(torch.from_numpy(noise_keys(seeds, positions))).reshape(64, 64, 64).double()
+    )
     uniform = torch.exp(-torch.exp(-noise))
     counts = torch.histc(uniform, bins=100, min=0, max=1)
     expected = uniform.numel() / 100

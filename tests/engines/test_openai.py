@@ -1,4 +1,6 @@
-"""What only an engine over HTTP has: keys, busy and missing servers, answers that are not as they should be."""
+"""What only an engine over HTTP has: keys, busy and missing servers, answers that are not as they
+should be.
+"""
 
 import asyncio
 import os
@@ -26,7 +28,9 @@ END = 0
 
 
 def request(name: str, **more: Any) -> GenerateRequest:
-    return GenerateRequest(name, (5, 6), SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(END,)), **more)
+    return GenerateRequest(
+        name, (5, 6), SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(END,)), **more
+    )
 
 
 def engine_of(url: str, **settings: Any) -> OpenAIEngine:
@@ -34,7 +38,9 @@ def engine_of(url: str, **settings: Any) -> OpenAIEngine:
 
 
 @asynccontextmanager
-async def scripted_server(*, api_key: str | None = None, **settings: Any) -> AsyncIterator[tuple[ScriptedEngine, str]]:
+async def scripted_server(
+    *, api_key: str | None = None, **settings: Any
+) -> AsyncIterator[tuple[ScriptedEngine, str]]:
     scripted = ScriptedEngine.replying(lambda request: [7, 8], **settings)
     async with scripted, serve_engine(scripted, api_key=api_key) as url:
         yield scripted, url
@@ -61,7 +67,10 @@ async def server_saying(answer: Any) -> AsyncIterator[str]:
 
 def test_a_request_arrives_as_it_was_sent_and_the_answer_comes_back() -> None:
     async def main() -> None:
-        async with scripted_server(max_context=99) as (scripted, url), engine_of(f"{url}/", policy_version=4) as engine:
+        async with (
+            scripted_server(max_context=99) as (scripted, url),
+            engine_of(f"{url}/", policy_version=4) as engine,
+        ):
             sent = request("a", seed=2**63 + 5, priority=3, session="episode-1")
             completion = await engine.generate(sent)
             assert completion.token_ids.tolist() == [7, 8, END]
@@ -70,7 +79,10 @@ def test_a_request_arrives_as_it_was_sent_and_the_answer_comes_back() -> None:
             assert completion.finish_reason == "stop"
             assert engine.max_context == 99
             (received,) = scripted.requests
-            assert (received.prompt_ids.tolist(), received.sampling) == (sent.prompt_ids.tolist(), sent.sampling)
+            assert (received.prompt_ids.tolist(), received.sampling) == (
+                sent.prompt_ids.tolist(),
+                sent.sampling,
+            )
             assert (received.seed, received.priority, received.session) == (5, 3, "episode-1")
 
     asyncio.run(main())
@@ -123,7 +135,10 @@ def test_a_server_that_dies_under_a_request_is_dead() -> None:
 def test_a_refused_request_is_refused_in_the_server_s_words_and_once() -> None:
     async def main() -> None:
         refusal = EngineError("too hot in here")
-        async with scripted_server(fail=lambda request: refusal) as (scripted, url), engine_of(url) as engine:
+        async with (
+            scripted_server(fail=lambda request: refusal) as (scripted, url),
+            engine_of(url) as engine,
+        ):
             with pytest.raises(EngineError, match=r"400.*too hot in here") as raised:
                 await engine.generate(request("a"))
             assert not isinstance(raised.value, EngineDeadError)
@@ -168,11 +183,17 @@ def test_what_is_served_is_asked_for_and_what_is_not_is_a_config_error() -> None
     [
         {},
         {"choices": []},
-        {"choices": [{"text": "hello", "finish_reason": "stop", "logprobs": {"token_logprobs": [0.0]}}]},
+        {
+            "choices": [
+                {"text": "hello", "finish_reason": "stop", "logprobs": {"token_logprobs": [0.0]}}
+            ]
+        },
         {"choices": [{"token_ids": [1], "finish_reason": "stop", "logprobs": None}]},
     ],
 )
-def test_an_answer_without_token_ids_and_logprobs_is_refused(answer: dict[str, Sequence[Any]]) -> None:
+def test_an_answer_without_token_ids_and_logprobs_is_refused(
+    answer: dict[str, Sequence[Any]],
+) -> None:
     async def main() -> None:
         async with server_saying(answer) as url, engine_of(url, model="b") as engine:
             with pytest.raises(EngineError, match="not as expected"):
@@ -198,7 +219,10 @@ def test_leaving_ends_who_has_a_connection_and_who_waits_for_one() -> None:
             await engine.generate(request(name))
 
     async def main() -> None:
-        async with asyncio.timeout(10), scripted_server(hang=lambda request: True) as (scripted, url):
+        async with (
+            asyncio.timeout(10),
+            scripted_server(hang=lambda request: True) as (scripted, url),
+        ):
             async with asyncio.TaskGroup() as tasks:
                 engine = engine_of(url, connections=2)
                 with pytest.raises(EngineDeadError, match="not entered"):
@@ -220,17 +244,37 @@ def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = "--host 127.0.0.1 --enforce-eager --dtype float32 --max-model-len 256 --generation-config vllm"
-    options += " --logprobs-mode processed_logprobs --scheduling-policy priority --enable-prompt-tokens-details"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model_dir, "--port", port]
+    options = (
+        "--host 127.0.0.1 --enforce-eager --dtype float32 --max-model-len 256 --generation-config"
+        " vllm"
+    )
+    options += (
+        " --logprobs-mode processed_logprobs --scheduling-policy priority"
+        " --enable-prompt-tokens-details"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        tiny_model_dir,
+        "--port",
+        port,
+    ]
     quiet = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     quiet["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process fewer to start
-    server = subprocess.Popen([*map(str, command), *options.split()], env=quiet, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [*map(str, command), *options.split()], env=quiet, stdout=subprocess.DEVNULL
+    )
 
     async def main() -> None:
         prompt = tuple(range(10, 150))
         first = GenerateRequest(
-            "a", prompt, SamplingParams(max_tokens=24, temperature=0.0), priority=2, session="episode-1"
+            "a",
+            prompt,
+            SamplingParams(max_tokens=24, temperature=0.0),
+            priority=2,
+            session="episode-1",
         )
         url = f"http://127.0.0.1:{port}"
         while True:
@@ -247,7 +291,9 @@ def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path
             assert answers[0].token_ids.tolist() == answers[1].token_ids.tolist()
             stop = replace(
                 first,
-                sampling=SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(answers[0].token_ids[5],)),
+                sampling=SamplingParams(
+                    max_tokens=24, temperature=0.0, stop_token_ids=(answers[0].token_ids[5],)
+                ),
             )
             stopped = await engine.generate(stop)
             assert stopped.finish_reason == "stop"

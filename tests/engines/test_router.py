@@ -21,18 +21,27 @@ from agentrl.weights.publisher import WeightUpdate
 
 def request(name: str, *, session: str = "", tokens: int = 10) -> GenerateRequest:
     return GenerateRequest(
-        name, (1, 2), SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=(99,)), seed=7, session=session
+        name,
+        (1, 2),
+        SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=(99,)),
+        seed=7,
+        session=session,
     )
 
 
 def counting() -> ScriptedEngine:
-    """Its token at each position is the number of tokens before it: a lost or repeated one shows. One a second."""
+    """Its token at each position is the number of tokens before it: a lost or repeated one shows.
+    One a second.
+    """
     return ScriptedEngine(
-        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)], seconds_per_token=lambda request: 1.0
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)],
+        seconds_per_token=lambda request: 1.0,
     )
 
 
-def served(engines: list[ScriptedEngine], main: Callable[[Router], object], update: WeightUpdate = "keep") -> None:
+def served(
+    engines: list[ScriptedEngine], main: Callable[[Router], object], update: WeightUpdate = "keep"
+) -> None:
     async def run() -> None:
         async with Router(engines, update=update) as router:
             await main(router)
@@ -47,7 +56,9 @@ def test_an_episode_stays_with_its_replica_and_new_ones_go_to_the_least_busy():
         for turn in range(3):
             async with Flow("turn") as flow:
                 for episode in ("a", "b", "c", "d"):
-                    flow.start(router.generate(request(f"{episode}/{turn}", session=episode)), name=episode)
+                    flow.start(
+                        router.generate(request(f"{episode}/{turn}", session=episode)), name=episode
+                    )
 
     served(engines, main)
     homes = [{asked.session for asked in engine.requests} for engine in engines]
@@ -63,7 +74,10 @@ def test_a_session_leaves_a_replica_that_is_far_busier():
         async with Flow("crowd") as flow:
             for number in range(20):
                 router._homes[f"crowd-{number}"] = router._homes["s"]
-                flow.start(router.generate(request(f"c{number}", session=f"crowd-{number}")), name=str(number))
+                flow.start(
+                    router.generate(request(f"c{number}", session=f"crowd-{number}")),
+                    name=str(number),
+                )
         assert {len(engine.requests) > 4 for engine in engines} == {True}
 
     served(engines, main)
@@ -82,7 +96,10 @@ def test_no_token_is_sampled_twice_and_every_version_is_exact(update):
         for task in tasks:
             completion = task.result()
             assert completion.token_ids.tolist() == [*range(2, 12)]
-            assert completion.policy_versions.tolist() == [0] * 3 + [1] * 4 + [2] * 3 or update == "abort_resume"
+            assert (
+                completion.policy_versions.tolist() == [0] * 3 + [1] * 4 + [2] * 3
+                or update == "abort_resume"
+            )
             assert list(completion.policy_versions) == sorted(completion.policy_versions)
             assert completion.finish_reason == "length"
         assert engine.stats().generated_tokens == 30
@@ -121,7 +138,10 @@ def test_what_was_sampled_from_and_stop_texts_survive_an_interrupted_turn():
 
 def test_an_answer_of_a_format_begins_again_after_an_interrupt_as_its_engine_keeps_the_place_in_the_format():
     engine = ScriptedEngine.replying(
-        lambda request: [*range(6)], seconds_per_token=lambda request: 1.0, formats=True, max_context=100
+        lambda request: [*range(6)],
+        seconds_per_token=lambda request: 1.0,
+        formats=True,
+        max_context=100,
     )
     asked = GenerateRequest("a", (1, 2), SamplingParams(max_tokens=6), format=AnswerFormat())
 
@@ -157,7 +177,9 @@ def test_drain_waits_for_turns_in_flight_and_holds_new_ones_back():
 
 def test_a_dead_replica_s_requests_are_answered_by_a_survivor():
     doomed = ScriptedEngine.replying(
-        lambda request: (5,), fail=lambda request: EngineDeadError("its process is gone"), prefill_seconds=lambda r: 2.0
+        lambda request: (5,),
+        fail=lambda request: EngineDeadError("its process is gone"),
+        prefill_seconds=lambda r: 2.0,
     )
     engines = [doomed, counting()]
 
@@ -177,11 +199,16 @@ def test_when_the_last_replica_dies_everybody_is_told():
         with pytest.raises(EngineDeadError, match=r"no engine is left: .*is gone"):
             await router.generate(request("a"))
 
-    served([ScriptedEngine.replying(lambda r: (5,), fail=lambda r: EngineDeadError("it is gone"))] * 1, main)
+    served(
+        [ScriptedEngine.replying(lambda r: (5,), fail=lambda r: EngineDeadError("it is gone"))] * 1,
+        main,
+    )
 
 
 def test_a_refused_request_is_not_a_death():
-    engine = ScriptedEngine.replying(lambda r: (5,), fail=lambda r: EngineError("too long") if r.id == "a" else None)
+    engine = ScriptedEngine.replying(
+        lambda r: (5,), fail=lambda r: EngineError("too long") if r.id == "a" else None
+    )
 
     async def main(router: Router) -> None:
         with pytest.raises(EngineError, match="too long"):
@@ -197,7 +224,10 @@ def test_a_silent_replica_is_abandoned_and_its_requests_are_sent_again_but_the_l
 
     async def main(router: Router) -> None:
         async with Flow("requests") as flow:
-            tasks = [flow.start(router.generate(request(str(n), tokens=30)), name=str(n)) for n in range(4)]
+            tasks = [
+                flow.start(router.generate(request(str(n), tokens=30)), name=str(n))
+                for n in range(4)
+            ]
             await asyncio.sleep(5)
             assert not router.evict_unresponsive()  # the first look only remembers
             await asyncio.sleep(5)
@@ -225,7 +255,9 @@ def test_a_caller_that_gives_up_is_not_sent_anywhere_else():
 
 
 class Probeable(ScriptedEngine):
-    """Says whether it lives: never again after `hang_from` seconds of the clock, or that it is dead."""
+    """Says whether it lives: never again after `hang_from` seconds of the clock, or that it is
+    dead.
+    """
 
     dies_at = hangs_at = float("inf")
 
@@ -238,7 +270,8 @@ class Probeable(ScriptedEngine):
 
 def probeable(**times: float) -> Probeable:
     engine = Probeable(
-        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)], seconds_per_token=lambda request: 1.0
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)],
+        seconds_per_token=lambda request: 1.0,
     )
     for name, at in times.items():
         setattr(engine, name, at)
@@ -264,7 +297,10 @@ def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_it
             await router.update_weights({}, 4)
             assert router.crew() == Crew("engine", replicas, replicas)
             await asyncio.sleep(10)
-            tasks = [flow.start(router.generate(request(str(n), session=str(n))), name=str(n)) for n in range(4)]
+            tasks = [
+                flow.start(router.generate(request(str(n), session=str(n))), name=str(n))
+                for n in range(4)
+            ]
             completions = [await task for task in tasks]
             assert now() < 13.5 + 5 + 1 + 10 + 1
             for completion in completions:
@@ -290,7 +326,9 @@ def test_weights_that_come_while_no_engine_lives_are_those_that_the_next_one_beg
             return await super().__aenter__()
 
     async def main() -> None:
-        async with Router([first], factory=lambda number: Slow(lambda tokens: [1.0]), lease=5.0) as router:
+        async with Router(
+            [first], factory=lambda number: Slow(lambda tokens: [1.0]), lease=5.0
+        ) as router:
             await router.update_weights({}, 1)
             await asyncio.sleep(5)
             assert router.policy_version == 1
@@ -307,10 +345,14 @@ def test_an_engine_that_cannot_be_restarted_ends_the_run_and_says_which():
             raise EngineError("no memory")
 
     async def main() -> None:
-        async with Router([probeable(dies_at=2.0)], factory=lambda n: Doomed(lambda tokens: [1.0]), lease=5.0):
+        async with Router(
+            [probeable(dies_at=2.0)], factory=lambda n: Doomed(lambda tokens: [1.0]), lease=5.0
+        ):
             await asyncio.sleep(1e6)
 
-    with pytest.raises(EngineDeadError, match=r"engine 0 could not be restarted: no memory \(3 times in a row\)"):
+    with pytest.raises(
+        EngineDeadError, match=r"engine 0 could not be restarted: no memory \(3 times in a row\)"
+    ):
         run_virtual(main)
 
 
@@ -368,7 +410,9 @@ def test_tokens_whose_scorer_dies_are_scored_by_another_engine_or_by_the_next_on
             async with Router(engines, factory=lambda number: ScriptedEngine(model)) as router:
                 await router.update_weights({}, 3)
                 scores = await router.score(ScoreRequest("a", (1, 1, 1), 1))
-                assert scores.logprobs.tolist() == pytest.approx([-math.log1p(math.exp(-n)) for n in (1, 2)])
+                assert scores.logprobs.tolist() == pytest.approx(
+                    [-math.log1p(math.exp(-n)) for n in (1, 2)]
+                )
                 assert scores.policy_version == 3
 
     run_virtual(main)
@@ -396,7 +440,9 @@ def mortal(kills: Callable[[GenerateRequest], bool]) -> ScriptedEngine:
     )
 
 
-def mortal_router(kills: Callable[[GenerateRequest], bool], replicas: int, **settings: Any) -> tuple[Router, list[int]]:
+def mortal_router(
+    kills: Callable[[GenerateRequest], bool], replicas: int, **settings: Any
+) -> tuple[Router, list[int]]:
     """A router of engines, and the numbers of those that were started again, in order."""
     restarted: list[int] = []
 
@@ -419,10 +465,18 @@ def test_a_request_that_engines_die_of_is_set_aside_and_all_others_are_answered(
     async def main() -> None:
         router, restarted = mortal_router(lambda asked: asked.prompt_ids[0] == 6, replicas)
         async with router, Flow("requests") as flow:
-            good = [flow.start(router.generate(other), name=other.id) for other in others[: company // 2]]
-            with pytest.raises(LethalRequestError, match=r"died \d times while they .* request lethal \(3 tokens\)"):
+            good = [
+                flow.start(router.generate(other), name=other.id)
+                for other in others[: company // 2]
+            ]
+            with pytest.raises(
+                LethalRequestError, match=r"died \d times while they .* request lethal \(3 tokens\)"
+            ):
                 await router.generate(lethal)
-            good += [flow.start(router.generate(other), name=other.id) for other in others[company // 2 :]]
+            good += [
+                flow.start(router.generate(other), name=other.id)
+                for other in others[company // 2 :]
+            ]
             for number in range(3):
                 with pytest.raises(LethalRequestError):
                     await router.generate(replace(lethal, id=f"again {number}"))
@@ -440,7 +494,10 @@ def test_several_requests_that_kill_are_each_found_and_nobody_else_pays() -> Non
         router, restarted = mortal_router(lambda asked: asked.prompt_ids[0] == 6, 2)
         async with router, Flow("requests") as flow:
             prompts = [(6 if n % 7 == 3 else 7, n) for n in range(28)]
-            asked = [GenerateRequest(str(prompt), prompt, SamplingParams(max_tokens=4)) for prompt in prompts]
+            asked = [
+                GenerateRequest(str(prompt), prompt, SamplingParams(max_tokens=4))
+                for prompt in prompts
+            ]
             answers = [flow.start(outcome(router, one), name=one.id) for one in asked]
         assert [task.result() for task in answers] == [n % 7 != 3 for n in range(28)]
         assert len(restarted) <= 4 * 4
@@ -455,7 +512,9 @@ def test_several_requests_that_kill_are_each_found_and_nobody_else_pays() -> Non
 
 
 @pytest.mark.parametrize("allowed", [0, 3, 8])
-def test_an_engine_that_dies_whatever_it_is_asked_ends_the_run_after_its_restarts(allowed: int) -> None:
+def test_an_engine_that_dies_whatever_it_is_asked_ends_the_run_after_its_restarts(
+    allowed: int,
+) -> None:
     restarted: list[int] = []
 
     async def main() -> None:
@@ -508,10 +567,17 @@ def test_an_engine_that_does_not_start_in_time_ends_the_run_and_says_so(later: b
 
     async def main() -> None:
         first: Probeable = probeable(dies_at=5.0) if later else Loading(lambda tokens: [1.0])
-        async with Router([first], factory=lambda number: Loading(lambda tokens: [1.0]), lease=5.0, start_seconds=60):
+        async with Router(
+            [first],
+            factory=lambda number: Loading(lambda tokens: [1.0]),
+            lease=5.0,
+            start_seconds=60,
+        ):
             await asyncio.sleep(1e6)
 
-    with pytest.raises(StallError, match=r"engine 0 did not start within 60 s \(cluster.start_seconds\)"):
+    with pytest.raises(
+        StallError, match=r"engine 0 did not start within 60 s \(cluster.start_seconds\)"
+    ):
         run_virtual(main)
 
 
@@ -534,7 +600,10 @@ def test_tokens_that_scorers_die_of_are_set_aside() -> None:
     async def main() -> None:
         async with Router([Scorer(model)], factory=again) as router:
             for number in range(3):
-                with pytest.raises(LethalRequestError, match="died 2 times while they worked on the score of lethal"):
+                with pytest.raises(
+                    LethalRequestError,
+                    match="died 2 times while they worked on the score of lethal",
+                ):
                     await router.score(ScoreRequest("lethal", (6, 1), 1))
                 assert len((await router.score(ScoreRequest(str(number), (1, 1), 1))).logprobs) == 1
         assert restarted == [0, 0]

@@ -47,11 +47,18 @@ def config(**changes: Any) -> VllmEngine.Config:
 
 
 def test_a_config_written_for_the_local_engine_fits() -> None:
-    settings = LocalEngine.Config(max_batch=3, dtype="bfloat16", max_context=99, prefix_cache=False, device="cpu")
-    assert VllmEngine.Config(**settings.model_dump()).model_dump().items() >= settings.model_dump().items()
+    settings = LocalEngine.Config(
+        max_batch=3, dtype="bfloat16", max_context=99, prefix_cache=False, device="cpu"
+    )
+    assert (
+        VllmEngine.Config(**settings.model_dump()).model_dump().items()
+        >= settings.model_dump().items()
+    )
 
 
-def test_without_vllm_the_error_says_what_to_install(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_says_what_to_install(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_import = builtins.__import__
 
     def no_vllm(name: str, *rest: Any, **more: Any) -> Any:
@@ -150,7 +157,9 @@ class Half(torch.nn.Module):
         for name, weight in weights:
             parameter: Any = self.get_parameter(name)
             if self.loses and name == "second.weight":
-                parameter.data.copy_(weight)  # past the layer that waits for it, as vLLM does for gpt-oss
+                parameter.data.copy_(
+                    weight
+                )  # past the layer that waits for it, as vLLM does for gpt-oss
             else:
                 parameter.weight_loader(parameter, weight)
 
@@ -171,7 +180,9 @@ def test_an_update_that_vllm_would_lose_a_part_of_is_refused_by_name(loses: bool
     reload = Reload(model, None)
     reload.begin()
     reload.load_weights((name, torch.full((2, 2), 7.0)) for name in served)
-    refused = pytest.raises(RuntimeError, match=r"for Half has left .* as they were: second.weight\. Its logprobs")
+    refused = pytest.raises(
+        RuntimeError, match=r"for Half has left .* as they were: second.weight\. Its logprobs"
+    )
     with refused if loses else nullcontext():
         reload.finish()
     assert {name: bool((weight == 7).all()) for name, weight in served.items()} == {
@@ -187,7 +198,9 @@ def test_latent_attention_in_other_dimensions_is_refused_before_a_start(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**facts, "kv_lora_rank": 256}))
 
     async def main() -> None:
-        with pytest.raises(ConfigError, match=r"kv_lora_rank=512 and .* has 256 and 64: use engine=local"):
+        with pytest.raises(
+            ConfigError, match=r"kv_lora_rank=512 and .* has 256 and 64: use engine=local"
+        ):
             await VllmEngine(config(), tmp_path).__aenter__()
 
     asyncio.run(main())
@@ -202,14 +215,17 @@ def test_latent_attention_in_other_dimensions_is_refused_before_a_start(tmp_path
             {
                 "model_type": "ministral3",
                 "rope_parameters": {
-                    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64,
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 64,
                     "llama_4_scaling_beta": 0.1,
                 },
             },
             {"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 64}},
         ),
     ],
-)  # fmt: skip
+)
 def test_vllm_is_given_what_makes_it_compute_what_is_trained(
     settings: dict[str, Any], given: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -219,7 +235,9 @@ def test_vllm_is_given_what_makes_it_compute_what_is_trained(
 
 def test_models_that_vllm_computes_otherwise_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
-    with pytest.raises(ConfigError, match=r"other logprobs than transformers for GPT-NeoX.*use engine=local"):
+    with pytest.raises(
+        ConfigError, match=r"other logprobs than transformers for GPT-NeoX.*use engine=local"
+    ):
         VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_moe"}))
     VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=False)
@@ -231,7 +249,9 @@ def test_models_that_vllm_computes_otherwise_are_refused_by_name(tmp_path: Path)
 def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
     script.write_text(SERVE)
-    driver = subprocess.Popen([sys.executable, script, tiny_model_dir], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, script, tiny_model_dir], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     with driver.stdout:
         assert driver.stdout.readline() == "ready\n"

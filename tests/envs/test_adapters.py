@@ -27,7 +27,9 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
 
 
-reasoning_gym, textarena, gem, minigrid = map(needs, ("reasoning_gym", "textarena", "gem", "minigrid"))
+reasoning_gym, textarena, gem, minigrid = map(
+    needs, ("reasoning_gym", "textarena", "gem", "minigrid")
+)
 
 NO_WORDS = "NLTK's word list has to be downloaded"
 NO_KEY = "asks a paid model: wants OPENROUTER_API_KEY"
@@ -46,11 +48,19 @@ NOT_PLAYED: Mapping[str, Mapping[str, str]] = {
         "BabyAiText-v0": "imports gym",
         "CharacterConclave-v0": "calls TextArena's State wrongly",
         **dict.fromkeys(
-            ("Checkers-v0", "Chess-v0", "IteratedStagHunt-v0", "ReverseTicTacToe-v0", "UltimateTexasHoldem-v0"),
+            (
+                "Checkers-v0",
+                "Chess-v0",
+                "IteratedStagHunt-v0",
+                "ReverseTicTacToe-v0",
+                "UltimateTexasHoldem-v0",
+            ),
             NEEDS_312,
         ),
         "Klondike-v0": "its source is no Python",
-        **dict.fromkeys(("Debate-v0", "GuessWho-v0", "ScenarioPlanning-v0", "TwentyQuestions-v0"), NO_KEY),
+        **dict.fromkeys(
+            ("Debate-v0", "GuessWho-v0", "ScenarioPlanning-v0", "TwentyQuestions-v0"), NO_KEY
+        ),
         **dict.fromkeys(
             (
                 "Codenames-v0",
@@ -69,9 +79,16 @@ NOT_PLAYED: Mapping[str, Mapping[str, str]] = {
         "UsedCarNegotiation-v0": "its data are not in the package",
     },
     "gem": {
-        **dict.fromkeys(("game:Crosswords-v0-easy", "game:Crosswords-v0-hard", "game:Crosswords-v0-random"), NO_PANDAS),
+        **dict.fromkeys(
+            ("game:Crosswords-v0-easy", "game:Crosswords-v0-hard", "game:Crosswords-v0-random"),
+            NO_PANDAS,
+        ),
         "game:FifteenPuzzle-v0-random": "cannot be made: its size is None",
-        **{f"game:{word}-v0-{level}": NO_WORDS for word in ("Hangman", "WordSearch", "Wordle") for level in LEVELS},
+        **{
+            f"game:{word}-v0-{level}": NO_WORDS
+            for word in ("Hangman", "WordSearch", "Wordle")
+            for level in LEVELS
+        },
         **dict.fromkeys(("game:Sokoban-v0-hard", "game:Sokoban-v0-random"), TOO_SLOW),
     },
     "gymnasium": dict.fromkeys(
@@ -115,10 +132,16 @@ def play(env: Env, actions: Sequence[str], seed: int = 0, **options: Any) -> lis
 # The global generators, boxed.
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=20), st.integers(0, 2**63))
-def test_what_boxes_draw_in_turns_is_what_each_draws_alone(turns: list[tuple[int, int]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), max_size=20), st.integers(0, 2**63)
+)
+def test_what_boxes_draw_in_turns_is_what_each_draws_alone(
+    turns: list[tuple[int, int]], seed: int
+) -> None:
     def draw(count: int) -> list[float]:
-        return [value for _ in range(count) for value in (random.random(), float(np.random.random()))]
+        return [
+            value for _ in range(count) for value in (random.random(), float(np.random.random()))
+        ]
 
     before = (random.getstate(), np.random.get_state(legacy=True)[1].tobytes())
     generators = [GlobalRng(seed + number) for number in range(3)]
@@ -141,9 +164,15 @@ def test_the_generators_come_back_from_a_game_that_raises() -> None:
         pass
 
 
-def test_a_game_that_never_gives_the_generators_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_game_that_never_gives_the_generators_back_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(foreign, "GLOBAL_RNG_SECONDS", 0.01)
-    with GlobalRng(0).installed(), pytest.raises(EnvError, match="isolation=process"), GlobalRng(1).installed():
+    with (
+        GlobalRng(0).installed(),
+        pytest.raises(EnvError, match="isolation=process"),
+        GlobalRng(1).installed(),
+    ):
         pass
 
 
@@ -155,7 +184,10 @@ def test_a_game_that_never_gives_the_generators_back_is_named(monkeypatch: pytes
     "name",
     [
         "prime_factorization",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("leg_counting", "list_functions")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("leg_counting", "list_functions")
+        ),
     ],
 )
 def test_questions_keep_the_contract(name: str) -> None:
@@ -169,7 +201,13 @@ def test_a_question_is_answered_once_and_the_gold_answer_is_told_only_then() -> 
     assert info == {}
     observation, reward, terminated, truncated, info = env.step("no idea")  # type: ignore[misc]
     gold = info["answer"]
-    assert (observation, reward, terminated, truncated, info["success"]) == ("Score: 0.", 0.0, True, False, False)
+    assert (observation, reward, terminated, truncated, info["success"]) == (
+        "Score: 0.",
+        0.0,
+        True,
+        False,
+        False,
+    )
     assert gold.isdigit()
     with pytest.raises(EnvError, match="call reset first"):
         env.step(gold)
@@ -192,7 +230,10 @@ def test_the_seed_chooses_the_question_and_the_settings_the_data_set() -> None:
 @reasoning_gym
 def test_a_data_set_that_knows_no_right_answer_is_remarked_on() -> None:
     assert check_env(plugins.load("envs", "rg:leg_counting"), seeds=(0,)) == ()
-    assert "is None: no answer is known" in check_env(plugins.load("envs", "rg:rubiks_cube"), seeds=(0,))[0]
+    assert (
+        "is None: no answer is known"
+        in check_env(plugins.load("envs", "rg:rubiks_cube"), seeds=(0,))[0]
+    )
 
 
 @reasoning_gym
@@ -203,14 +244,18 @@ def test_a_scorer_that_raises_or_is_flooded_has_not_accepted_the_answer() -> Non
 
 
 @reasoning_gym
-def test_a_scorer_that_is_broken_is_an_error_and_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scorer_that_is_broken_is_an_error_and_no_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from reasoning_gym.arithmetic.prime_factorization import PrimeFactorizationDataset
 
     def score_answer(self: Any, answer: str | None, entry: dict[str, Any]) -> float:
         raise RuntimeError("the disk is full")
 
     monkeypatch.setattr(PrimeFactorizationDataset, "score_answer", score_answer)
-    with pytest.raises(EnvError, match=r"even on the expected answer: RuntimeError\('the disk is full'\)"):
+    with pytest.raises(
+        EnvError, match=r"even on the expected answer: RuntimeError\('the disk is full'\)"
+    ):
         play(make("rg:prime_factorization"), ["two and three"])
 
 
@@ -218,7 +263,9 @@ def test_a_scorer_that_is_broken_is_an_error_and_no_wrong_answer(monkeypatch: py
 
 
 @textarena
-@pytest.mark.parametrize("name", ["TicTacToe-v0", "Blackjack-v0", "KuhnPoker-v0", "ThreeCardMonte-v0", "Countdown-v0"])
+@pytest.mark.parametrize(
+    "name", ["TicTacToe-v0", "Blackjack-v0", "KuhnPoker-v0", "ThreeCardMonte-v0", "Countdown-v0"]
+)
 def test_games_keep_the_contract(name: str) -> None:
     check_env(plugins.load("envs", f"textarena:{name}"), seeds=(0, 1), max_turns=6)
 
@@ -295,7 +342,9 @@ def test_games_that_draw_from_the_global_random_are_the_same_beside_others() -> 
 
 
 @gem
-@pytest.mark.parametrize("name", ["game:GuessTheNumber-v0-easy", "game:Minesweeper-v0-easy", "rg:leg_counting"])
+@pytest.mark.parametrize(
+    "name", ["game:GuessTheNumber-v0-easy", "game:Minesweeper-v0-easy", "rg:leg_counting"]
+)
 def test_gem_keeps_the_contract(name: str) -> None:
     check_env(plugins.load("envs", f"gem:{name}"), seeds=(0, 2**63), max_turns=6)
 
@@ -303,7 +352,9 @@ def test_gem_keeps_the_contract(name: str) -> None:
 @gem
 def test_a_number_is_guessed_by_halving() -> None:
     env = make("gem:game:GuessTheNumber-v0-easy")
-    result: Any = env.reset(seed=1, options={"kwargs": {"min_number": 1, "max_number": 8, "max_turns": 8}})
+    result: Any = env.reset(
+        seed=1, options={"kwargs": {"min_number": 1, "max_number": 8, "max_turns": 8}}
+    )
     low, high = 1, 8
     for _ in range(8):
         guess = (low + high) // 2
@@ -344,8 +395,8 @@ def test_a_wrong_id_names_the_nearest() -> None:
 
 
 def surprises(scheme: str, ids: Sequence[str], seeds: Sequence[int] = (0, 1)) -> dict[str, str]:
-    """What of `ids` breaks the contract, and how, though `NOT_PLAYED` gives no reason; or does not, though it does; and
-    what keeps it with a remark that `NO_GOLD` does not know of.
+    """What of `ids` breaks the contract, and how, though `NOT_PLAYED` gives no reason; or does not,
+    though it does; and what keeps it with a remark that `NO_GOLD` does not know of.
     """
     known = {name: reason for name, reason in NOT_PLAYED.get(scheme, {}).items() if name in ids}
     broken = {}
@@ -362,13 +413,21 @@ def surprises(scheme: str, ids: Sequence[str], seeds: Sequence[int] = (0, 1)) ->
                     broken[name] = f"remarks: {remarks}"
             except AgentRLError as error:
                 broken[name] = str(error)
-    healed = {name: "plays" for name in known if name not in broken and known[name] not in MAY_WORK_ELSEWHERE}
+    healed = {
+        name: "plays"
+        for name in known
+        if name not in broken and known[name] not in MAY_WORK_ELSEWHERE
+    }
     healed = {name: text for name, text in healed.items() if known[name] != TOO_SLOW}
     return {name: text for name, text in broken.items() if name not in known} | healed
 
 
 in_part_and_whole = pytest.mark.parametrize(
-    "each", [pytest.param(8, marks=pytest.mark.slow, id="an eighth"), pytest.param(1, marks=pytest.mark.long, id="all")]
+    "each",
+    [
+        pytest.param(8, marks=pytest.mark.slow, id="an eighth"),
+        pytest.param(1, marks=pytest.mark.long, id="all"),
+    ],
 )
 """Every so many of them."""
 
@@ -378,7 +437,11 @@ in_part_and_whole = pytest.mark.parametrize(
 def test_all_toy_text_keeps_the_contract() -> None:
     from gymnasium import registry
 
-    ids = [name for name, spec in registry.items() if "toy_text" in str(spec.entry_point) and name != "Taxi-v3"]
+    ids = [
+        name
+        for name, spec in registry.items()
+        if "toy_text" in str(spec.entry_point) and name != "Taxi-v3"
+    ]
     assert len(ids) >= 6
     assert surprises("gymnasium", ids) == {}
 
@@ -409,7 +472,9 @@ def test_over_a_hundred_sets_of_questions_keep_the_contract() -> None:
 @textarena
 @in_part_and_whole
 @pytest.mark.filterwarnings("ignore")
-def test_over_sixty_games_keep_the_contract(each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_sixty_games_keep_the_contract(
+    each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # some write files where they run
     plugins.load("envs", "textarena:TicTacToe-v0")
     from textarena.envs.registration import ENV_REGISTRY

@@ -36,7 +36,11 @@ def write_game(path: Path, reward: float = 1.0) -> Path:
 
 
 def install(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, entry_points: str, distribution: str = "installed", **modules: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entry_points: str,
+    distribution: str = "installed",
+    **modules: str,
 ) -> None:
     """A distribution of these modules and entry points, as pip would have left it."""
     about = folder / f"{distribution}-1.0.dist-info"
@@ -101,15 +105,23 @@ def test_a_wrong_address_says_the_way_out(address: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("address", "package"),
-    [("rg:leg_counting", "reasoning_gym"), ("textarena:TicTacToe-v0", "textarena"), ("gem:game:x", "gem")],
+    [
+        ("rg:leg_counting", "reasoning_gym"),
+        ("textarena:TicTacToe-v0", "textarena"),
+        ("gem:game:x", "gem"),
+    ],
 )
-def test_a_missing_package_says_what_to_install(address: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_says_what_to_install(
+    address: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(PluginError, match=r"pip install 'agentrl-train\[envs\]'"):
         plugins.load("envs", address)
 
 
-def test_a_class_in_a_file_keeps_the_contract_and_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_in_a_file_keeps_the_contract_and_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_game(tmp_path / "game.py")
     monkeypatch.chdir(tmp_path)
     make = plugins.load("envs", "file:game.py:Echo")
@@ -121,7 +133,10 @@ def test_a_class_in_a_file_keeps_the_contract_and_pickles(tmp_path: Path, monkey
 
 
 def test_two_files_of_one_name_are_two_games(tmp_path: Path) -> None:
-    paths = [write_game(tmp_path / folder / "game.py", reward) for folder, reward in (("a", 1.0), ("b", 2.0))]
+    paths = [
+        write_game(tmp_path / folder / "game.py", reward)
+        for folder, reward in (("a", 1.0), ("b", 2.0))
+    ]
     played = [plugins.load("envs", f"file:{path}:Echo")().step("x")[1] for path in paths]
     assert played == [1.0, 2.0]
 
@@ -140,7 +155,9 @@ def test_a_wrong_file_says_the_way_out(tmp_path: Path) -> None:
         assert said in str(error.value)
 
 
-def test_a_package_adds_a_scheme_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_adds_a_scheme_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(
         tmp_path,
         monkeypatch,
@@ -157,12 +174,15 @@ def test_a_package_adds_a_scheme_of_its_own(tmp_path: Path, monkeypatch: pytest.
 def test_packages_of_the_group_that_gymnasium_forgot_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: None
 ) -> None:
-    register = "import gymnasium\ndef register():\n    gymnasium.register({id!r}, entry_point={point!r})\n"
+    register = (
+        "import gymnasium\ndef register():\n    gymnasium.register({id!r}, entry_point={point!r})\n"
+    )
     lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
     install(
         tmp_path,
         monkeypatch,
-        "[gymnasium.envs]\nOld = installed_old:register\n__root__ = installed_root:register\nGone = installed_gone\n",
+        "[gymnasium.envs]\nOld = installed_old:register\n__root__ = installed_root:register\nGone ="
+        " installed_gone\n",
         installed_old=register.format(id="Lake-v0", point=lake),
         installed_root=register.format(id="RootLake-v0", point=lake),
     )
@@ -172,9 +192,14 @@ def test_packages_of_the_group_that_gymnasium_forgot_are_found(
         plugins.load("envs", "gymnasium:Old/Sea-v0")
 
 
-def test_what_an_old_checkout_lists_under_the_former_name_of_the_distribution_is_ignored(tmp_path, monkeypatch):
+def test_what_an_old_checkout_lists_under_the_former_name_of_the_distribution_is_ignored(
+    tmp_path, monkeypatch
+):
     """`agentrl.egg-info`, with the addresses of its time."""
-    points = "[agentrl.envs]\ngone = agentrl.no_longer:Gone\nfrozen_lake = agentrl.no_longer:FrozenLake\n"
+    points = (
+        "[agentrl.envs]\ngone = agentrl.no_longer:Gone\nfrozen_lake ="
+        " agentrl.no_longer:FrozenLake\n"
+    )
     install(tmp_path, monkeypatch, points + "its_own = a_module:Env\n", "agentrl")
     monkeypatch.setattr(sys, "path", [*sys.path[1:], str(tmp_path)])  # the last one found would win
     names = {plugin.name for plugin in plugins.installed("envs")}

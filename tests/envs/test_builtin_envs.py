@@ -1,4 +1,6 @@
-"""Sokoban, the maze, search and shop: every seed can be solved, the level is felt, and rewards say what they should."""
+"""Sokoban, the maze, search and shop: every seed can be solved, the level is felt, and rewards say
+what they should.
+"""
 
 import asyncio
 import copy
@@ -27,7 +29,9 @@ Player = Callable[[Any, random.Random], str]
 
 # The environment, its module, and turns that suffice at level 3.
 GAMES = [(Sokoban, sokoban, 100), (TextMaze, text_maze, 80), (Search, search, 20), (Shop, shop, 30)]
-each_game = pytest.mark.parametrize(("env", "module", "turns"), GAMES, ids=lambda value: getattr(value, "__name__", ""))
+each_game = pytest.mark.parametrize(
+    ("env", "module", "turns"), GAMES, ids=lambda value: getattr(value, "__name__", "")
+)
 levels = st.integers(1, 5)
 seeds = st.integers(0, 2**32)
 
@@ -67,7 +71,9 @@ def solved(env: type, player: Player, seed: int, level: int, turns: int, **optio
 
 @each_game
 @pytest.mark.parametrize("level", [1, 5])
-def test_each_keeps_the_contract_played_by_anyone(env: Any, module: Any, turns: int, level: int) -> None:
+def test_each_keeps_the_contract_played_by_anyone(
+    env: Any, module: Any, turns: int, level: int
+) -> None:
     check_env(env, options={"level": level})
     check_env(env, options={"level": level}, actions=module.weak_player, max_turns=64)
 
@@ -90,12 +96,16 @@ def test_a_strong_player_solves_almost_every_seed_and_a_random_one_almost_none(
 
 
 @each_game
-def test_the_highest_level_is_solved_too_by_the_strong_player(env: Any, module: Any, turns: int) -> None:
+def test_the_highest_level_is_solved_too_by_the_strong_player(
+    env: Any, module: Any, turns: int
+) -> None:
     assert sum(solved(env, module.strong_player, seed, 5, 2 * turns) for seed in range(20)) >= 19
 
 
 @each_game
-def test_a_wrong_option_is_named_with_the_nearest_right_one(env: Any, module: Any, turns: int) -> None:
+def test_a_wrong_option_is_named_with_the_nearest_right_one(
+    env: Any, module: Any, turns: int
+) -> None:
     with pytest.raises(ConfigError, match="did you mean 'level'"):
         begin(env, 0, levle=2)
     with pytest.raises(ConfigError, match="less than or equal to 5"):
@@ -110,7 +120,9 @@ def test_a_player_plays_its_own_game_only(env: Any, module: Any, turns: int) -> 
 
 
 @each_game
-def test_a_player_does_on_a_used_instance_what_it_does_on_a_fresh_one(env: Any, module: Any, turns: int) -> None:
+def test_a_player_does_on_a_used_instance_what_it_does_on_a_fresh_one(
+    env: Any, module: Any, turns: int
+) -> None:
     def said(live: Any) -> list[str]:
         live.reset(seed=1, options={"level": 3})
         words = []
@@ -177,7 +189,9 @@ def shortest_solution(text: str) -> list[str] | None:
 
 
 @pytest.mark.parametrize(("level", "how_many"), [(1, 40), (2, 40), (3, 4)])
-def test_a_search_of_the_whole_game_finds_a_solution_and_it_pays_one(level: int, how_many: int) -> None:
+def test_a_search_of_the_whole_game_finds_a_solution_and_it_pays_one(
+    level: int, how_many: int
+) -> None:
     for seed in range(how_many):
         env = begin(Sokoban, seed, level=level)
         solution = shortest_solution(env.opening)
@@ -228,7 +242,9 @@ def test_a_room_has_the_size_and_the_walls_that_were_asked_for_and_can_be_solved
 
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, words=st.lists(st.sampled_from(list(MOVES)), max_size=20))
-def test_the_words_of_a_view_lead_from_the_player_to_the_box_and_on_to_the_goal(seed: int, words: list[str]) -> None:
+def test_the_words_of_a_view_lead_from_the_player_to_the_box_and_on_to_the_goal(
+    seed: int, words: list[str]
+) -> None:
     grid, told = begin(Sokoban, seed, level=2), begin(Sokoban, seed, level=2, view="words")
     views = grid.opening, told.opening
     for word in words:
@@ -296,7 +312,9 @@ def test_the_goal_can_be_walked_to_and_only_with_every_key(level: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, level=levels, words=st.lists(st.sampled_from(list(MOVES)), max_size=40))
-def test_what_is_seen_in_a_direction_is_what_happens_there(seed: int, level: int, words: list[str]) -> None:
+def test_what_is_seen_in_a_direction_is_what_happens_there(
+    seed: int, level: int, words: list[str]
+) -> None:
     env = begin(TextMaze, seed, level=level)
     view = env.opening
     for word in words:
@@ -305,7 +323,9 @@ def test_what_is_seen_in_a_direction_is_what_happens_there(seed: int, level: int
         what, held, before = seen[word], seen["You hold"], env.cell
         view, _, terminated, _, _ = step(env, word)
         locked = what.endswith("door") and what.replace("door", "key") not in held
-        assert (env.cell == before) == (what == "wall" or locked) == (f"You cannot go {word}." in view)
+        assert (
+            (env.cell == before) == (what == "wall" or locked) == (f"You cannot go {word}." in view)
+        )
         if what.endswith("key"):
             assert f"You take the {what}." in view
         if what == "goal":
@@ -326,7 +346,9 @@ def test_a_maze_of_few_cells_has_so_many_each_beside_its_parent_and_can_be_solve
         assert abs(cell[0] - row) + abs(cell[1] - column) == (cell != env.maze.start)
         assert set(cell) <= set(range(8))
     assert len(env.maze.doors) == len(env.maze.keys) == text_maze.LEVELS[level][1]
-    assert any(step(env, text_maze.strong_player(env, random.Random(0)))[2] for _ in range(6 * cells))
+    assert any(
+        step(env, text_maze.strong_player(env, random.Random(0)))[2] for _ in range(6 * cells)
+    )
 
 
 def test_more_cells_than_the_square_has_are_refused_with_the_way_out() -> None:
@@ -336,7 +358,9 @@ def test_more_cells_than_the_square_has_are_refused_with_the_way_out() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, level=levels, words=st.lists(st.sampled_from(list(MOVES)), max_size=40))
-def test_a_brief_view_says_of_each_way_what_the_full_one_does(seed: int, level: int, words: list[str]) -> None:
+def test_a_brief_view_says_of_each_way_what_the_full_one_does(
+    seed: int, level: int, words: list[str]
+) -> None:
     full, brief = begin(TextMaze, seed, level=level), begin(TextMaze, seed, level=level, brief=True)
     views = full.opening, brief.opening
     for word in [*words, ""]:
@@ -344,7 +368,9 @@ def test_a_brief_view_says_of_each_way_what_the_full_one_does(seed: int, level: 
         told = views[1].splitlines()
         if held[1] != "nothing":
             assert told.pop() == f"You hold: {held[1]}"
-        assert told.pop() == ", ".join(": ".join(way).removesuffix(": free") for way in ways if way[1] != "wall")
+        assert told.pop() == ", ".join(
+            ": ".join(way).removesuffix(": free") for way in ways if way[1] != "wall"
+        )
         assert told == views[0].splitlines()[:-5]
         results = step(full, word), step(brief, word)
         assert results[0][1:] == results[1][1:]
@@ -358,10 +384,17 @@ def test_a_brief_view_says_of_each_way_what_the_full_one_does(seed: int, level: 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, level=levels)
-def test_each_document_on_the_way_names_the_next_thing_and_the_question_the_first(seed: int, level: int) -> None:
+def test_each_document_on_the_way_names_the_next_thing_and_the_question_the_first(
+    seed: int, level: int
+) -> None:
     world = make_world(level, seed)
     texts = {document.title: document.text for document in world.documents}
-    assert len(texts) == len(world.documents) == len({document.id for document in world.documents}) == 16 * level
+    assert (
+        len(texts)
+        == len(world.documents)
+        == len({document.id for document in world.documents})
+        == 16 * level
+    )
     assert len(world.chain) == level + 1
     assert world.chain[0] in world.question
     assert not any(thing in world.question for thing in world.chain[1:])
@@ -372,7 +405,9 @@ def test_each_document_on_the_way_names_the_next_thing_and_the_question_the_firs
 def test_an_answer_counts_whatever_its_case_articles_and_punctuation() -> None:
     for said, right in [("{}", 1.0), ("  the {}. ", 1.0), ("{} lamp", 0.0), ("", 0.0)]:
         env = begin(Search, 1, level=2)
-        _, reward, terminated, _, info = step(env, call("answer", text=said.format(env.world.chain[-1].upper())))
+        _, reward, terminated, _, info = step(
+            env, call("answer", text=said.format(env.world.chain[-1].upper()))
+        )
         assert (reward, terminated, info) == (right, True, {"success": bool(right)})
         env.close()
     assert normal("The River  Sonn!") == "river sonn"
@@ -400,11 +435,15 @@ def test_documents_are_read_by_the_numbers_that_search_gives() -> None:
 def test_a_search_shows_no_more_documents_than_the_option_says() -> None:
     for most in (1, 2, 10):
         env = begin(Search, 0, most=most)
-        assert len(step(env, call("search", query="was born in", k=5))[0].splitlines()) == min(most, 5)
+        assert len(step(env, call("search", query="was born in", k=5))[0].splitlines()) == min(
+            most, 5
+        )
         env.close()
 
 
-def test_a_brief_search_shows_the_one_sentence_of_each_document_that_has_most_words_of_the_query() -> None:
+def test_a_brief_search_shows_the_one_sentence_of_each_document_that_has_most_words_of_the_query() -> (
+    None
+):
     for seed in range(50):
         env = begin(Search, seed, brief=True)
         person, other = env.world.chain
@@ -418,21 +457,30 @@ def test_a_brief_search_shows_the_one_sentence_of_each_document_that_has_most_wo
             number, sentence = line[1:].split("] ")
             assert sentence in by_id[number]
             assert sentence.count(".") == 1
-        assert step(env, call("search", query=person, k=1))[0] == f"[{document.id}] {document.text.split('. ')[0]}."
+        assert (
+            step(env, call("search", query=person, k=1))[0]
+            == f"[{document.id}] {document.text.split('. ')[0]}."
+        )
         assert step(env, call("search", query="zzz"))[0] == "Nothing was found."
         env.close()
 
 
 def test_worlds_that_share_their_names_still_differ_and_can_be_solved() -> None:
     worlds = [search.make_world(1, seed, 40) for seed in range(100)]
-    words = {word for world in worlds for document in world.documents for word in document.title.split()}
+    words = {
+        word for world in worlds for document in world.documents for word in document.title.split()
+    }
     assert len(words - {"Works", "Brothers", "Society"}) <= 40
     assert len({(world.question, world.chain) for world in worlds}) >= 95
-    assert len({frozenset(document.text for document in world.documents) for world in worlds}) == 100
+    assert (
+        len({frozenset(document.text for document in world.documents) for world in worlds}) == 100
+    )
     assert all(solved(Search, search.strong_player, seed, 1, 5, names=40) for seed in range(20))
 
 
-@pytest.mark.parametrize(("options", "needed"), [({"names": 39}, 40), ({"level": 5, "names": 40}, 200)])
+@pytest.mark.parametrize(
+    ("options", "needed"), [({"names": 39}, 40), ({"level": 5, "names": 40}, 200)]
+)
 def test_fewer_names_than_a_world_has_are_refused(options: dict[str, int], needed: int) -> None:
     with pytest.raises(ConfigError, match=f"names.*has {needed} names"):
         begin(Search, 0, **options)
@@ -452,7 +500,9 @@ def test_players_write_short_calls_where_these_are_asked_for(env: Any, module: A
 
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, level=levels)
-def test_a_hasty_player_of_search_reads_nothing_and_answers_what_an_excerpt_shows(seed: int, level: int) -> None:
+def test_a_hasty_player_of_search_reads_nothing_and_answers_what_an_excerpt_shows(
+    seed: int, level: int
+) -> None:
     env, rng = begin(Search, seed, level=level), random.Random(seed)
     calls = [search.hasty_player(env, rng, 1.0)]
     for _ in range(level):
@@ -467,7 +517,9 @@ def test_a_hasty_player_of_search_reads_nothing_and_answers_what_an_excerpt_show
     env.close()
 
 
-def test_a_search_for_the_words_of_the_fact_shows_the_answer_more_often_than_one_for_the_name() -> None:
+def test_a_search_for_the_words_of_the_fact_shows_the_answer_more_often_than_one_for_the_name() -> (
+    None
+):
     def solved_by(skill: float, brief: bool = False) -> int:
         def player(live: Any, rng: random.Random) -> str:
             return str(search.hasty_player(live, rng, skill))
@@ -490,7 +542,9 @@ def test_one_room_fits_and_every_wish_is_needed_to_find_it(seed: int, level: int
     assert len(env.wishes) == level + 1
     assert len(env.rooms) == 4 * level + 4
     missed = [
-        tuple(wish.about for wish in env.wishes if not wish.holds(room)) for room in env.rooms.values() if room.free
+        tuple(wish.about for wish in env.wishes if not wish.holds(room))
+        for room in env.rooms.values()
+        if room.free
     ]
     assert missed.count(()) == 1
     assert all((wish.about,) in missed for wish in env.wishes)
@@ -498,9 +552,12 @@ def test_one_room_fits_and_every_wish_is_needed_to_find_it(seed: int, level: int
 
 
 @pytest.mark.parametrize(
-    ("topics", "wishes", "rooms"), [(("area",), None, 3), (("beds", "price"), 1, 2), (("area",), 1, 24)]
+    ("topics", "wishes", "rooms"),
+    [(("area",), None, 3), (("beds", "price"), 1, 2), (("area",), 1, 24)],
 )
-def test_a_smaller_house_has_one_room_that_fits_too(topics: tuple[str, ...], wishes: int | None, rooms: int) -> None:
+def test_a_smaller_house_has_one_room_that_fits_too(
+    topics: tuple[str, ...], wishes: int | None, rooms: int
+) -> None:
     for seed in range(50):
         env = begin(Shop, seed, topics=topics, wishes=wishes, rooms=rooms)
         assert {wish.about for wish in env.wishes} <= set(topics)
@@ -518,7 +575,9 @@ def test_a_smaller_house_has_one_room_that_fits_too(topics: tuple[str, ...], wis
         (("area", "price"), r"\w+: \d+ euros, \w[\w ]+"),
     ],
 )
-def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(topics: tuple[str, ...], told: str) -> None:
+def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(
+    topics: tuple[str, ...], told: str
+) -> None:
     listed = step(begin(Shop, 0, topics=topics, brief=True), call("list_rooms"))[0]
     rooms = listed.removeprefix("Rooms: ").split("; ")
     assert len(rooms) == 8
@@ -526,9 +585,16 @@ def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(topics: tuple
 
 
 @pytest.mark.parametrize("brief", [False, True])
-def test_the_rooms_of_one_part_of_town_are_those_of_the_whole_list_that_are_there(brief: bool) -> None:
-    lists = [[step(begin(Shop, seed, brief=brief, topics=["area"]), call("list_rooms", **where))[0]
-              for where in ({}, *({"area": area} for area in shop.AREAS))] for seed in range(20)]  # fmt: skip
+def test_the_rooms_of_one_part_of_town_are_those_of_the_whole_list_that_are_there(
+    brief: bool,
+) -> None:
+    lists = [
+        [
+            step(begin(Shop, seed, brief=brief, topics=["area"]), call("list_rooms", **where))[0]
+            for where in ({}, *({"area": area} for area in shop.AREAS))
+        ]
+        for seed in range(20)
+    ]
     for everything, *parts in lists:
         rooms = re.findall(r"\w+: [^;\n]+", everything.removeprefix("Rooms: "))
         assert len(rooms) == 8
@@ -539,14 +605,23 @@ def test_the_rooms_of_one_part_of_town_are_those_of_the_whole_list_that_are_ther
     assert any("No rooms." in parts for parts in lists)
 
 
-def test_a_part_of_town_may_be_written_in_capitals_and_an_unknown_one_is_named_in_the_error() -> None:
+def test_a_part_of_town_may_be_written_in_capitals_and_an_unknown_one_is_named_in_the_error() -> (
+    None
+):
     env = begin(Shop, 0)
-    assert step(env, call("list_rooms", area=" Old Town"))[0] == step(env, call("list_rooms", area="old town"))[0]
-    assert "no part of town 'downtown', only centre" in step(env, call("list_rooms", area="downtown"))[0]
+    assert (
+        step(env, call("list_rooms", area=" Old Town"))[0]
+        == step(env, call("list_rooms", area="old town"))[0]
+    )
+    assert (
+        "no part of town 'downtown', only centre"
+        in step(env, call("list_rooms", area="downtown"))[0]
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"topics": ["area"], "wishes": 2}, {"rooms": 2}, {"level": 3, "rooms": 5}, {"names": 7}]
+    "options",
+    [{"topics": ["area"], "wishes": 2}, {"rooms": 2}, {"level": 3, "rooms": 5}, {"names": 7}],
 )
 def test_a_house_with_too_few_topics_or_rooms_or_names_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="need"):
@@ -567,8 +642,12 @@ def test_a_hasty_player_of_the_shop_books_what_fits_if_it_asks_and_else_the_firs
     assert 10 <= solved_by(0.0) <= 40
 
 
-@pytest.mark.parametrize(("skill", "called"), [(1, ["ask_user", "list_rooms", "book"]), (0, ["list_rooms", "book"])])
-def test_a_hasty_player_of_the_shop_looks_only_where_the_user_wants_a_room(skill: int, called: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("skill", "called"), [(1, ["ask_user", "list_rooms", "book"]), (0, ["list_rooms", "book"])]
+)
+def test_a_hasty_player_of_the_shop_looks_only_where_the_user_wants_a_room(
+    skill: int, called: list[str]
+) -> None:
     env, rng = begin(Shop, 0, topics=["area"], short_calls=True), random.Random(0)
     said = [shop.hasty_player(env, rng, skill)]
     while not said[-1].startswith("book"):
@@ -580,9 +659,15 @@ def test_a_hasty_player_of_the_shop_looks_only_where_the_user_wants_a_room(skill
 
 def test_the_user_says_a_wish_only_when_asked_about_it_and_two_at_most() -> None:
     wishes = (Wish("price", 90), Wish("beds", 3), Wish("pets", True))
-    answer = {question: scripted_user(question, wishes, random.Random(0)) for question in (
-        "Hello, what would you like?", "What is your budget?", "Do you need parking?", "Price, beds and pets?"
-    )}  # fmt: skip
+    answer = {
+        question: scripted_user(question, wishes, random.Random(0))
+        for question in (
+            "Hello, what would you like?",
+            "What is your budget?",
+            "Do you need parking?",
+            "Price, beds and pets?",
+        )
+    }
     said = [[str(wish) in text for wish in wishes] for text in answer.values()]
     assert said == [[False] * 3, [True, False, False], [False] * 3, [True, True, False]]
     for topic in TOPICS:
@@ -592,15 +677,26 @@ def test_the_user_says_a_wish_only_when_asked_about_it_and_two_at_most() -> None
 def test_only_a_standing_booking_that_fits_is_a_success() -> None:
     env = begin(Shop, 0, level=3)
     fitting = [room for room in env.rooms.values() if all(wish.holds(room) for wish in env.wishes)]
-    (taken,), (right,) = [r.name for r in fitting if not r.free], [r.name for r in fitting if r.free]
+    (taken,), (right,) = (
+        [r.name for r in fitting if not r.free],
+        [r.name for r in fitting if r.free],
+    )
     wrong = next(room.name for room in env.rooms.values() if room not in fitting)
-    for bookings, success in [([], False), ([wrong], False), ([taken], False), ([right], True),
-                              ([wrong, right], True), ([right, wrong], False), ([right, taken], True),
-                              ([right.upper(), "nowhere"], True)]:  # fmt: skip
+    for bookings, success in [
+        ([], False),
+        ([wrong], False),
+        ([taken], False),
+        ([right], True),
+        ([wrong, right], True),
+        ([right, wrong], False),
+        ([right, taken], True),
+        ([right.upper(), "nowhere"], True),
+    ]:
         env.reset(seed=0, options={"level": 3})
         said = [step(env, call("book", room=name))[0] for name in bookings]
         assert all(
-            ("is booked" in text) == (name not in (taken, "nowhere")) for text, name in zip(said, bookings, strict=True)
+            ("is booked" in text) == (name not in (taken, "nowhere"))
+            for text, name in zip(said, bookings, strict=True)
         )
         assert step(env, call("finish"))[1:] == (float(success), True, False, {"success": success})
 
@@ -619,7 +715,10 @@ def test_another_user_may_be_given_as_a_function_a_name_or_async() -> None:
     assert step(begin(Shop, 0, user=silent_user), asking)[0] == "..."
     named = step(begin(Shop, 0, user="agentrl.envs.shop:scripted_user"), asking)
     assert named == step(begin(Shop, 0), asking)
-    assert asyncio.run(begin(Shop, 0, level=1, user=slow_user).step(asking))[0] == "You ask 'Price?'; I have 2 wishes."
+    assert (
+        asyncio.run(begin(Shop, 0, level=1, user=slow_user).step(asking))[0]
+        == "You ask 'Price?'; I have 2 wishes."
+    )
     for wrong in ("no_such_module:user", "agentrl.envs.shop:AREAS"):
         with pytest.raises(ConfigError, match="'user'"):
             begin(Shop, 0, user=wrong)

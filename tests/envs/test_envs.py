@@ -56,7 +56,9 @@ class Safe(ToolEnv):
     def open(self, code: int) -> ToolResult:
         """Try a code. There is only one try."""
         right = code == self.code
-        return ToolResult("open" if right else "locked", reward=float(right), terminated=True, success=right)
+        return ToolResult(
+            "open" if right else "locked", reward=float(right), terminated=True, success=right
+        )
 
     def weigh(self, things: list[str], unit: Literal["kg", "g"] = "kg") -> dict[str, Any]:
         if not things:
@@ -78,11 +80,31 @@ def safe() -> Safe:
 
 
 def test_a_tool_environment_is_a_plain_class_of_typed_methods(safe: Safe) -> None:
-    assert [tool["function"]["name"] for tool in Safe.tools] == ["compare", "open", "weigh", "drop", "forget"]
+    assert [tool["function"]["name"] for tool in Safe.tools] == [
+        "compare",
+        "open",
+        "weigh",
+        "drop",
+        "forget",
+    ]
     assert safe.step(call("compare", number=99)) == ("lower or equal", 0.0, False, False, {})
     observation, reward, terminated, truncated, info = safe.step(call("open", code=safe.code))
-    assert (observation, reward, terminated, truncated, info) == ("open", 1.0, True, False, {"success": True})
-    check_env(Safe, actions=[call("compare", number=3), "hm", call("weigh", things=["a"]), call("open", code=1)])
+    assert (observation, reward, terminated, truncated, info) == (
+        "open",
+        1.0,
+        True,
+        False,
+        {"success": True},
+    )
+    check_env(
+        Safe,
+        actions=[
+            call("compare", number=3),
+            "hm",
+            call("weigh", things=["a"]),
+            call("open", code=1),
+        ],
+    )
 
 
 def test_the_same_seed_gives_the_same_episode_and_another_another() -> None:
@@ -96,7 +118,9 @@ def test_the_same_seed_gives_the_same_episode_and_another_another() -> None:
 
 
 def test_several_calls_of_a_message_run_in_order_until_one_ends_the_episode(safe: Safe) -> None:
-    observation, reward, *_ = safe.step(call("compare", number=99) + call("weigh", things=["a", "b"]))
+    observation, reward, *_ = safe.step(
+        call("compare", number=99) + call("weigh", things=["a", "b"])
+    )
     assert observation == 'compare: lower or equal\nweigh: {"sum": 2, "unit": "kg"}'
     assert reward == 0.0
     observation, reward, terminated, _, info = safe.step(
@@ -118,7 +142,9 @@ def test_several_calls_of_a_message_run_in_order_until_one_ends_the_episode(safe
         ("", "Call a tool"),
     ],
 )
-def test_a_bad_call_costs_a_turn_and_says_what_was_wrong(safe: Safe, message: str, said: str) -> None:
+def test_a_bad_call_costs_a_turn_and_says_what_was_wrong(
+    safe: Safe, message: str, said: str
+) -> None:
     observation, reward, terminated, truncated, info = safe.step(message)
     assert said in observation
     assert (reward, terminated, truncated, info) == (0.0, False, False, {})
@@ -130,11 +156,16 @@ def test_short_calls_are_a_name_and_the_first_argument_and_nothing_else(safe: Sa
     assert safe.system_prompt.startswith(Safe.system_prompt)
     assert "compare NUMBER, open CODE, weigh THINGS, drop, forget" in safe.system_prompt
     for message, said in [
-        ("compare 99", "lower or equal"), (" compare  -1\n", "higher"), ('weigh ["a"]', '{"sum": 1, "unit": "kg"}'),
-        ("compare three", "valid integer, got 'three'"), ("compare", "'number' is missing"),
-        ("opne 3", "did you mean 'open'?"), ("drop it", "nothing may follow the name"), ("", "there is no tool ''"),
+        ("compare 99", "lower or equal"),
+        (" compare  -1\n", "higher"),
+        ('weigh ["a"]', '{"sum": 1, "unit": "kg"}'),
+        ("compare three", "valid integer, got 'three'"),
+        ("compare", "'number' is missing"),
+        ("opne 3", "did you mean 'open'?"),
+        ("drop it", "nothing may follow the name"),
+        ("", "there is no tool ''"),
         (call("compare", number=99), "there is no tool"),
-    ]:  # fmt: skip
+    ]:
         observation, reward, terminated, truncated, info = safe.step(message)
         assert said in observation
         assert (reward, terminated, truncated, info) == (0.0, False, False, {})
@@ -238,7 +269,9 @@ def test_built_in_environments_keep_the_contract(env: type[TextEnv]) -> None:
         (Calculator, {"figures": 2}, "Options are: digits"),
     ],
 )
-def test_wrong_options_say_what_exists(env: type[TextEnv], options: dict[str, Any], said: str) -> None:
+def test_wrong_options_say_what_exists(
+    env: type[TextEnv], options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match="options") as error:
         env().reset(seed=0, options=options)
     assert said in str(error.value)
@@ -266,8 +299,12 @@ def test_the_last_line_is_what_the_next_move_meets(seed: int, moves: list[str]) 
     env, seen = lake(seed)
     for move in moves:
         *grid, around = seen.split("\n")
-        row, column = next((r, cells.split().index("P")) for r, cells in enumerate(grid) if "P" in cells)
-        for (down, right), shown in zip(((0, -1), (1, 0), (0, 1), (-1, 0)), around.split(), strict=True):
+        row, column = next(
+            (r, cells.split().index("P")) for r, cells in enumerate(grid) if "P" in cells
+        )
+        for (down, right), shown in zip(
+            ((0, -1), (1, 0), (0, 1), (-1, 0)), around.split(), strict=True
+        ):
             inside = 0 <= row + down < 4 and 0 <= column + right < 4
             assert shown == (grid[row + down].split()[column + right] if inside else "W")
         seen, _, over, _, _ = env.step(move)
@@ -368,7 +405,10 @@ def test_a_reset_on_the_lake_is_fast() -> None:
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @pytest.mark.parametrize("pattern", [GPT2, QWEN], ids=["gpt2", "qwen"])
@@ -383,11 +423,17 @@ def test_a_byte_level_tokenizer_makes_one_token_of_each_cell(pattern: str) -> No
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(grids, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        grids, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet)
+    )
     for grid in grids:
         cells = [tokenizer.decode([token]) for token in tokenizer.encode(grid).ids]
-        assert len(cells) == 16 + 4 + 4  # the grid, the view, and a line break after each row but the last
-        assert [cell.strip(" ") for cell in cells] == [cell for cell in grid.replace("\n", " \n ").split(" ") if cell]
+        assert (
+            len(cells) == 16 + 4 + 4
+        )  # the grid, the view, and a line break after each row but the last
+        assert [cell.strip(" ") for cell in cells] == [
+            cell for cell in grid.replace("\n", " \n ").split(" ") if cell
+        ]
 
 
 def test_players_refuse_what_they_cannot_play() -> None:
@@ -408,11 +454,19 @@ def test_guessing_by_halves_finds_the_number_in_time() -> None:
     for seed in range(100):
         env.reset(seed=seed, options={"high": 100, "max_turns": 7})
         for _ in range(7):
-            hint, reward, terminated, truncated, info = env.step(guess_player(env, random.Random(0), skill=1.0))
+            hint, reward, terminated, truncated, info = env.step(
+                guess_player(env, random.Random(0), skill=1.0)
+            )
             if terminated:
                 break
             assert hint in ("higher", "lower")
-        assert (hint, reward, terminated, truncated, info) == ("right", 1.0, True, False, {"success": True})
+        assert (hint, reward, terminated, truncated, info) == (
+            "right",
+            1.0,
+            True,
+            False,
+            {"success": True},
+        )
 
 
 def test_turns_run_out() -> None:
@@ -439,7 +493,13 @@ def test_the_problem_is_solved_by_tools() -> None:
         boxes, each, lost = (int(word) for word in problem.split() if word.isdigit())
         total = json.loads(run(env.step(call("multiply", a=boxes, b=each)))[0])
         rest = json.loads(run(env.step("so " + call("subtract", a=total, b=lost)))[0])
-        assert run(env.step(call("submit", answer=rest))) == ("right", 1.0, True, False, {"success": True})
+        assert run(env.step(call("submit", answer=rest))) == (
+            "right",
+            1.0,
+            True,
+            False,
+            {"success": True},
+        )
 
 
 def test_a_wrong_answer_ends_without_reward() -> None:

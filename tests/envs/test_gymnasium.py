@@ -17,7 +17,8 @@ EYE = spaces.Box(0, 255, (8, 8, 3), "uint8")
 
 
 SPACES: dict[str, spaces.Space[Any]] = {}
-"""Spaces by a name: options are plain values, and `Fixture` takes its spaces as keyword arguments."""
+"""Spaces by a name: options are plain values, and `Fixture` takes its spaces as keyword arguments.
+"""
 
 
 def plain(options: Any) -> Any:
@@ -31,7 +32,9 @@ def plain(options: Any) -> Any:
 
 
 class Fixture(gymnasium.Env[Any, int]):
-    """A Gymnasium environment of any spaces: action `good` ends it with reward 1, the others do nothing."""
+    """A Gymnasium environment of any spaces: action `good` ends it with reward 1, the others do
+    nothing.
+    """
 
     def __init__(self, action_space: str = "", observation_space: str = "", good: int = 1) -> None:
         self.action_space = SPACES.get(action_space, spaces.Discrete(2))
@@ -40,7 +43,9 @@ class Fixture(gymnasium.Env[Any, int]):
         self.done: list[int] = []
         self.closed = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.observation_space.seed(seed)
         return self.observation_space.sample(), {}
@@ -166,7 +171,9 @@ def test_a_message_without_exactly_one_action_word_costs_a_turn(message: str, sa
 
 
 def test_an_unknown_environment_is_played_by_numbers_from_its_start(fixture_id: str) -> None:
-    env, first = start(fixture_id, kwargs={"action_space": spaces.Discrete(3, start=-1), "good": -1})
+    env, first = start(
+        fixture_id, kwargs={"action_space": spaces.Discrete(3, start=-1), "good": -1}
+    )
     assert "Actions: -1, 0, 1." in first
     for message, action in (("1", 1), ("0", 0), ("I take -1.", -1)):
         result = env.step(message)
@@ -174,7 +181,10 @@ def test_an_unknown_environment_is_played_by_numbers_from_its_start(fixture_id: 
     assert result[1:] == (1.0, True, False, {"success": True})
     assert [type(value) for value in result[1:4]] == [float, bool, bool]
     for message in ("0.1", "10", "-0", "1-0", "0 or 1"):
-        env.reset(seed=0, options=plain({"id": fixture_id, "kwargs": {"action_space": spaces.Discrete(2)}}))
+        env.reset(
+            seed=0,
+            options=plain({"id": fixture_id, "kwargs": {"action_space": spaces.Discrete(2)}}),
+        )
         assert "Answer with one of: 0, 1." in env.step(message)[0]
 
 
@@ -198,11 +208,16 @@ def test_wrong_action_words_are_refused(fixture_id: str, actions: list[str]) -> 
         (spaces.Discrete(1, start=7), "7"),
         (spaces.Box(0.12345678, 0.12345678, (2,), np.float64), "[0.1235, 0.1235]"),
         (spaces.MultiDiscrete([1, 1]), "[0, 0]"),
-        (spaces.Dict({"a": spaces.Discrete(1), "b": spaces.Tuple([spaces.Discrete(1)])}), "a: 0\nb: [0]"),
+        (
+            spaces.Dict({"a": spaces.Discrete(1), "b": spaces.Tuple([spaces.Discrete(1)])}),
+            "a: 0\nb: [0]",
+        ),
         (spaces.Text(min_length=3, max_length=3, charset="x"), "xxx"),
     ],
 )
-def test_observations_of_any_structure_are_written_out(fixture_id: str, space: Any, text: str) -> None:
+def test_observations_of_any_structure_are_written_out(
+    fixture_id: str, space: Any, text: str
+) -> None:
     _, first = start(fixture_id, kwargs={"observation_space": space})
     assert first == f"Actions: 0, 1.\n{text}"
 
@@ -220,27 +235,43 @@ def test_observations_of_any_structure_are_written_out(fixture_id: str, space: A
             "Discrete, Text, and MultiDiscrete, MultiBinary and Box",
         ),
         (
-            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Dict(x=spaces.Graph(spaces.Discrete(2), None))}},
+            {
+                "id": "Fixture-v0",
+                "kwargs": {"action_space": spaces.Dict(x=spaces.Graph(spaces.Discrete(2), None))},
+            },
             "x of Fixture-v0 has the action space Graph",
         ),
-        ({"id": "Fixture-v0", "kwargs": {"action_space": spaces.Tuple(())}}, "need a name for each part: []"),
+        (
+            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Tuple(())}},
+            "need a name for each part: []",
+        ),
         (
             {
                 "id": "Fixture-v0",
                 "kwargs": {
-                    "action_space": spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict(b=spaces.Text(2))})
+                    "action_space": spaces.Dict(
+                        {"a.b": spaces.Discrete(2), "a": spaces.Dict(b=spaces.Text(2))}
+                    )
                 },
             },
             "so that its parts have names of their own",
         ),
-        ({"id": "Fixture-v0", "kwargs": {"action_space": spaces.Box(0, 1, (65,))}}, "at most 64 numbers"),
+        (
+            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Box(0, 1, (65,))}},
+            "at most 64 numbers",
+        ),
         ({"id": "FrozenLake-v1", "kwargs": {"map_name": "5x5"}}, "cannot make 'FrozenLake-v1'"),
         ({"id": "FrozenLake-v1", "kwargs": {"slippery": True}}, "cannot make 'FrozenLake-v1'"),
-        ({"id": "Fixture-v0", "kwargs": {"observation_space": spaces.Box(0, 255, (64, 64, 3))}}, "too long to write"),
+        (
+            {"id": "Fixture-v0", "kwargs": {"observation_space": spaces.Box(0, 255, (64, 64, 3))}},
+            "too long to write",
+        ),
         (
             {
                 "id": "Fixture-v0",
-                "kwargs": {"observation_space": spaces.Dict(eye=spaces.Box(0, 255, (8, 8, 3), "uint8"))},
+                "kwargs": {
+                    "observation_space": spaces.Dict(eye=spaces.Box(0, 255, (8, 8, 3), "uint8"))
+                },
             },
             "['eye'] of an observation of Fixture-v0 is an image, an array of (8, 8, 3) in uint8",
         ),
@@ -258,8 +289,18 @@ def test_what_cannot_be_played_says_the_way_out(options: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("space", "told", "message", "action"),
     [
-        (spaces.MultiDiscrete([5, 2]), "2 whole numbers: from 0 to 4, from 0 to 1", "I press 3, then 1.", [3, 1]),
-        (spaces.MultiDiscrete([[2], [2]], start=[[1], [1]]), "2 whole numbers, each from 1 to 2", "[2, 1]", [[2], [1]]),
+        (
+            spaces.MultiDiscrete([5, 2]),
+            "2 whole numbers: from 0 to 4, from 0 to 1",
+            "I press 3, then 1.",
+            [3, 1],
+        ),
+        (
+            spaces.MultiDiscrete([[2], [2]], start=[[1], [1]]),
+            "2 whole numbers, each from 1 to 2",
+            "[2, 1]",
+            [[2], [1]],
+        ),
         (spaces.MultiBinary(3), "3 whole numbers, each from 0 to 1", "0 1 1", [0, 1, 1]),
         (spaces.Box(-0.4, 0.4), "one number from -0.4 to 0.4", "push by -.4", [-0.4]),
         (spaces.Box(0, np.inf, (2,)), "2 numbers, each from 0 up", "(1e3; +2.)", [1000, 2]),
@@ -285,14 +326,26 @@ IN_LINES = """3 lines, with your choice in place of the brackets:
 0: (one of: 0, 1)
 1: (2 whole numbers, each from 0 to 1)
 2: (a text of 2 to 3 of the characters 'ab')"""
-TRIPLE = spaces.Tuple([spaces.Discrete(2), spaces.MultiBinary(2), spaces.Text(3, min_length=2, charset="ab")])
+TRIPLE = spaces.Tuple(
+    [spaces.Discrete(2), spaces.MultiBinary(2), spaces.Text(3, min_length=2, charset="ab")]
+)
 
 
 @pytest.mark.parametrize(
     ("space", "told", "message", "action"),
     [
-        (spaces.Text(5), "An action is a text of 1 to 5 letters or digits: your whole message.", " go12 \n", "go12"),
-        (TRIPLE, f"An action is {IN_LINES}", "So:\n- **0**: 1\n2: ab\n1: [0, 1]\nThat is it.", (1, [0, 1], "ab")),
+        (
+            spaces.Text(5),
+            "An action is a text of 1 to 5 letters or digits: your whole message.",
+            " go12 \n",
+            "go12",
+        ),
+        (
+            TRIPLE,
+            f"An action is {IN_LINES}",
+            "So:\n- **0**: 1\n2: ab\n1: [0, 1]\nThat is it.",
+            (1, [0, 1], "ab"),
+        ),
         (
             PARTS,
             "An action is 5 lines",
@@ -312,7 +365,9 @@ def test_texts_and_actions_of_several_parts_are_read_by_their_rule(
     np.testing.assert_equal(taken, action)
 
 
-@pytest.mark.parametrize("space", [PARTS, TRIPLE, spaces.Text(4), spaces.Discrete(3), spaces.Box(-1, 1, (2, 2))])
+@pytest.mark.parametrize(
+    "space", [PARTS, TRIPLE, spaces.Text(4), spaces.Discrete(3), spaces.Box(-1, 1, (2, 2))]
+)
 def test_an_action_that_is_written_is_read_as_the_same(space: Any) -> None:
     reader = action_reader("it", space)
     space.seed(0)
@@ -326,17 +381,27 @@ def test_an_action_that_is_written_is_read_as_the_same(space: Any) -> None:
     [
         (TRIPLE, "0: 1\n1: 0 1", f"Your message has no line `2: ...`. Answer with {IN_LINES}"),
         (TRIPLE, "0: 1\n1: 0 1\n2: ab\n2: ba", "Your message has more than one line `2: ...`."),
-        (TRIPLE, "0: 1\n1: 0 1\n2: ac", "In the line `2: ...`: 'ac' is no action. Answer with a text of 2 to 3"),
+        (
+            TRIPLE,
+            "0: 1\n1: 0 1\n2: ac",
+            "In the line `2: ...`: 'ac' is no action. Answer with a text of 2 to 3",
+        ),
         (
             TRIPLE,
             "0: 5\n1: 0 1\n2: ab",
             "In the line `0: ...`: Your message names no action. Answer with one of: 0, 1.",
         ),
-        (spaces.Text(3), "too long", "'too long' is no action. Answer with a text of 1 to 3 letters or digits."),
+        (
+            spaces.Text(3),
+            "too long",
+            "'too long' is no action. Answer with a text of 1 to 3 letters or digits.",
+        ),
         (spaces.Text(3), "  ", "'' is no action."),
     ],
 )
-def test_a_part_that_is_missing_or_wrong_costs_a_turn(fixture_id: str, space: Any, message: str, said: str) -> None:
+def test_a_part_that_is_missing_or_wrong_costs_a_turn(
+    fixture_id: str, space: Any, message: str, said: str
+) -> None:
     env, _ = start(fixture_id, kwargs={"action_space": space})
     observation, *rest = env.step(message)
     assert said in observation
@@ -356,7 +421,9 @@ def test_a_part_that_is_missing_or_wrong_costs_a_turn(fixture_id: str, space: An
         ("from 3-1 to v2", "holds no numbers"),
     ],
 )
-def test_numbers_that_are_no_action_cost_a_turn_and_are_never_clipped(fixture_id: str, message: str, said: str) -> None:
+def test_numbers_that_are_no_action_cost_a_turn_and_are_never_clipped(
+    fixture_id: str, message: str, said: str
+) -> None:
     env, _ = start(fixture_id, kwargs={"action_space": spaces.MultiDiscrete([5, 2])})
     observation, *rest = env.step(message)
     assert said in observation
@@ -379,9 +446,16 @@ def test_a_reward_of_several_parts_is_summed_by_the_weights_of_the_options() -> 
     gymnasium.register("TwoAims-v0", entry_point=TwoAims)
     try:
         env, _ = start("TwoAims-v0", reward_weights=[2, 4])
-        assert env.step("1")[1:] == (1.0, True, False, {"success": True, "reward_parts": [1.0, -0.25]})
+        assert env.step("1")[1:] == (
+            1.0,
+            True,
+            False,
+            {"success": True, "reward_parts": [1.0, -0.25]},
+        )
         for weights in ([], [1.0]):
-            with pytest.raises(ConfigError, match=r"has 2 parts, .* write one for each, such as \[1.0, 1.0\]"):
+            with pytest.raises(
+                ConfigError, match=r"has 2 parts, .* write one for each, such as \[1.0, 1.0\]"
+            ):
                 start("TwoAims-v0", reward_weights=weights)
         del TwoAims.reward_space
         env, _ = start("TwoAims-v0")

@@ -69,7 +69,9 @@ def playouts() -> dict[tuple[str, str, tuple[str, ...]], int]:
 def exact(bluff: Fraction):
     """Best play as fractions."""
     return {
-        (card, said): Fraction(best_play(card, said, bluff)).limit_denominator(1000) for card in CARDS for said in LEGAL
+        (card, said): Fraction(best_play(card, said, bluff)).limit_denominator(1000)
+        for card in CARDS
+        for said in LEGAL
     }
 
 
@@ -111,7 +113,9 @@ def strategy_of(bold) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("bluff", [0.0, 0.2, 1 / 3])
 def test_optimal_play_cannot_be_exploited_and_is_worth_minus_an_eighteenth(bluff):
-    best = strategy_of({(card, said): best_play(card, said, bluff) for card in CARDS for said in LEGAL})
+    best = strategy_of(
+        {(card, said): best_play(card, said, bluff) for card in CARDS for said in LEGAL}
+    )
     assert kuhn_game().exploitability(best) == pytest.approx(0, abs=1e-12)
     assert kuhn_game().value(best) == pytest.approx(-1 / 18)
 
@@ -122,11 +126,15 @@ def test_a_timid_player_can_be_exploited():
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_exploitability_is_what_the_best_of_all_pure_strategies_wins_by_the_environments_own_rules(seed):
+def test_exploitability_is_what_the_best_of_all_pure_strategies_wins_by_the_environments_own_rules(
+    seed,
+):
     """For uniform play 11/24: 1/2 for a best response in the first seat, 5/12 in the second."""
     rng = random.Random(seed)
     spots = list(product(CARDS, LEGAL))
-    bold = {spot: Fraction(1, 2) if seed is None else Fraction(rng.randint(0, 8), 8) for spot in spots}
+    bold = {
+        spot: Fraction(1, 2) if seed is None else Fraction(rng.randint(0, 8), 8) for spot in spots
+    }
     outcomes, found = playouts(), {}
     for player, said in SPOTS.items():
         places = list(product(CARDS, said))
@@ -140,7 +148,9 @@ def test_exploitability_is_what_the_best_of_all_pure_strategies_wins_by_the_envi
     assert [game.best_response(strategy, 0), game.best_response(strategy, 1)] == pytest.approx(
         [float(found["north"]), float(found["south"])]
     )
-    assert game.exploitability(strategy) == pytest.approx(float(found["north"] + found["south"]) / 2)
+    assert game.exploitability(strategy) == pytest.approx(
+        float(found["north"] + found["south"]) / 2
+    )
     if seed is None:
         assert found == {"north": Fraction(1, 2), "south": Fraction(5, 12)}
         assert len(game.choices) == 12
@@ -150,7 +160,9 @@ def test_exploitability_is_what_the_best_of_all_pure_strategies_wins_by_the_envi
 def test_what_is_no_word_is_a_fold_in_exact_metrics_too():
     oracle = KuhnPoker().enumeration({"strict": True})
     silent = oracle.metrics([[0.0, 0.0]] * 12)
-    assert silent == pytest.approx({"exploitability": 1.0, "first_player_value": -1.0, "legal": 0.0})
+    assert silent == pytest.approx(
+        {"exploitability": 1.0, "first_player_value": -1.0, "legal": 0.0}
+    )
     uniform = oracle.metrics([[0.5, 0.5]] * 12)
     assert uniform["exploitability"] == pytest.approx(11 / 24)
     assert uniform["legal"] == pytest.approx(1.0)
@@ -173,10 +185,18 @@ def test_the_questions_are_what_agents_are_shown_when_they_play():
     async def main() -> None:
         nonlocal seen
         host = EnvHost({"kuhn": KuhnPoker}, EnvDeadlines())
-        runner = EnvEpisodeRunner(ScriptedPolicy(weak_player, renderer), renderer, host, Budget(turns=9), 600)
+        runner = EnvEpisodeRunner(
+            ScriptedPolicy(weak_player, renderer), renderer, host, Budget(turns=9), 600
+        )
         for seed in range(300):
-            for played in await runner.play(Episode("e", Task("kuhn", seed, {"strict": True}), seed)):
-                seen |= {played.messages[:n] for n, said in enumerate(played.messages) if said.role == "assistant"}
+            for played in await runner.play(
+                Episode("e", Task("kuhn", seed, {"strict": True}), seed)
+            ):
+                seen |= {
+                    played.messages[:n]
+                    for n, said in enumerate(played.messages)
+                    if said.role == "assistant"
+                }
 
     run_virtual(main)
     asked = {tuple(question.messages) for question in KuhnOracle().questions}

@@ -1,4 +1,6 @@
-"""The configs of examples/learn, whose runs `make learn` trains: each is short, and tests on tasks it has not seen."""
+"""The configs of examples/learn, whose runs `make learn` trains: each is short, and tests on tasks
+it has not seen.
+"""
 
 import asyncio
 import inspect
@@ -20,11 +22,15 @@ NOT_THE_TASK = {"rng", "_index", "programs", "solution"}
 
 
 def plain(state: Any) -> Any:
-    """The same for the same state, in whatever order it was built; without what is not a part of the task."""
+    """The same for the same state, in whatever order it was built; without what is not a part of
+    the task.
+    """
     if is_dataclass(state):
         state = {field.name: getattr(state, field.name) for field in fields(state)}
     if isinstance(state, Mapping):
-        return sorted((str(name), plain(value)) for name, value in state.items() if name not in NOT_THE_TASK)
+        return sorted(
+            (str(name), plain(value)) for name, value in state.items() if name not in NOT_THE_TASK
+        )
     return sorted(map(str, state)) if isinstance(state, Set) else str(state)
 
 
@@ -52,14 +58,19 @@ def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("seed", [1, 2, 4, 6, 8])  # the seeds of benchmarks/learn.py
-def test_a_thousand_different_tasks_are_trained_on_and_none_of_them_is_held_out(path: Path, seed: int) -> None:
+def test_a_thousand_different_tasks_are_trained_on_and_none_of_them_is_held_out(
+    path: Path, seed: int
+) -> None:
     config = load_config(path, [f"seed={seed}"]).config
     settings: Any = config.recipe.settings
     trained = {
         "demonstrations": settings.demonstrations.episodes,
         "train": config.steps * config.rollout.groups_per_step,
     }
-    training, held_out = contents(config, trained), contents(config, {"held-out": config.evaluation.tasks})
+    training, held_out = (
+        contents(config, trained),
+        contents(config, {"held-out": config.evaluation.tasks}),
+    )
     assert len(training) >= 1000
     assert len(held_out) >= 0.95 * config.evaluation.tasks
     assert not training & held_out

@@ -1,4 +1,6 @@
-"""MCP servers as tools: real servers of the `mcp` package over stdio and HTTP, and one by hand that misbehaves."""
+"""MCP servers as tools: real servers of the `mcp` package over stdio and HTTP, and one by hand that
+misbehaves.
+"""
 
 import asyncio
 import json
@@ -132,7 +134,9 @@ def live(address: str, **deadlines: float) -> LiveEnv:
 
 def children() -> list[psutil.Process]:
     """The servers that run; one that was killed and is not yet reaped does not."""
-    return [child for child in psutil.Process().children(recursive=True) if "odd.py" in title(child)]
+    return [
+        child for child in psutil.Process().children(recursive=True) if "odd.py" in title(child)
+    ]
 
 
 def test_the_tools_of_a_server_are_listed_called_and_misused(folder):
@@ -167,7 +171,11 @@ def test_the_tools_of_a_server_are_listed_called_and_misused(folder):
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("die", r"(?s)Connection closed.*it last wrote:\n  I die"), ("reward", "finite number"), ("shape", "validation")],
+    [
+        ("die", r"(?s)Connection closed.*it last wrote:\n  I die"),
+        ("reward", "finite number"),
+        ("shape", "validation"),
+    ],
 )
 def test_a_server_that_breaks_costs_its_episode_and_the_next_has_another(folder, what, said):
     async def main() -> None:
@@ -189,14 +197,17 @@ def test_logs_on_stdout_are_skipped_told_once_and_quoted_when_the_server_breaks(
         env = McpEnv(odd(folder, "talks"))
         await env.reset(seed=0, options={"task": "Do it."})
         assert (await env.step(call("do")))[0] == "done"
-        with pytest.raises(EnvError, match=r"(?s)logs belong on stderr.*\n  INFO asked for tools/call"):
+        with pytest.raises(
+            EnvError, match=r"(?s)logs belong on stderr.*\n  INFO asked for tools/call"
+        ):
             await env.step(call("do", what="die"))
         await env.close()
 
     asyncio.run(main())
     (warning,) = caplog.records
     assert re.search(
-        r"odd.py talks: on stdout, .* such as 'INFO asked for \S+'. They are skipped", warning.getMessage()
+        r"odd.py talks: on stdout, .* such as 'INFO asked for \S+'. They are skipped",
+        warning.getMessage(),
     )
 
 
@@ -216,7 +227,9 @@ def test_a_deadline_drops_the_connection_and_kills_the_server_with_its_children(
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_start_is_said_with_its_last_words_or_given_up_at_the_deadline(folder):
+def test_a_server_that_does_not_start_is_said_with_its_last_words_or_given_up_at_the_deadline(
+    folder,
+):
     async def main() -> None:
         env = live(odd(folder, "dead"))
         with pytest.raises(EnvError, match=r"(?s)Connection closed.*no licence"):
@@ -324,9 +337,13 @@ def http_server(folder: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["stdio", "http"])
-def test_an_episode_with_a_real_server_is_set_up_by_its_seed_and_paid_by_its_results(way, folder, request):
+def test_an_episode_with_a_real_server_is_set_up_by_its_seed_and_paid_by_its_results(
+    way, folder, request
+):
     address = (
-        request.getfixturevalue("http_server") if way == "http" else f"mcp:stdio:{sys.executable} {folder / 'safe.py'}"
+        request.getfixturevalue("http_server")
+        if way == "http"
+        else f"mcp:stdio:{sys.executable} {folder / 'safe.py'}"
     )
 
     async def main() -> None:

@@ -14,7 +14,9 @@ from agentrl.errors import EnvError
 from agentrl.protocols import Env
 from agentrl.testing import check_env
 
-needs_minigrid = pytest.mark.skipif(find_spec("minigrid") is None, reason="minigrid is not installed")
+needs_minigrid = pytest.mark.skipif(
+    find_spec("minigrid") is None, reason="minigrid is not installed"
+)
 
 BOARD = """\
 Mission: use the key to open the door and then get to the goal
@@ -33,7 +35,8 @@ def make(name: str) -> Env:
 
 @needs_minigrid
 @pytest.mark.parametrize(
-    "name", ["MiniGrid-LavaCrossingS9N1-v0", "MiniGrid-Dynamic-Obstacles-5x5-v0", "BabyAI-PutNextLocal-v0"]
+    "name",
+    ["MiniGrid-LavaCrossingS9N1-v0", "MiniGrid-Dynamic-Obstacles-5x5-v0", "BabyAI-PutNextLocal-v0"],
 )
 def test_boards_keep_the_contract(name: str) -> None:
     check_env(plugins.load("envs", f"gymnasium:minigrid:{name}"), seeds=(0, 4), max_turns=12)
@@ -46,7 +49,8 @@ def test_a_key_is_fetched_and_its_door_opened_by_words() -> None:
     assert "Actions: left, right, forward, pickup, drop, toggle, done." in first
     assert first.endswith(BOARD)
     seen: list[Any] = [
-        env.step(word) for word in ("pickup", "left", "toggle", "forward", "I go forward", "right", "forward")
+        env.step(word)
+        for word in ("pickup", "left", "toggle", "forward", "I go forward", "right", "forward")
     ]
     texts = [text for text, *_ in seen]
     assert "## .. ## GG ##" in texts[0]
@@ -72,7 +76,9 @@ def test_green_and_grey_are_told_apart() -> None:
 
 
 @needs_minigrid
-def test_what_babyai_prints_while_it_makes_a_puzzle_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_babyai_prints_while_it_makes_a_puzzle_is_dropped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     env: Any = make("BabyAI-PutNextLocal-v0")
     env.reset(seed=4, options={})
     assert capsys.readouterr().out == ""
@@ -93,7 +99,9 @@ def test_only_the_thread_that_is_hushed_is_not_heard(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "heard\nheard too\n"
 
 
-def test_a_reset_that_never_ends_is_named_to_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_never_ends_is_named_to_those_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(foreign, "GLOBAL_RNG_SECONDS", 0.01)
     with silenced(), pytest.raises(EnvError, match="isolation=process"), silenced():
         pass

@@ -22,7 +22,9 @@ def enumerated(name: str, **options: Any) -> PlayedProblem:
 
 def uniform(problem: PlayedProblem, share: float = 1.0) -> list[list[float]]:
     """Each word equally likely, all of them together with this probability."""
-    return [[share / len(question.answers)] * len(question.answers) for question in problem.questions]
+    return [
+        [share / len(question.answers)] * len(question.answers) for question in problem.questions
+    ]
 
 
 def returns(name: str, player: Any, count: int, **options: Any) -> list[float]:
@@ -70,14 +72,24 @@ def test_the_exact_return_is_the_mean_of_what_is_played(name: str) -> None:
 
 
 @each_problem
-def test_the_advantages_at_a_point_are_zero_on_average_and_none_is_above_zero_for_the_best_policy(name: str) -> None:
+def test_the_advantages_at_a_point_are_zero_on_average_and_none_is_above_zero_for_the_best_policy(
+    name: str,
+) -> None:
     problem = enumerated(name, other=0.1)
     probabilities = uniform(problem, 0.7)
-    chosen = [(number, word) for number, question in enumerate(problem.questions) for word in question.answers]
+    chosen = [
+        (number, word)
+        for number, question in enumerate(problem.questions)
+        for word in question.answers
+    ]
     for number, question in enumerate(problem.questions):
-        credits_ = [credit_of(problem, probabilities, number, word) for word in [*question.answers, ""]]
+        credits_ = [
+            credit_of(problem, probabilities, number, word) for word in [*question.answers, ""]
+        ]
         weights = [*probabilities[number], 0.3]
-        assert sum(w * advantage for w, (_, advantage) in zip(weights, credits_, strict=True)) == pytest.approx(0)
+        assert sum(
+            w * advantage for w, (_, advantage) in zip(weights, credits_, strict=True)
+        ) == pytest.approx(0)
     best = [
         [float(word == problem.best_words(number)[0]) for word in question.answers]
         for number, question in enumerate(problem.questions)
@@ -86,7 +98,9 @@ def test_the_advantages_at_a_point_are_zero_on_average_and_none_is_above_zero_fo
     assert max(credit_of(problem, best, *one)[1] for one in chosen) <= 1e-9
 
 
-def credit_of(problem: PlayedProblem, probabilities: Any, number: int, word: str) -> tuple[float, float]:
+def credit_of(
+    problem: PlayedProblem, probabilities: Any, number: int, word: str
+) -> tuple[float, float]:
     (credit,) = problem.credit(probabilities, of_one_turn({"decision": number, "word": word})) or ()
     return credit.value, credit.advantage
 
@@ -117,7 +131,13 @@ def test_a_message_that_is_no_offered_word_ends_the_episode_with_its_own_reward(
     env = OracleEnv()
     env.reset(seed=0, options={"problem": "stopping", "other": -1.0})
     observation, reward, terminated, truncated, info = env.step("Go")
-    assert (reward, terminated, truncated, info["success"], info["word"]) == (-1.0, True, False, False, "")
+    assert (reward, terminated, truncated, info["success"], info["word"]) == (
+        -1.0,
+        True,
+        False,
+        False,
+        "",
+    )
     env.reset(seed=0, options={"problem": "corridor", "settings": {"noise": 1.0, "limit": 1}})
     observation, _, terminated, truncated, info = env.step("on")
     assert (terminated, truncated) == (False, True)

@@ -13,7 +13,9 @@ from agentrl.envs.pettingzoo import PettingZoo, random_player
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.testing import check_env
 
-pytestmark = pytest.mark.skipif(find_spec("pettingzoo") is None, reason="pettingzoo is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("pettingzoo") is None, reason="pettingzoo is not installed"
+)
 
 
 def begun(name: str, seed: int = 0, **options: Any) -> tuple[PettingZoo, str, dict[str, Any]]:
@@ -23,7 +25,12 @@ def begun(name: str, seed: int = 0, **options: Any) -> tuple[PettingZoo, str, di
 
 @pytest.mark.parametrize("name", ["connect_four_v3", "tictactoe_v3", "rps_v2"])
 def test_classic_games_keep_the_contract(name: str) -> None:
-    check_env(plugins.load("envs", f"pettingzoo:classic/{name}"), seeds=(2**62,), actions=random_player, max_turns=12)
+    check_env(
+        plugins.load("envs", f"pettingzoo:classic/{name}"),
+        seeds=(2**62,),
+        actions=random_player,
+        max_turns=12,
+    )
 
 
 def test_four_in_a_row_win_and_each_agent_sees_its_own_pieces_and_the_rules_once() -> None:
@@ -78,11 +85,18 @@ def test_a_move_of_chess_is_two_squares() -> None:
         assert env.step(f"I play {move}.")[2:4] == (False, False)  # type: ignore[index]
     assert env.step("e1e5")[0].startswith("Your message names no action.")  # type: ignore[index]
     reward, terminated, _, info = env.step("d8h4")[1:]  # type: ignore[index]
-    assert (reward, terminated, info["success"]) == (1.0, True, {"player_0": False, "player_1": True})
+    assert (reward, terminated, info["success"]) == (
+        1.0,
+        True,
+        {"player_0": False, "player_1": True},
+    )
 
 
 def test_a_random_player_plays_games_of_any_actions_to_their_end() -> None:
-    for name, options in (("classic/go_v5", {"board_size": 5}), ("classic/rps_v2", {"num_actions": 5})):
+    for name, options in (
+        ("classic/go_v5", {"board_size": 5}),
+        ("classic/rps_v2", {"num_actions": 5}),
+    ):
         env, *_ = begun(name, seed=3, kwargs=options)
         rng, over = random.Random(0), False
         while not over:
@@ -117,7 +131,9 @@ def test_a_wrong_address_says_the_way_out(address: str, said: str) -> None:
 
 def test_games_of_pictures_and_wrong_keywords_are_refused() -> None:
     pictures = "tests.envs.pictures"
-    with pytest.raises(ConfigError, match=r"an observation of .* is an image, an array of \(64, 64, 3\) in uint8"):
+    with pytest.raises(
+        ConfigError, match=r"an observation of .* is an image, an array of \(64, 64, 3\) in uint8"
+    ):
         begun(pictures)
     with pytest.raises(ConfigError, match="cannot make 'classic/rps_v2'"):
         begun("classic/rps_v2", kwargs={"num_action": 3})

@@ -1,4 +1,6 @@
-"""The Python-tool environment: programs run, names stay, and every problem has the answer that its program prints."""
+"""The Python-tool environment: programs run, names stay, and every problem has the answer that its
+program prints.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.envs import python_tool
-from agentrl.envs.python_tool import LONGEST, PythonTool, hasty_player, make_problem, strong_player, weak_player
+from agentrl.envs.python_tool import (
+    LONGEST,
+    PythonTool,
+    hasty_player,
+    make_problem,
+    strong_player,
+    weak_player,
+)
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import StepResult
 from agentrl.sandbox.outcome import Outcome, SandboxLost
@@ -55,18 +64,29 @@ def play(test: Callable[[PythonTool], Awaitable[None]], **options: Any) -> None:
 
 @pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
-    check_env(PythonTool, seeds=(0,), actions=weak_player, options={"level": 2}, deadline=20.0, max_turns=6)
+    check_env(
+        PythonTool,
+        seeds=(0,),
+        actions=weak_player,
+        options={"level": 2},
+        deadline=20.0,
+        max_turns=6,
+    )
 
 
 def test_names_stay_for_the_next_program_and_what_failed_leaves_nothing() -> None:
     async def main(env: PythonTool) -> None:
         assert (
-            await python(env, "import math\ndef half(x): return x / 2\nx = math.comb(10, 5); print('seen once')")
+            await python(
+                env,
+                "import math\ndef half(x): return x / 2\nx = math.comb(10, 5); print('seen once')",
+            )
             == "seen once"
         )
         assert await python(env, "half(x)") == "126.0"
-        assert await python(env, "x = 1\nundefined") == (
-            '  File "code.py", line 2, in <module>\n    undefined\n'
+        assert (
+            await python(env, "x = 1\nundefined")
+            == '  File "code.py", line 2, in <module>\n    undefined\n'
             "NameError: name 'undefined' is not defined\nError: it ended with exit status 1"
         )
         assert await python(env, "print(x)") == "252"
@@ -80,7 +100,9 @@ def test_names_stay_for_the_next_program_and_what_failed_leaves_nothing() -> Non
 def test_limits_and_long_outputs_are_told() -> None:
     async def main(env: PythonTool) -> None:
         said = await python(env, "print('begun', flush=True)\nwhile True: pass")
-        assert said == "begun\nError: the program was stopped, it used more processor time than it may"
+        assert (
+            said == "begun\nError: the program was stopped, it used more processor time than it may"
+        )
         said = await python(env, "print('x' * 10_000 + 'end')")
         assert len(said) < LONGEST + 100
         assert said.endswith("end")
@@ -89,7 +111,9 @@ def test_limits_and_long_outputs_are_told() -> None:
     play(main, limits={"cpu": 0.2})
 
 
-def test_a_lost_sandbox_is_asked_again_once_and_then_fails_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_sandbox_is_asked_again_once_and_then_fails_the_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main(env: PythonTool) -> None:
         losses = [SandboxLost("gone")]
 
@@ -150,7 +174,9 @@ def test_wrong_options_are_refused() -> None:
 
 @given(seed=st.integers(0, 2**32), level=st.integers(1, 5))
 @settings(deadline=None, max_examples=25)
-def test_the_program_of_a_problem_prints_its_answer_and_the_question_is_the_seeds(seed: int, level: int) -> None:
+def test_the_program_of_a_problem_prints_its_answer_and_the_question_is_the_seeds(
+    seed: int, level: int
+) -> None:
     problem = make_problem(level, seed)
     assert problem == make_problem(level, seed)
     assert problem.question != make_problem(level, seed + 1).question
@@ -178,20 +204,30 @@ def test_digit_sums_of_a_larger_base_are_many_more_problems() -> None:
 
 
 def test_a_kind_of_problem_may_be_named_and_a_wrong_name_says_which_there_are() -> None:
-    assert {make_problem(1, seed, "multiples").solve for seed in range(20)} == {python_tool.multiples}
-    with pytest.raises(ConfigError, match="no problems of the kind 'primes', but: multiples, digit_sum"):
+    assert {make_problem(1, seed, "multiples").solve for seed in range(20)} == {
+        python_tool.multiples
+    }
+    with pytest.raises(
+        ConfigError, match="no problems of the kind 'primes', but: multiples, digit_sum"
+    ):
         play(lambda env: asyncio.sleep(0), kind="primes")
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "answer"),
     [
-        ("multiples", (1, 10, 3, 5), 33), ("digit_sum", (2, 15), 26), ("primes", (1, 30), 10),
-        ("change", (10, [2, 5]), 2), ("recurrence", ((1, 1), (1, 1), 10, 1000), 55), ("common", ("abcbd", "bdcab"), 3),
-        ("knapsack", (10, [5, 4, 6], [10, 40, 30]), 70), ("shortest", (3, [(1, 0, 5), (2, 0, 20), (2, 1, 4)]), 9),
-        ("paths", (3, [(1, 1)]), 2), ("subsets", ([1, 2, 3, 3], 6), 3),
+        ("multiples", (1, 10, 3, 5), 33),
+        ("digit_sum", (2, 15), 26),
+        ("primes", (1, 30), 10),
+        ("change", (10, [2, 5]), 2),
+        ("recurrence", ((1, 1), (1, 1), 10, 1000), 55),
+        ("common", ("abcbd", "bdcab"), 3),
+        ("knapsack", (10, [5, 4, 6], [10, 40, 30]), 70),
+        ("shortest", (3, [(1, 0, 5), (2, 0, 20), (2, 1, 4)]), 9),
+        ("paths", (3, [(1, 1)]), 2),
+        ("subsets", ([1, 2, 3, 3], 6), 3),
     ],
-)  # fmt: skip
+)
 def test_the_answers_are_right(function: str, arguments: tuple[Any, ...], answer: int) -> None:
     assert getattr(python_tool, function)(*arguments) == answer
 

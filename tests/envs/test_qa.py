@@ -1,4 +1,6 @@
-"""Questions and answers: one answer ends the episode, a tool may come before it, and the reward decides on success."""
+"""Questions and answers: one answer ends the episode, a tool may come before it, and the reward
+decides on success.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,16 @@ from agentrl.envs.qa import QuestionAnswer
 from agentrl.errors import ConfigError
 from agentrl.protocols import StepResult
 from agentrl.testing import check_env
-from agentrl.trajectory import Completion, Score, Task, Terminated, ToolCall, Trajectory, Turn, succeeded
+from agentrl.trajectory import (
+    Completion,
+    Score,
+    Task,
+    Terminated,
+    ToolCall,
+    Trajectory,
+    Turn,
+    succeeded,
+)
 
 
 def play(actions: Sequence[str], **options: Any) -> tuple[QuestionAnswer, str, list[StepResult]]:
@@ -29,14 +40,25 @@ def play(actions: Sequence[str], **options: Any) -> tuple[QuestionAnswer, str, l
 
 @pytest.mark.parametrize("tool", ["none", "calculator"])
 def test_it_keeps_the_contract(tool: str) -> None:
-    check_env(QuestionAnswer, options={"prompt": "What is 2 + 2?", "answer": "4", "tool": tool, "level": "easy"})
+    check_env(
+        QuestionAnswer,
+        options={"prompt": "What is 2 + 2?", "answer": "4", "tool": tool, "level": "easy"},
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "message", "paid"),
-    [("Paris", " paris\n", 1.0), (["4", "four"], "Four", 1.0), (4, "4", 1.0), ("4", "5", 0.0), (None, "None", 0.0)],
+    [
+        ("Paris", " paris\n", 1.0),
+        (["4", "four"], "Four", 1.0),
+        (4, "4", 1.0),
+        ("4", "5", 0.0),
+        (None, "None", 0.0),
+    ],
 )
-def test_one_answer_ends_the_episode_and_the_verdict_is_the_rewards(answer: Any, message: str, paid: float) -> None:
+def test_one_answer_ends_the_episode_and_the_verdict_is_the_rewards(
+    answer: Any, message: str, paid: float
+) -> None:
     _, observation, [step] = play([message], prompt="Well?", answer=answer)
     assert observation == "Well?"
     assert step == ("", paid, True, False, {"success": None})
@@ -56,18 +78,27 @@ def test_a_calculator_may_be_used_before_the_answer_and_not_without_the_option()
     def call(expression: str) -> str:
         return ToolCall("calculate", {"expression": expression}).render()
 
-    env, _, steps = play([call("(12 + 7.5) * -2 // 3"), "7"], prompt="?", answer="7", tool="calculator")
+    env, _, steps = play(
+        [call("(12 + 7.5) * -2 // 3"), "7"], prompt="?", answer="7", tool="calculator"
+    )
     assert [tool["function"]["name"] for tool in env.tools] == ["calculate"]
-    assert [(step[0], step[1], step[2]) for step in steps] == [("-13.0", 0.0, False), ("", 1.0, True)]
+    assert [(step[0], step[1], step[2]) for step in steps] == [
+        ("-13.0", 0.0, False),
+        ("", 1.0, True),
+    ]
     env, _, [step] = play([call("1 + 1")], prompt="?", answer="2")
     assert not env.tools
     assert step[2]
 
 
-@pytest.mark.parametrize("expression", ["1 / 0", "2 ** 99", "9" * 99, "x", "(", "len('')", "(" * 5000])
+@pytest.mark.parametrize(
+    "expression", ["1 / 0", "2 ** 99", "9" * 99, "x", "(", "len('')", "(" * 5000]
+)
 def test_what_cannot_be_computed_costs_a_turn(expression: str) -> None:
     call = ToolCall("calculate", {"expression": expression}).render()
-    _, _, [(observation, reward, terminated, *_)] = play([call], prompt="?", answer="2", tool="calculator")
+    _, _, [(observation, reward, terminated, *_)] = play(
+        [call], prompt="?", answer="2", tool="calculator"
+    )
     assert observation.startswith("Error: ")
     assert (reward, terminated) == (0.0, False)
 
@@ -80,7 +111,9 @@ def test_programs_may_be_run_before_the_answer() -> None:
     assert steps[1][1] == 1.0
 
 
-@pytest.mark.parametrize(("info", "value", "wins"), [({"success": None}, 0.3, True), ({"success": None}, 0.0, False)])
+@pytest.mark.parametrize(
+    ("info", "value", "wins"), [({"success": None}, 0.3, True), ({"success": None}, 0.0, False)]
+)
 def test_a_score_above_zero_is_success_where_the_environment_leaves_it_to_the_reward(
     info: Mapping[str, Any], value: float, wins: bool
 ) -> None:
@@ -88,5 +121,7 @@ def test_a_score_above_zero_is_success_where_the_environment_leaves_it_to_the_re
     turn = Turn((1,), answer, 0.0, info)
     trajectory = Trajectory("x/0/0", Task("qa", 0), (turn,), Terminated())
     assert succeeded(trajectory, Score(value)) is wins
-    known = Trajectory("x/0/0", Task("qa", 0), (Turn((1,), answer, 0.0, {"success": not wins}),), Terminated())
+    known = Trajectory(
+        "x/0/0", Task("qa", 0), (Turn((1,), answer, 0.0, {"success": not wins}),), Terminated()
+    )
     assert succeeded(known, Score(value)) is not wins

@@ -1,4 +1,6 @@
-"""Classic environments of verifiers, played in an interpreter of their own: MultiTurnEnv, ToolEnv, SingleTurnEnv."""
+"""Classic environments of verifiers, played in an interpreter of their own: MultiTurnEnv, ToolEnv,
+SingleTurnEnv.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -141,7 +143,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "[project]\nname = 'sums'\nversion = '1'\n[tool.setuptools]\npy-modules = ['sums']\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UV_CACHE_DIR", os.environ.get("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser())))
+        patch.setenv(
+            "UV_CACHE_DIR", os.environ.get("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser()))
+        )
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         patch.setenv("HF_HOME", str(folder / "hf"))
         patch.chdir(folder)
@@ -230,7 +234,9 @@ def test_what_fails_over_there_is_a_failed_episode_and_never_a_reward(env, kind,
 def test_what_cannot_be_scored_alone_or_loaded_ends_the_run(env):
     with pytest.raises(ConfigError, match="compare the rollouts of a group"):
         begin(env, kind="group")
-    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'level'.* Correct options\['args'\]"):
+    with pytest.raises(
+        ConfigError, match=r"unexpected keyword argument 'level'.* Correct options\['args'\]"
+    ):
         begin(env, level=3)
 
 
@@ -257,7 +263,9 @@ def test_a_taskset_of_the_newer_verifiers_is_played_by_its_own_harness_and_paid_
     assert env.system_prompt == "Add."
     (tool,) = env.tools
     assert set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
-    observation, *rest = env.step(ToolCall(tool["function"]["name"], {"a": number, "b": 1}).render())
+    observation, *rest = env.step(
+        ToolCall(tool["function"]["name"], {"a": number, "b": 1}).render()
+    )
     assert str(number + 1) in observation
     assert rest == [0.0, False, False, {}]
     _, reward, terminated, _, info = env.step(f"It is {number + 1}.")
@@ -282,5 +290,8 @@ def test_every_tenth_row_is_held_out(count):
 
 
 def test_without_the_package_the_way_out_is_said():
-    with pytest.raises(PluginError, match=r"'verifiers' is not installed. Give it an interpreter of its own: env\.req"):
+    with pytest.raises(
+        PluginError,
+        match=r"'verifiers' is not installed. Give it an interpreter of its own: env\.req",
+    ):
         plugins.load("envs", "verifiers:wordle")

@@ -1,4 +1,6 @@
-"""A reference and a critic beside the trainer: what they say, what is learned, and that runs go on with them."""
+"""A reference and a critic beside the trainer: what they say, what is learned, and that runs go on
+with them.
+"""
 
 import asyncio
 import json
@@ -49,7 +51,9 @@ def sample(mask: list[int], reward: float) -> TrainingSample:
     n = len(mask) + 1
     full = (0, *mask)
     rewards = (*(0.0,) * (n - 1), reward)
-    return TrainingSample((1,) * n, full, (0.0,) * n, (0.0,) * n, (0,) * n, (0,) * n, rewards=rewards)
+    return TrainingSample(
+        (1,) * n, full, (0.0,) * n, (0.0,) * n, (0,) * n, (0,) * n, rewards=rewards
+    )
 
 
 def estimated(batch: TrainBatch, values_N: Any, **settings: Any) -> Estimate:
@@ -93,7 +97,10 @@ def test_with_lambda_one_an_advantage_is_the_reward_less_what_was_expected():
     assert explained_variance(estimate.returns_N, estimate.returns_N) == pytest.approx(1)
     assert explained_variance(0 * values_N, estimate.returns_N) == pytest.approx(0)
     white_N = whitened(estimate.advantages_N)
-    assert (white_N.mean(), white_N.std()) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
+    assert (white_N.mean(), white_N.std()) == (
+        pytest.approx(0, abs=1e-6),
+        pytest.approx(1, abs=1e-5),
+    )
 
 
 def test_the_penalty_has_the_gradient_of_the_divergence_and_k3_its_value():
@@ -105,7 +112,9 @@ def test_the_penalty_has_the_gradient_of_the_divergence_and_k3_its_value():
     (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     (got,) = torch.autograd.grad((probabilities * reference_penalty(logprobs, other)).sum(), logits)
     torch.testing.assert_close(got, expected)
-    torch.testing.assert_close((probabilities * k3(logprobs.detach(), other)).sum(), divergence.detach())
+    torch.testing.assert_close(
+        (probabilities * k3(logprobs.detach(), other)).sum(), divergence.detach()
+    )
 
 
 def test_a_policy_pays_for_leaving_the_reference_and_nothing_for_being_like_it():
@@ -151,11 +160,23 @@ def test_helpers_are_as_the_trainer_where_they_say_nothing_and_are_there_when_th
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["critic.lr=1e-3"], r"critic \(command line\): the algorithm 'grpo', as configured, uses none; set algorithm"),
-        (["reference=local"], "reference .*uses none; set algorithm.kl=0.01, or leave the section out"),
+        (
+            ["critic.lr=1e-3"],
+            (
+                r"critic \(command line\): the algorithm 'grpo', as configured, uses none; set"
+                r" algorithm"
+            ),
+        ),
+        (
+            ["reference=local"],
+            "reference .*uses none; set algorithm.kl=0.01, or leave the section out",
+        ),
         (["algorithm=ppo", "critic.lrr=1"], "critic.lrr: no such setting.* Did you mean 'lr'"),
         (["algorithm=ppo", "critic.lora={}"], "a critic has no adapters; leave it out"),
-        (["algorithm.kl=0.1", "reference=agentrl.testing.trainers:TrainerCase"], "has no method `predict`"),
+        (
+            ["algorithm.kl=0.1", "reference=agentrl.testing.trainers:TrainerCase"],
+            "has no method `predict`",
+        ),
     ],
 )
 def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):
@@ -163,7 +184,9 @@ def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):
         load_config(LAKE, overrides)
 
 
-def learning(model: Path, algorithm: Ppo, minibatches: int = 2, **parts: Any) -> tuple[LocalTrainer, Advisors]:
+def learning(
+    model: Path, algorithm: Ppo, minibatches: int = 2, **parts: Any
+) -> tuple[LocalTrainer, Advisors]:
     """A trainer, and a reference and a critic beside it."""
     config = LocalTrainer.Config(lr=3e-3, device="cpu", minibatches=minibatches)
     trainer, reference, critic = (
@@ -173,7 +196,9 @@ def learning(model: Path, algorithm: Ppo, minibatches: int = 2, **parts: Any) ->
     return trainer, Advisors(algorithm, reference, critic)
 
 
-async def learn(trainer: LocalTrainer, advisors: Advisors, batches: list[TrainBatch]) -> list[dict[str, float]]:
+async def learn(
+    trainer: LocalTrainer, advisors: Advisors, batches: list[TrainBatch]
+) -> list[dict[str, float]]:
     """The metrics of a step on each batch."""
     metrics = []
     for batch in batches:
@@ -184,12 +209,17 @@ async def learn(trainer: LocalTrainer, advisors: Advisors, batches: list[TrainBa
 
 
 def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(shallow_model_dir):
-    samples = [replace(s, rewards=np.eye(len(s.token_ids))[-1]) for s in random_samples(50, seed=0, count=12)]
+    samples = [
+        replace(s, rewards=np.eye(len(s.token_ids))[-1])
+        for s in random_samples(50, seed=0, count=12)
+    ]
     batch = collate(samples)  # all episodes earn 1
 
     async def main() -> list[Any]:
         # whitened, equal advantages are zeros, and the optimizer would scale up rounding errors
-        trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.01, whiten=False)), minibatches=1)
+        trainer, advisors = learning(
+            shallow_model_dir, Ppo(Ppo.Config(kl=0.01, whiten=False)), minibatches=1
+        )
         first, second = advisors.all
         async with trainer, first, second:
             return await learn(trainer, advisors, [batch] * 8)
@@ -205,10 +235,18 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
 
 
 def two_turns(right: bool) -> TrainingSample:
-    """A first turn that decides: after the answer 7 the second turn earns 1, after the answer 8 nothing."""
+    """A first turn that decides: after the answer 7 the second turn earns 1, after the answer 8
+    nothing.
+    """
     ids = (1, 2, 7 if right else 8, 3, 9)
     return TrainingSample(
-        ids, (0, 0, 1, 0, 1), (0.0,) * 5, (0.0,) * 5, (-1, -1, 0, -1, 0), (0, 0, 0, 1, 1), rewards=(0, 0, 0, 0, right)
+        ids,
+        (0, 0, 1, 0, 1),
+        (0.0,) * 5,
+        (0.0,) * 5,
+        (-1, -1, 0, -1, 0),
+        (0, 0, 0, 1, 1),
+        rewards=(0, 0, 0, 0, right),
     )
 
 
@@ -219,12 +257,22 @@ def test_a_critic_of_turns_learns_from_earlier_episodes_what_an_answer_is_worth(
     algorithm = Archer(Archer.Config(gamma=1.0))
     told: list[int] = []
     replay = Replay(4, 2.0, seed=0, reused=lambda step, task_ids: told.append(step))
-    groups = [Group(Task("env", 0, {}, "t"), (Trajectory("t", Task("env", 0), (), Terminated()),), (Score(0.0),))]
+    groups = [
+        Group(
+            Task("env", 0, {}, "t"),
+            (Trajectory("t", Task("env", 0), (), Terminated()),),
+            (Score(0.0),),
+        )
+    ]
 
     async def main() -> Any:
         config = LocalTrainer.Config(lr=3e-3, device="cpu", minibatches=2)
-        critic = LocalTrainer(config, shallow_model_dir, total_steps=40, role="critic", head="value")
-        advisors = Advisors(algorithm, None, critic, CriticTraining(updates=2, warmup=2, replay=replay))
+        critic = LocalTrainer(
+            config, shallow_model_dir, total_steps=40, role="critic", head="value"
+        )
+        advisors = Advisors(
+            algorithm, None, critic, CriticTraining(updates=2, warmup=2, replay=replay)
+        )
         steps = []
         async with critic:
             for step in range(12):
@@ -238,18 +286,27 @@ def test_a_critic_of_turns_learns_from_earlier_episodes_what_an_answer_is_worth(
     advised, metrics = steps[-1]
     first_turns = advised.advantages_N.reshape(8, 2)[:, 0]
     second_turns = advised.advantages_N.reshape(8, 2)[:, 1]
-    # Half of the answers are right: Q is 1 or 0, V is 0.5. The second turn changes nothing any more.
+    # Half of the answers are right: Q is 1 or 0, V is 0.5. The second turn changes nothing any
+    # more.
     assert first_turns.tolist() == pytest.approx([0.5] * 4 + [-0.5] * 4, abs=0.15)
     assert second_turns.tolist() == pytest.approx([0.0] * 8, abs=0.15)
-    assert metrics["critic/explained_variance"] > 0.6  # what comes of an answer is no value of the state before it
-    assert metrics["critic/loss_tokens"] == 4 * 8 + 2 * 16  # of earlier episodes, only the values of answers
+    assert (
+        metrics["critic/explained_variance"] > 0.6
+    )  # what comes of an answer is no value of the state before it
+    assert (
+        metrics["critic/loss_tokens"] == 4 * 8 + 2 * 16
+    )  # of earlier episodes, only the values of answers
 
 
-def test_a_critic_that_is_updated_more_often_than_the_policy_counts_its_own_steps(shallow_model_dir):
+def test_a_critic_that_is_updated_more_often_than_the_policy_counts_its_own_steps(
+    shallow_model_dir,
+):
     config = load_config(LAKE, ["algorithm=archer", "steps=5"]).config
     placed = PlacedCluster(config, config.cluster.make())
     newest = (3, Path("step_000003"))
-    advisors = make_advisors(placed, Archer(), shallow_model_dir, lambda: newest, CriticTraining(updates=4))
+    advisors = make_advisors(
+        placed, Archer(), shallow_model_dir, lambda: newest, CriticTraining(updates=4)
+    )
     assert isinstance(advisors.critic, LocalTrainer)
     assert advisors.critic._recovery.latest() == (12, Path("step_000003/critic"))
     assert advisors.critic._spec.total_steps == 20
@@ -281,7 +338,10 @@ def test_an_advisor_that_dies_is_made_again_as_it_was(shallow_model_dir, tmp_pat
             await self.worker.stop()
 
     async def start_mortal(role: str, make: Make, count: int) -> WorkerGroup:
-        return WorkerGroup(role, [Mortal(worker, role) for worker in (await start_local(role, make, count)).workers])
+        return WorkerGroup(
+            role,
+            [Mortal(worker, role) for worker in (await start_local(role, make, count)).workers],
+        )
 
     async def main(start: Any) -> Any:
         trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.1)), start=start)
@@ -303,7 +363,13 @@ def test_a_run_with_both_goes_on_as_if_it_had_not_stopped(tmp_path, agentrl):
     (tmp_path / "lengths.py").write_text(
         "def wordy(trajectory):\n    return len(trajectory.messages[-1].content) / 50\n"
     )
-    both = ["algorithm=ppo", "algorithm.kl=0.05", "critic.lr=3e-3", "rollout.group_size=2", "trainer.schedule=constant"]
+    both = [
+        "algorithm=ppo",
+        "algorithm.kl=0.05",
+        "critic.lr=3e-3",
+        "rollout.group_size=2",
+        "trainer.schedule=constant",
+    ]
     sums = []
     for name, stops in (("whole", [4]), ("stopped", [2, 4])):
         for steps in stops:
@@ -320,19 +386,26 @@ def test_a_run_with_both_goes_on_as_if_it_had_not_stopped(tmp_path, agentrl):
                 cwd=tmp_path,
             )
             assert done.returncode == 0, done.stdout + done.stderr
-            assert "accelerator" not in done.stdout + done.stderr, "DeepSpeed prints a message in a run without it"
+            assert "accelerator" not in done.stdout + done.stderr, (
+                "DeepSpeed prints a message in a run without it"
+            )
         run = tmp_path / name
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = [row for row in rows if "reward" in row]
         sums.append(
-            (json.loads((run / "summary.json").read_text())["weights_sha256"], [row["critic/loss"] for row in steps])
+            (
+                json.loads((run / "summary.json").read_text())["weights_sha256"],
+                [row["critic/loss"] for row in steps],
+            )
         )
     assert sums[0] == sums[1]
     assert all(loss > 0 for loss in sums[0][1])
     assert all(row["reference_kl"] >= 0 and row["critic/explained_variance"] <= 1 for row in steps)
     done = agentrl("eval", str(run), "evaluation.tasks=2", "--step", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert agentrl("eval", str(run), "--step", "7").stderr.endswith("no checkpoint '7'; there is 2, 4, latest\n")
+    assert agentrl("eval", str(run), "--step", "7").stderr.endswith(
+        "no checkpoint '7'; there is 2, 4, latest\n"
+    )
     done = agentrl("export", str(tmp_path / "whole"), str(tmp_path / "exported"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "exported" / "critic").exists()

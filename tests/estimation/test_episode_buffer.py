@@ -13,7 +13,9 @@ from agentrl.testing.trainers import random_samples
 
 
 def batch_at(step: int) -> TrainBatch:
-    """A batch of twelve trajectories in four groups, one of which has forked and one of which was truncated."""
+    """A batch of twelve trajectories in four groups, one of which has forked and one of which was
+    truncated.
+    """
     samples = [
         replace(sample, group=number // 3, rewards=np.full(len(sample.token_ids), step))
         for number, sample in enumerate(random_samples(50, seed=step, count=13))
@@ -30,10 +32,14 @@ def tasks_at(step: int) -> list[str]:
 Uses = list[tuple[int, list[str]]]
 
 
-def filled(steps: int, *, kept: int = 3, per_new: float = 2.0, seed: int = 0) -> tuple[Replay, Uses]:
+def filled(
+    steps: int, *, kept: int = 3, per_new: float = 2.0, seed: int = 0
+) -> tuple[Replay, Uses]:
     """A replay after so many steps, and what it has told the ledger."""
     uses: Uses = []
-    replay = Replay(kept, per_new, seed=seed, reused=lambda step, ids: uses.append((step, list(ids))))
+    replay = Replay(
+        kept, per_new, seed=seed, reused=lambda step, ids: uses.append((step, list(ids)))
+    )
     for step in range(steps):
         replay.keep(step, batch_at(step), tasks_at(step))
     return replay, uses
@@ -53,10 +59,15 @@ def test_the_first_step_has_nothing_earlier() -> None:
 def trajectories(batch: TrainBatch) -> list[tuple[int, ...]]:
     """The tokens of each trajectory."""
     of_S = np.repeat(batch.trajectories_M, batch.lengths_M)
-    return [tuple(batch.tokens_S[of_S == number].tolist()) for number in range(int(batch.trajectories_M.max()) + 1)]
+    return [
+        tuple(batch.tokens_S[of_S == number].tolist())
+        for number in range(int(batch.trajectories_M.max()) + 1)
+    ]
 
 
-def test_whole_trajectories_of_the_last_steps_come_after_the_new_ones_and_their_tasks_are_told() -> None:
+def test_whole_trajectories_of_the_last_steps_come_after_the_new_ones_and_their_tasks_are_told() -> (
+    None
+):
     replay, uses = filled(5)
     assert len(replay) == 3 * 12
     new = batch_at(5)
@@ -66,10 +77,17 @@ def test_whole_trajectories_of_the_last_steps_come_after_the_new_ones_and_their_
     assert new.weights_N.all()
     assert not earlier.weights_N.any()
     drawn = trajectories(both)[12:]
-    kept = {tokens: (step, number) for step in (2, 3, 4) for number, tokens in enumerate(trajectories(batch_at(step)))}
+    kept = {
+        tokens: (step, number)
+        for step in (2, 3, 4)
+        for number, tokens in enumerate(trajectories(batch_at(step)))
+    }
     assert len(drawn) == len(set(drawn)) == 24
     assert set(drawn) <= set(kept)
-    origins = [(step, int(batch_at(step).groups_of_trajectories[number])) for step, number in map(kept.get, drawn)]
+    origins = [
+        (step, int(batch_at(step).groups_of_trajectories[number]))
+        for step, number in map(kept.get, drawn)
+    ]
     assert uses == [(5, list(dict.fromkeys(f"task-{step}-{group}" for step, group in origins)))]
 
 

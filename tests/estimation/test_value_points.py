@@ -13,10 +13,20 @@ from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncat
 Prefix = tuple[int, ...]
 
 
-def episode(*turns: tuple[Sequence[int], Sequence[int], bool], tail: Sequence[int] | None = None) -> Trajectory:
-    """An episode of (prompt, answer, whether it forks); with a tail, possibly an empty one, it was truncated."""
+def episode(
+    *turns: tuple[Sequence[int], Sequence[int], bool], tail: Sequence[int] | None = None
+) -> Trajectory:
+    """An episode of (prompt, answer, whether it forks); with a tail, possibly an empty one, it was
+    truncated.
+    """
     played = tuple(
-        Turn(prompt, Completion(answer, [-1.0] * len(answer), [0] * len(answer), "stop"), 0.0, {}, forked)
+        Turn(
+            prompt,
+            Completion(answer, [-1.0] * len(answer), [0] * len(answer), "stop"),
+            0.0,
+            {},
+            forked,
+        )
         for prompt, answer, forked in turns
     )
     status = Terminated() if tail is None else Truncated("turns")
@@ -74,9 +84,11 @@ def test_a_batch_without_more_questions_is_the_batch_itself() -> None:
     with_ends = questions(batch, answers=False, ends=True)
     assert with_ends.lesson is batch
     assert with_ends.own_N.all()
-    assert [prefix for prefix, end in zip(prefixes(with_ends.asked), with_ends.ends_N, strict=True) if end] == [
-        (1, 2, 5, 6, 3, 4)
-    ]
+    assert [
+        prefix
+        for prefix, end in zip(prefixes(with_ends.asked), with_ends.ends_N, strict=True)
+        if end
+    ] == [(1, 2, 5, 6, 3, 4)]
 
 
 @st.composite
@@ -93,12 +105,20 @@ def test_every_turn_of_every_episode_is_asked_about_once(listed: list[Trajectory
     expected_answers, expected_ends, before = list[Prefix](), list[Prefix](), ()
     for played in listed:
         for number, turn in enumerate(played.turns):
-            prompt = tuple(turn.prompt_ids.tolist()) if turn.forked or number == 0 else (*before, *turn.prompt_ids)
+            prompt = (
+                tuple(turn.prompt_ids.tolist())
+                if turn.forked or number == 0
+                else (*before, *turn.prompt_ids)
+            )
             before = (*prompt, *turn.completion.token_ids)
             expected_answers.append(before)
         if isinstance(played.status, Truncated):
             expected_ends.append((*before, *played.tail_ids))
     in_lesson = list(prefixes(asked.lesson))
     assert [p for p, own in zip(in_lesson, asked.own_N, strict=True) if not own] == expected_answers
-    assert [p for p, own in zip(in_lesson, asked.own_N, strict=True) if own] == list(prefixes(batch))
-    assert [p for p, end in zip(prefixes(asked.asked), asked.ends_N, strict=True) if end] == expected_ends
+    assert [p for p, own in zip(in_lesson, asked.own_N, strict=True) if own] == list(
+        prefixes(batch)
+    )
+    assert [
+        p for p, end in zip(prefixes(asked.asked), asked.ends_N, strict=True) if end
+    ] == expected_ends

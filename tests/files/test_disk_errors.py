@@ -41,7 +41,9 @@ def limited(write: Callable[[Path], object], folder: Path) -> BaseException:
 def write_database(path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE t (x)")
-        db.executemany("INSERT INTO t VALUES (?)", [(os.urandom(1000),) for _ in range(4 * LIMIT // 1000)])
+        db.executemany(
+            "INSERT INTO t VALUES (?)", [(os.urandom(1000),) for _ in range(4 * LIMIT // 1000)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,9 @@ def write_database(path: Path) -> None:
     ],
     ids=["bytes", "torch", "safetensors", "sqlite"],
 )
-def test_every_writer_of_a_run_fails_in_words(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_every_writer_of_a_run_fails_in_words(
+    write: Callable[[Path], object], tmp_path: Path
+) -> None:
     problem = storage_problem(limited(write, tmp_path))
     assert problem is not None
     assert "file would be" in problem or "disk" in problem
@@ -88,42 +92,82 @@ except Exception as error:
 
 
 @pytest.mark.skipif(not can_mount(), reason="this machine does not let a user mount a disk")
-def test_a_ledger_that_a_full_disk_keeps_from_being_opened_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_ledger_that_a_full_disk_keeps_from_being_opened_is_not_called_damaged(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "disk").mkdir()
     ended = subprocess.run(
         ["unshare", "-rm", "sh", "-c", ON_A_FULL_DISK],
-        cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr  # to read it needs no space
     assert "no space is left on the disk" in ended.stdout
     assert "CheckpointError" not in ended.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [100 << 10, 3 << 20])  # the new model, and a checkpoint or its optimizer
-def test_a_run_whose_files_become_too_large_says_so_in_a_sentence(tmp_path: Path, size: int) -> None:
-    settings = ["steps=1", "recipe.demonstrations=null", "rollout.groups_per_step=2", "rollout.group_size=2"]
+@pytest.mark.parametrize(
+    "size", [100 << 10, 3 << 20]
+)  # the new model, and a checkpoint or its optimizer
+def test_a_run_whose_files_become_too_large_says_so_in_a_sentence(
+    tmp_path: Path, size: int
+) -> None:
+    settings = [
+        "steps=1",
+        "recipe.demonstrations=null",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+    ]
     settings += ["evaluation.tasks=0", "trackers=[]", "run_dir=run"]
     code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
     code += "from agentrl.cli import main; main()"
-    command = [sys.executable, "-c", code, "train", str(ROOT / "examples" / "frozen_lake.yaml"), *settings]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        str(ROOT / "examples" / "frozen_lake.yaml"),
+        *settings,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
     )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert "the run in run cannot be read or written:" in ended.stderr
-    assert "agentrl train --resume run` begins again" in " ".join(ended.stderr.split()) or size > 1 << 20
+    assert (
+        "agentrl train --resume run` begins again" in " ".join(ended.stderr.split())
+        or size > 1 << 20
+    )
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n{"ste\n{"step": 1}\n'), r"line 2 of .*metrics"),
-        (lambda run: (run / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"\xff": 1}\n'), r"line 2 of .*metrics"),
+        (
+            lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n{"ste\n{"step": 1}\n'),
+            r"line 2 of .*metrics",
+        ),
+        (
+            lambda run: (run / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"\xff": 1}\n'),
+            r"line 2 of .*metrics",
+        ),
         (lambda run: (run / "metrics.jsonl").mkdir(), "a folder is where a file should be"),
-        (lambda run: (run / "checkpoints").touch(), "checkpoints is a file, where the run keeps a folder"),
+        (
+            lambda run: (run / "checkpoints").touch(),
+            "checkpoints is a file, where the run keeps a folder",
+        ),
         (lambda run: (run / "config.yaml").write_text("env: [\n"), "is not YAML"),
     ],
     ids=["half a line", "half a character", "folder for file", "file for folder", "config"],
@@ -133,14 +177,18 @@ def test_what_is_damaged_in_a_run_s_folder_is_named_without_a_traceback(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text("env: frozen_lake\nmodel: tiny\nsteps: 1\ntrackers: []\nrun_dir: run\n")
+    (run / "config.yaml").write_text(
+        "env: frozen_lake\nmodel: tiny\nsteps: 1\ntrackers: []\nrun_dir: run\n"
+    )
     spoil(run)
     ended = agentrl("train", "--resume", "run", cwd=tmp_path)
     assert ended.returncode in (1, 2)
     assert re.search(says, " ".join(ended.stderr.split()))
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(agentrl: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     lake = str(ROOT / "examples" / "frozen_lake.yaml")
     for folder in ("file", "file/run"):
@@ -149,7 +197,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(agentrl: Callabl
         assert f"the folder {folder} cannot be made" in " ".join(ended.stderr.split())
 
 
-def test_a_damaged_page_of_the_ledger_is_refused_where_it_is_read(agentrl: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_damaged_page_of_the_ledger_is_refused_where_it_is_read(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("env: frozen_lake\n")

@@ -58,9 +58,13 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_where_the_file_system_has_no_locks_one_holder_at_a_time_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_where_the_file_system_has_no_locks_one_holder_at_a_time_is_named_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
     with RunLock(tmp_path):
-        with pytest.raises(ConfigError, match=f"in use: process {os.getpid()} on .*, since .* UTC, trains"):
+        with pytest.raises(
+            ConfigError, match=f"in use: process {os.getpid()} on .*, since .* UTC, trains"
+        ):
             RunLock(tmp_path).__enter__()
         assert not FileLock(tmp_path / "lock").acquire(wait=False)
     with RunLock(tmp_path), locked(tmp_path / "other"):
@@ -69,14 +73,20 @@ def test_where_the_file_system_has_no_locks_one_holder_at_a_time_is_named_and_no
 
 
 @pytest.mark.usefixtures("no_locks")
-@pytest.mark.parametrize(("holder", "age", "free"), [
-    (replace(Holder.this(), started="1"), 0, True),  # the id is another process's by now
-    (replace(Holder.this(), machine="another", host="node-7"), 60, False),
-    (replace(Holder.this(), machine="another", host="node-7"), 600, True),
-    (None, 60, False),  # it may be half written
-    (None, 600, True),
-], ids=["dead here", "alive elsewhere", "silent elsewhere", "half written", "left half written"])  # fmt: skip
-def test_the_file_of_a_dead_holder_does_not_count(tmp_path: Path, holder: Holder | None, age: int, free: bool) -> None:
+@pytest.mark.parametrize(
+    ("holder", "age", "free"),
+    [
+        (replace(Holder.this(), started="1"), 0, True),  # the id is another process's by now
+        (replace(Holder.this(), machine="another", host="node-7"), 60, False),
+        (replace(Holder.this(), machine="another", host="node-7"), 600, True),
+        (None, 60, False),  # it may be half written
+        (None, 600, True),
+    ],
+    ids=["dead here", "alive elsewhere", "silent elsewhere", "half written", "left half written"],
+)
+def test_the_file_of_a_dead_holder_does_not_count(
+    tmp_path: Path, holder: Holder | None, age: int, free: bool
+) -> None:
     marker = tmp_path / "lock.holder"
     marker.write_text(json.dumps(asdict(holder)) if holder else '{"pid": ')
     os.utime(marker, (marker.stat().st_mtime - age,) * 2)
@@ -111,7 +121,9 @@ def test_stores_of_weights_know_the_living_from_the_dead_without_locks(tmp_path:
     dead = tmp_path / "agentrl-weights-dead"
     dead.mkdir()
     (dead / ".holder").write_text(json.dumps(asdict(replace(Holder.this(), started="1"))))
-    locked_by_the_kernel = tmp_path / "agentrl-weights-outside"  # as seen from a container that has no locks
+    locked_by_the_kernel = (
+        tmp_path / "agentrl-weights-outside"
+    )  # as seen from a container that has no locks
     locked_by_the_kernel.mkdir()
     sweep(tmp_path)
     assert set(tmp_path.iterdir()) == {store.folder, locked_by_the_kernel}
@@ -120,10 +132,14 @@ def test_stores_of_weights_know_the_living_from_the_dead_without_locks(tmp_path:
     assert list(tmp_path.iterdir()) == [locked_by_the_kernel]
 
 
-def test_a_run_keeps_its_ledger_where_the_kernel_has_no_locks_and_a_killed_one_is_resumed(tmp_path: Path) -> None:
+def test_a_run_keeps_its_ledger_where_the_kernel_has_no_locks_and_a_killed_one_is_resumed(
+    tmp_path: Path,
+) -> None:
     for error in (errno.ENOSYS, errno.ENOLCK):
         command = [sys.executable, "-c", AS_A_RUN, str(error), str(tmp_path)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as run:
             assert run.stdout is not None
             assert run.stdout.readline() == "held\n"
             other = FileLock(tmp_path / "lock")

@@ -27,7 +27,9 @@ with open(sys.argv[1], "w") as file:
 
 
 def printed(tmp_path: Path, shell: str) -> tuple[int, str]:
-    """(exit status, what is said elsewhere) of a program that prints 4,000 lines; `P` stands for it."""
+    """(exit status, what is said elsewhere) of a program that prints 4,000 lines; `P` stands for
+    it.
+    """
     program = f"{sys.executable} -c '{PRINTING}' {tmp_path / 'file'}".replace("'s own", "s own")
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {shell.replace('P', program, 1)}"],
@@ -45,12 +47,16 @@ def test_a_closed_or_full_output_ends_nothing_and_is_said_once_where_that_is_pos
 ) -> None:
     status, said = printed(tmp_path, shell)
     assert status == 0
-    assert said.count("cannot be written (No space left on device)") == (1 if "full" in shell else 0)
+    assert said.count("cannot be written (No space left on device)") == (
+        1 if "full" in shell else 0
+    )
     assert "Traceback" not in said
     assert "Exception" not in said
 
 
-def test_what_fits_is_written_when_a_full_disk_has_room_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fits_is_written_when_a_full_disk_has_room_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Disk(StringIO):
         name = "log.txt"
         full = True

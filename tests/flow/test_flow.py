@@ -117,7 +117,9 @@ def test_who_catches_the_failure_of_a_flow_is_not_cancelled_by_it(virtual, waits
         with pytest.raises(KeyError):
             await flow_that_fails()
         assert owner.cancelling() == 0
-        with pytest.raises(TimeoutError):  # which tells its own cancellation from others by that number
+        with pytest.raises(
+            TimeoutError
+        ):  # which tells its own cancellation from others by that number
             async with asyncio.timeout(1):
                 await asyncio.sleep(10)
 
@@ -184,7 +186,9 @@ def test_a_full_channel_holds_the_producer_back_and_measures_it(virtual):
     items=st.integers(0, 12),
     cancel=st.lists(st.integers(0, 20), max_size=6),
 )
-def test_a_channel_loses_and_repeats_nothing_when_waiters_are_cancelled(capacity, producers, items, cancel):
+def test_a_channel_loses_and_repeats_nothing_when_waiters_are_cancelled(
+    capacity, producers, items, cancel
+):
     async def main() -> None:
         channel: Channel[tuple[int, int]] = Channel("c", capacity)
         got: list[tuple[int, int]] = []
@@ -212,7 +216,11 @@ def test_a_channel_loses_and_repeats_nothing_when_waiters_are_cancelled(capacity
             await asyncio.wait(tasks)
             await asyncio.sleep(1000)
             survivor.cancel()
-        assert sorted(got) == sorted(put) == [(who, i) for who in range(producers) for i in range(items)]
+        assert (
+            sorted(got)
+            == sorted(put)
+            == [(who, i) for who in range(producers) for i in range(items)]
+        )
 
     run_virtual(main)
 
@@ -261,7 +269,10 @@ def test_different_errors_of_agentrl_at_once_are_the_first_with_the_others_noted
     async def main() -> None:
         async with Flow("rollouts") as flow:
             for number in range(3):
-                flow.start(fails(FilterBudgetError(f"{number} groups were filtered")), name=f"filtered {number}")
+                flow.start(
+                    fails(FilterBudgetError(f"{number} groups were filtered")),
+                    name=f"filtered {number}",
+                )
             flow.start(fails(RetriesExhaustedError("2 tasks failed")), name="failed")
 
     with pytest.raises(FilterBudgetError, match="0 groups were filtered") as raised:
@@ -294,7 +305,10 @@ def test_paused_deadlines_of_a_task_begin_anew_and_those_of_others_go_on() -> No
     async def main() -> None:
         async with Flow("test") as flow:
             paused_one = flow.start(waiting(9, 1000), name="paused")
-            with pytest.raises(DeadlineError, match=r"generate .* of 10 s"), deadline("engine", "generate", 10):
+            with (
+                pytest.raises(DeadlineError, match=r"generate .* of 10 s"),
+                deadline("engine", "generate", 10),
+            ):
                 await asyncio.sleep(11)
             assert now() == 10
         assert paused_one.result() == 4 + 1000 + 9

@@ -46,7 +46,9 @@ def test_a_notice_counts_those_who_wait_and_ends_with_the_last() -> None:
     ]
 
 
-def test_what_is_waited_for_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_waited_for_again_and_again_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def main() -> None:
         await wait("a long wait", 1.0, pause=0.5, times=40)
         await wait("short waits", 1.0, pause=60.0, times=20)
@@ -62,7 +64,10 @@ def test_the_display_says_what_is_waited_for() -> None:
     console = Console(file=drawn, force_terminal=True, width=100)
 
     async def main() -> None:
-        with ProgressDisplay(console, 3) as display, notice("all servers are full (http://games:8800)"):
+        with (
+            ProgressDisplay(console, 3) as display,
+            notice("all servers are full (http://games:8800)"),
+        ):
             display.step(0, METRICS)
 
     asyncio.run(main())

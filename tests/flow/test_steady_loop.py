@@ -1,4 +1,6 @@
-"""A loop whose clock leaves out its gaps: deadlines and leases are what they were before a pause of the controller."""
+"""A loop whose clock leaves out its gaps: deadlines and leases are what they were before a pause of
+the controller.
+"""
 
 import asyncio
 import gc
@@ -45,7 +47,9 @@ def run(machine: Machine, main: Callable[[], Coroutine[Any, Any, None]]) -> None
         runner.run(main())
 
 
-def test_a_gap_is_not_counted_by_the_clock_but_measured_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gap_is_not_counted_by_the_clock_but_measured_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     machine = Machine()
 
     async def main() -> None:
@@ -60,10 +64,14 @@ def test_a_gap_is_not_counted_by_the_clock_but_measured_and_told_once(caplog: py
 
     with caplog.at_level(logging.WARNING, "agentrl.flow"):
         run(machine, main)
-    assert sum("the event loop was blocked for 10" in record.message for record in caplog.records) == 1
+    assert (
+        sum("the event loop was blocked for 10" in record.message for record in caplog.records) == 1
+    )
 
 
-def test_what_blocks_the_loop_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_blocks_the_loop_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(steady_loop, "_REPORTED_SECONDS", 0.0)
 
     async def main() -> None:
@@ -78,10 +86,15 @@ def test_what_blocks_the_loop_is_named(caplog: pytest.LogCaptureFixture, monkeyp
 
     with caplog.at_level(logging.WARNING, "agentrl.flow"):
         run(Machine(), main)
-    assert any("test_steady_loop.py" in record.message and "main" in record.message for record in caplog.records)
+    assert any(
+        "test_steady_loop.py" in record.message and "main" in record.message
+        for record in caplog.records
+    )
 
 
-def test_what_computes_by_design_is_counted_apart_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_computes_by_design_is_counted_apart_and_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     machine = Machine()
 
     async def main() -> None:
@@ -188,7 +201,9 @@ def test_what_lives_is_left_out_of_collections_of_garbage_until_the_loop_closes(
     async def is_spared() -> bool:
         lives: list[object] = []
         spare_what_lives()
-        return not any(found is lives for found in gc.get_objects())  # which leaves out what is frozen
+        return not any(
+            found is lives for found in gc.get_objects()
+        )  # which leaves out what is frozen
 
     gc.unfreeze()  # tests/conftest.py has frozen what was imported
     try:

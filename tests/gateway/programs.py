@@ -16,7 +16,9 @@ def said(base_url, api_key, text):
     """The model's answer to a text. The standard library is loaded in no time."""
     body = {"model": "policy", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
     headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
-    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions", json.dumps(body).encode(), headers
+    )
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]["message"]["content"] or ""
 

@@ -57,18 +57,26 @@ def runner_of(
     desk = Desk(config or GatewayConfig())
     sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 1e5, trained)
-    return AgentEpisodeRunner(policy, RENDERER, desk, Scripted(play, desk), budget, seconds, needs_reward=needs_reward)
+    return AgentEpisodeRunner(
+        policy, RENDERER, desk, Scripted(play, desk), budget, seconds, needs_reward=needs_reward
+    )
 
 
-async def said(session: AgentSession, messages: Sequence[Message], **fields: object) -> list[AgentAnswer]:
+async def said(
+    session: AgentSession, messages: Sequence[Message], **fields: object
+) -> list[AgentAnswer]:
     """Ask, and receive the answers."""
     async with session.asking(ChatRequest(tuple(messages), **fields)) as call:
         call.delivered = True
         return list(call.answers)
 
 
-async def abandoned(session: AgentSession, messages: Sequence[Message], seconds: float, **fields: object) -> bool:
-    """Ask, and go away after `seconds` without having read the answer. Whether it was there by then."""
+async def abandoned(
+    session: AgentSession, messages: Sequence[Message], seconds: float, **fields: object
+) -> bool:
+    """Ask, and go away after `seconds` without having read the answer. Whether it was there by
+    then.
+    """
     try:
         async with asyncio.timeout(seconds), session.asking(ChatRequest(tuple(messages), **fields)):
             return True

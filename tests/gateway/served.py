@@ -28,7 +28,10 @@ TOOL: dict[str, Any] = {
     "function": {
         "name": "add",
         "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
     },
 }
 CALL = ToolCall("add", {"a": 2, "b": 3}).render()
@@ -89,7 +92,9 @@ def served(
     async def main() -> tuple[Trajectory, AgentSession]:
         desk = Desk(config or GatewayConfig())
         program = Calling(play, desk)
-        runner = runner_on(desk, engine, program, seconds, trained=trained, formats=formats, renderer=renderer)
+        runner = runner_on(
+            desk, engine, program, seconds, trained=trained, formats=formats, renderer=renderer
+        )
         async with engine, serving(desk):
             (trajectory,) = await runner.play(Episode(episode, Task("agent", 0), 0))
         return trajectory, program.sessions[0]

@@ -62,7 +62,9 @@ def test_a_function_beside_the_config_is_found_again_by_a_resumed_run(tmp_path, 
         "from pathlib import Path; from agentrl.config import load_config\n"
         f"print(load_config(Path({str(run / 'config.yaml')!r})).config.env.folder)"
     )
-    resumed = subprocess.run([sys.executable, "-c", code], check=False, cwd=elsewhere, capture_output=True, text=True)
+    resumed = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=elsewhere, capture_output=True, text=True
+    )
     assert resumed.stdout.strip() == str(project), resumed.stderr
 
 

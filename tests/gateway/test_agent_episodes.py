@@ -1,4 +1,6 @@
-"""Episodes of programs: how they end, what they earn, what is asked twice. Without HTTP, under the virtual clock."""
+"""Episodes of programs: how they end, what they earn, what is asked twice. Without HTTP, under the
+virtual clock.
+"""
 
 import asyncio
 
@@ -47,7 +49,12 @@ def test_the_reward_is_that_of_the_last_turn():
     assert trajectory.status == Terminated()
     assert [turn.reward for turn in trajectory.turns] == [0.0, 2.0]
     assert trajectory.success
-    assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+    assert [message.role for message in trajectory.messages] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 def test_a_trajectory_says_when_its_episode_and_each_call_began():
@@ -104,7 +111,8 @@ def test_a_program_that_hangs_fails_at_the_deadline_of_the_episode():
 
     trajectory, _ = played(play, seconds=100.0)
     assert trajectory.status == Failed(
-        "environment", "episode did not answer within its deadline of 100 s (rollout.deadlines.episode)"
+        "environment",
+        "episode did not answer within its deadline of 100 s (rollout.deadlines.episode)",
     )
 
 
@@ -123,7 +131,9 @@ def test_a_slow_engine_does_not_make_a_program_idle():
         await said(session, [user("begin")])
         return AgentOutcome(1.0)
 
-    trajectory, _ = played(play, saying(prefill_seconds=lambda request: 500), config=GatewayConfig(idle_seconds=50))
+    trajectory, _ = played(
+        play, saying(prefill_seconds=lambda request: 500), config=GatewayConfig(idle_seconds=50)
+    )
     assert trajectory.status == Terminated()
 
 
@@ -145,7 +155,9 @@ def test_a_program_may_survive_a_failure_of_the_engine():
         await said(session, [user("begin")])
         return AgentOutcome(1.0)
 
-    trajectory, session = played(play, saying(fail=lambda request: failures.pop() if failures else None))
+    trajectory, session = played(
+        play, saying(fail=lambda request: failures.pop() if failures else None)
+    )
     assert trajectory.status == Terminated()
     assert len(trajectory.turns) == 1
     assert [call.kind for call in session.tree.calls] == ["start", "retry"]
@@ -158,14 +170,18 @@ def test_a_request_that_engines_die_of_is_refused_for_good_and_its_episode_is_no
         assert refused.value.status == 400  # which clients do not send again
         raise EnvError("it got no answer")
 
-    trajectory, _ = played(play, saying(fail=lambda request: LethalRequestError("engines died 2 times")))
+    trajectory, _ = played(
+        play, saying(fail=lambda request: LethalRequestError("engines died 2 times"))
+    )
     assert trajectory.status == Failed("engine", "engines died 2 times", final=True)
 
 
 def test_a_prompt_beyond_the_context_truncates_the_episode():
     async def play(session):
         (first,) = await said(session, [user("begin")])
-        await said(session, [user("begin"), Message("assistant", first.message.content), user("x" * 200)])
+        await said(
+            session, [user("begin"), Message("assistant", first.message.content), user("x" * 200)]
+        )
 
     trajectory, _ = played(play, saying(max_context=100))
     assert trajectory.status == Truncated("context")
@@ -424,7 +440,9 @@ def test_what_a_program_returns_becomes_an_outcome():
     assert outcome_of(None, "run") == AgentOutcome()
     assert outcome_of({"reward": 0.5, "success": True}, "run") == AgentOutcome(0.5, True)
     assert outcome_of(Score(0.5, {"style": 0.1}), "run") == AgentOutcome(0.5, None, {"style": 0.1})
-    assert outcome_of(np.float32(0.5), "run") == outcome_of(np.array(0.5), "run") == AgentOutcome(0.5)
+    assert (
+        outcome_of(np.float32(0.5), "run") == outcome_of(np.array(0.5), "run") == AgentOutcome(0.5)
+    )
     assert outcome_of({"reward": 1, "success": np.bool_(False)}, "run") == AgentOutcome(1.0, False)
 
 
@@ -438,13 +456,30 @@ class Unwilling:
 @pytest.mark.parametrize(
     "wrong",
     [
-        "1", b"1", float("nan"), float("inf"), True, 10**400, -(10**5000), [1.0], np.array([1.0, 0.0]), 1j, Unwilling(),
-        {"rewards": 1}, {1: 1}, {"reward": [1]}, {"reward": 1, "parts": [1]}, {"reward": 1, "parts": {"a": "b"}},
-        {"reward": 1, "success": "false"}, {"reward": 1, "success": 1}, Score.failed("broken"),
-        Score(float("nan")), Score(1.0, {"a": float("inf")}),
+        "1",
+        b"1",
+        float("nan"),
+        float("inf"),
+        True,
+        10**400,
+        -(10**5000),
+        [1.0],
+        np.array([1.0, 0.0]),
+        1j,
+        Unwilling(),
+        {"rewards": 1},
+        {1: 1},
+        {"reward": [1]},
+        {"reward": 1, "parts": [1]},
+        {"reward": 1, "parts": {"a": "b"}},
+        {"reward": 1, "success": "false"},
+        {"reward": 1, "success": 1},
+        Score.failed("broken"),
+        Score(float("nan")),
+        Score(1.0, {"a": float("inf")}),
     ],
     ids=lambda wrong: type(wrong).__name__,
-)  # fmt: skip
+)
 def test_what_is_no_reward_is_a_failure_of_the_program(wrong):
     with pytest.raises(EnvError, match="run returned"):
         outcome_of(wrong, "run")
@@ -458,7 +493,9 @@ def test_what_is_no_reward_is_a_failure_of_the_program(wrong):
         (Budget(turns=2), "turns", "turn_limit_exceeded"),
     ],
 )
-def test_a_call_beyond_the_budget_is_refused_by_its_name_and_truncates_the_episode(budget, limit, code):
+def test_a_call_beyond_the_budget_is_refused_by_its_name_and_truncates_the_episode(
+    budget, limit, code
+):
     refusals = []
 
     async def play(session):

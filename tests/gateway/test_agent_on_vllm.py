@@ -10,18 +10,30 @@ from tests.processes import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
-    "recipe.demonstrations=null", "rollout.groups_per_step=4", "rollout.group_size=4", "steps=3", "evaluation.tasks=8",
-    "engine=vllm", "engine.max_batch=16", "rollout.max_staleness=0",
-)  # fmt: skip
+    "recipe.demonstrations=null",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "steps=3",
+    "evaluation.tasks=8",
+    "engine=vllm",
+    "engine.max_batch=16",
+    "rollout.max_staleness=0",
+)
 
 
 @pytest.mark.vllm
 @pytest.mark.long
 def test_a_program_trains_what_vllm_serves(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # as users have it: what vLLM compiles agrees with the trainer
+    monkeypatch.delenv(
+        "TORCHDYNAMO_DISABLE"
+    )  # as users have it: what vLLM compiles agrees with the trainer
     config = str(ROOT / "examples" / "agent" / "agent.yaml")
-    command = Command("train", config, *SETTINGS, "run_dir=run", cwd=tmp_path, log=tmp_path / "run.log")
+    command = Command(
+        "train", config, *SETTINGS, "run_dir=run", cwd=tmp_path, log=tmp_path / "run.log"
+    )
     assert command.wait(PATIENCE_SECONDS) == 0, command.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12
-    assert summary["largest_logprob_gap"] < 1e-3  # the trainer computes what the engine sampled, token for token
+    assert (
+        summary["largest_logprob_gap"] < 1e-3
+    )  # the trainer computes what the engine sampled, token for token

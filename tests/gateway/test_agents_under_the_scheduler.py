@@ -1,4 +1,6 @@
-"""Programs under the production scheduler, by the virtual clock: they train as environments do, and may fail."""
+"""Programs under the production scheduler, by the virtual clock: they train as environments do, and
+may fail.
+"""
 
 import asyncio
 import random
@@ -34,7 +36,9 @@ from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Message, Terminated
 from tests.gateway.scripted import RENDERER, said, user
 
-DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=500, group=100_000, stall=6000)
+DEADLINES = Deadlines(
+    reset=50, step=50, generate=1000, reward=50, episode=500, group=100_000, stall=6000
+)
 SAMPLING = SamplingParams(max_tokens=6, stop_token_ids=RENDERER.stop_token_ids)
 
 
@@ -120,19 +124,26 @@ def rolled(make_runner, engine, config, steps, ledger=None):
 
 
 def agent_runner(play, desk):
-    return lambda policy: AgentEpisodeRunner(policy, RENDERER, desk, Plays(play, desk), Budget(turns=100), 500.0)
+    return lambda policy: AgentEpisodeRunner(
+        policy, RENDERER, desk, Plays(play, desk), Budget(turns=100), 500.0
+    )
 
 
 def test_a_task_gives_the_same_batch_as_an_environment_and_as_a_program():
     config = RolloutConfig(groups_per_step=3, group_size=4, deadlines=DEADLINES)
     host = EnvHost({"task": CountLetters}, DEADLINES)
     as_env = rolled(
-        lambda policy: EnvEpisodeRunner(policy, RENDERER, host, Budget(), 500.0), sampling_engine(), config, steps=3
+        lambda policy: EnvEpisodeRunner(policy, RENDERER, host, Budget(), 500.0),
+        sampling_engine(),
+        config,
+        steps=3,
     )
     as_agent = rolled(agent_runner(count_letters, Desk()), sampling_engine(), config, steps=3)
     algorithm = Grpo(Grpo.Config())
     for env_groups, agent_groups in zip(as_env, as_agent, strict=True):
-        one, other = (collate(samples_of(groups, algorithm)) for groups in (env_groups, agent_groups))
+        one, other = (
+            collate(samples_of(groups, algorithm)) for groups in (env_groups, agent_groups)
+        )
         assert one.num_loss_tokens > 0
         assert np.any(one.advantages_N)
         for field in fields(one):  # the loss and its gradient are functions of these
@@ -143,7 +154,9 @@ def test_a_task_gives_the_same_batch_as_an_environment_and_as_a_program():
                 np.testing.assert_array_equal(values, same, field.name)
         env_texts = [t.messages for group in env_groups for t in group.trajectories]
         agent_texts = [t.messages for group in agent_groups for t in group.trajectories]
-        assert [texts[: len(agent)] for texts, agent in zip(env_texts, agent_texts, strict=True)] == agent_texts
+        assert [
+            texts[: len(agent)] for texts, agent in zip(env_texts, agent_texts, strict=True)
+        ] == agent_texts
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -161,7 +174,10 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
             raise EnvError("the program is lost")
         if trouble == "hang":
             await asyncio.Event().wait()
-        if trouble in ("disconnect", "leave"):  # with a call in flight, or one whose answer it does not take
+        if trouble in (
+            "disconnect",
+            "leave",
+        ):  # with a call in flight, or one whose answer it does not take
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05), session.asking(ChatRequest((user("gone"),))):
                     pass
@@ -169,13 +185,22 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
             raise EnvError("the connection is lost")
         return AgentOutcome(float(session.episode.member + 1))
 
-    desk, ledger, engine = Desk(GatewayConfig(idle_seconds=400)), Ledger(":memory:"), sampling_engine()
+    desk, ledger, engine = (
+        Desk(GatewayConfig(idle_seconds=400)),
+        Ledger(":memory:"),
+        sampling_engine(),
+    )
     config = RolloutConfig(groups_per_step=4, group_size=4, max_staleness=2, deadlines=DEADLINES)
     batches = rolled(agent_runner(unreliable, desk), engine, config, steps=8, ledger=ledger)
     groups = [group for batch in batches for group in batch]
     assert len(groups) == 32
     for group in groups:
-        assert list(group.rewards_G) == [1.0, 2.0, 3.0, 4.0]  # none is invented, and none is missing
+        assert list(group.rewards_G) == [
+            1.0,
+            2.0,
+            3.0,
+            4.0,
+        ]  # none is invented, and none is missing
         assert {trajectory.status for trajectory in group.trajectories} == {Terminated()}
     fates = ledger.episode_fates()
     assert fates.settled

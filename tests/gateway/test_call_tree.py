@@ -22,7 +22,10 @@ from tests.properties import examples
 
 CALL = ToolCall("add", {"a": 2, "b": 3}).render()
 TEXTS = ("yes", "no", "the summary of all this", "look at 7", CALL, f"I add.\n{CALL}\n{CALL}", "")
-TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
+}
 
 
 def tools_of(messages):
@@ -61,8 +64,9 @@ def recording(rng: random.Random) -> RecordingEngine:
 
 
 class RandomProgram:
-    """Calls in every way that programs do: parallel, again, edited, abandoned, summarised, by sub-agents, with tools
-    whose calls come back with other ids and results out of order, with messages merged or left out.
+    """Calls in every way that programs do: parallel, again, edited, abandoned, summarised, by
+    sub-agents, with tools whose calls come back with other ids and results out of order, with
+    messages merged or left out.
     """
 
     def __init__(self, rng: random.Random, steps: int) -> None:
@@ -91,7 +95,8 @@ class RandomProgram:
                 await self._asks(session, [*opening, user(f"so far: {said_last}")])
             case 4:
                 edited = [
-                    Message(m.role, f"{m.content} (edited)") if self.rng.random() < 0.3 else m for m in conversation
+                    Message(m.role, f"{m.content} (edited)") if self.rng.random() < 0.3 else m
+                    for m in conversation
                 ]
                 await self._asks(session, [*edited, user("c")])
             case 5:
@@ -108,7 +113,9 @@ class RandomProgram:
             case 9:  # the library asks once more, with the same body or with another
                 again = [*conversation, user("sdk")]
                 await self._gives_up(session, again)
-                await self._asks(session, [*again, *self.rng.choice([[], [user("more")]])], repeated=True)
+                await self._asks(
+                    session, [*again, *self.rng.choice([[], [user("more")]])], repeated=True
+                )
             case 10:
                 merged = user("\n".join(m.content for m in conversation if m.role == "user"))
                 await self._asks(session, [*(m for m in conversation if m.role != "user"), merged])
@@ -118,12 +125,15 @@ class RandomProgram:
 
     async def _asks(self, session, messages, **fields) -> None:
         count = self.rng.choice([1, 1, 1, 2])
-        for answer in await said(session, messages, count=count, tools=tools_of(messages), **fields):
+        for answer in await said(
+            session, messages, count=count, tools=tools_of(messages), **fields
+        ):
             self.known.append([*messages, *self._sent_back(answer)])
 
     def _sent_back(self, answer) -> list[Message]:
-        """An answer as programs send it back: stripped or with white space, without its reasoning, its calls with ids
-        of their own and arguments in another order; and results of tools, in any order.
+        """An answer as programs send it back: stripped or with white space, without its reasoning,
+        its calls with ids of their own and arguments in another order; and results of tools, in any
+        order.
         """
         space = self.rng.choice(["", " ", "\n"])
         message, calls = answer.message, answer.calls
@@ -131,7 +141,9 @@ class RandomProgram:
             return [Message("assistant", message.content + space)]
         if self.rng.random() < 0.3:
             calls = tuple(replace(call, id=f"own-{self.rng.random()}") for call in calls)
-        calls = tuple(replace(call, arguments=dict(reversed(call.arguments.items()))) for call in calls)
+        calls = tuple(
+            replace(call, arguments=dict(reversed(call.arguments.items()))) for call in calls
+        )
         results = [Message("tool", self.rng.choice("123"), tool_call_id=call.id) for call in calls]
         self.rng.shuffle(results)
         return [assistant(message.said + space, calls), *results]
@@ -164,9 +176,13 @@ def test_every_sampled_token_is_in_exactly_one_row_or_dropped_with_a_reason(seed
         lost = np.flatnonzero(np.diff(np.concatenate([[0], sample.loss_mask.view(np.int8), [0]])))
         for begin, end in zip(lost[::2], lost[1::2], strict=True):
             # An answer that another follows at once has no prompt between them; there is none such.
-            trained[tuple(sample.token_ids[:begin].tolist()), tuple(sample.token_ids[begin:end].tolist())] += 1
+            trained[
+                tuple(sample.token_ids[:begin].tolist()),
+                tuple(sample.token_ids[begin:end].tolist()),
+            ] += 1
     unseen = Counter(
-        (tuple(a.call.prompt_ids.tolist()), tuple(a.completion.token_ids.tolist())) for a in session.tree.unseen()
+        (tuple(a.call.prompt_ids.tolist()), tuple(a.completion.token_ids.tolist()))
+        for a in session.tree.unseen()
     )
     returned = Counter((tuple(prompt), tuple(answer)) for prompt, answer in engine.returned)
     assert trained + unseen == returned
@@ -181,7 +197,9 @@ class WithTitles(RandomProgram):
 
     async def _asks(self, session, messages, **fields) -> None:
         model = self.rng.choice(["policy", "policy", "small"])
-        for answer in await said(session, messages, tools=tools_of(messages), model=model, **fields):
+        for answer in await said(
+            session, messages, tools=tools_of(messages), model=model, **fields
+        ):
             self.known.append([*messages, *self._sent_back(answer)])
 
 
@@ -191,7 +209,9 @@ def test_tokens_of_other_models_are_in_no_row_and_break_none(seed, steps):
     tree = session.tree
     trained = [answer for row in tree.rows() for answer in row]
     others = tree.of_another_model() if any(call.by_name for call in tree.calls) else []
-    assert sorted(answer.id for answer in (*trained, *tree.unseen(), *others)) == sorted(a.id for a in tree.answers())
+    assert sorted(answer.id for answer in (*trained, *tree.unseen(), *others)) == sorted(
+        a.id for a in tree.answers()
+    )
     assert trajectory.dropped.get("other_model", (0, 0))[0] == len(others)
     assert len({answer.call.by_name for answer in trained}) <= 1
     inner = {answer.call.parent for answer in trained} - {None}
@@ -242,7 +262,8 @@ def kinds(*asked: list[Message]) -> list[str]:
     """The kinds of calls that are asked one after another, each answered with a text of its own."""
     texts = ["I go to the shop", "I buy the bread", "A summary: bread is bought", "done"]
     engine = ScriptedEngine.replying(
-        lambda request: list(texts[int(request.id.rpartition("/")[2])].encode()), max_context=100_000
+        lambda request: list(texts[int(request.id.rpartition("/")[2])].encode()),
+        max_context=100_000,
     )
 
     async def play(session):
@@ -267,7 +288,11 @@ SECOND = [*FIRST, user("you are there"), Message("assistant", "I buy the bread")
 
 
 def test_a_call_that_goes_on_is_an_extension_and_a_second_one_from_there_a_branch():
-    assert kinds(BEGIN, [*FIRST, user("a")], [*FIRST, user("b")]) == ["start", "extension", "branch"]
+    assert kinds(BEGIN, [*FIRST, user("a")], [*FIRST, user("b")]) == [
+        "start",
+        "extension",
+        "branch",
+    ]
 
 
 def test_the_same_call_for_another_answer_is_a_retry():
@@ -275,7 +300,10 @@ def test_the_same_call_for_another_answer_is_a_retry():
 
 
 def test_another_opening_is_that_of_a_subagent():
-    assert kinds(BEGIN, [Message("system", "You search."), user("where is bread?")]) == ["start", "subagent"]
+    assert kinds(BEGIN, [Message("system", "You search."), user("where is bread?")]) == [
+        "start",
+        "subagent",
+    ]
 
 
 def test_a_history_that_is_shown_differently_is_an_edit():
@@ -289,8 +317,14 @@ OTHER = Message("system", "You judge.")
 @pytest.mark.parametrize(
     ("asked", "kind"),
     [
-        ([OTHER, *FIRST[1:], user("you are there")], "edit"),  # another system message, such as the time
-        ([SYSTEM, user("you are there"), *SECOND[-1:], user("and now?")], "edit"),  # the oldest turns are left out
+        (
+            [OTHER, *FIRST[1:], user("you are there")],
+            "edit",
+        ),  # another system message, such as the time
+        (
+            [SYSTEM, user("you are there"), *SECOND[-1:], user("and now?")],
+            "edit",
+        ),  # the oldest turns are left out
         ([*BEGIN, user("and milk")], "edit"),  # without the answer
         ([OTHER, user("Was this right: I go to the shop")], "subagent"),  # a critic
         ([OTHER, user("2 + 2"), Message("assistant", "4"), user("3 + 4")], "subagent"),

@@ -58,7 +58,9 @@ def played(command: str, network: str, url: str | None = None):
 
     async def main():
         desk, engine = Desk(GatewayConfig(network=network, url=url)), saying("left")
-        runner = runner_on(desk, engine, scheme(f"command {command}").program(desk, None, None), PATIENCE_SECONDS)
+        runner = runner_on(
+            desk, engine, scheme(f"command {command}").program(desk, None, None), PATIENCE_SECONDS
+        )
         async with engine, serving(desk):
             return (await runner.play(Episode("e", Task("agent:x", 7), 0)))[0]
 
@@ -67,7 +69,12 @@ def played(command: str, network: str, url: str | None = None):
 
 def own_address() -> str:
     """An address of this machine beside 127.0.0.1, as that of another host is."""
-    found = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+    found = [
+        one.address
+        for each in psutil.net_if_addrs().values()
+        for one in each
+        if one.family == socket.AF_INET
+    ]
     return next((address for address in found if not address.startswith("127.")), "127.0.0.2")
 
 
@@ -88,7 +95,9 @@ def services(tmp_path):
 @pytest.mark.parametrize(("network", "reward"), [("gateway", 1.0), ("open", 0.0)])
 def test_a_program_reaches_the_gateway_and_nothing_else(network, reward, services, tmp_path):
     file = tmp_path / "agent.py"
-    file.write_text(ALL_BUT_THE_GATEWAY if network == "gateway" else ALL_BUT_THE_GATEWAY.replace("assert", "#"))
+    file.write_text(
+        ALL_BUT_THE_GATEWAY if network == "gateway" else ALL_BUT_THE_GATEWAY.replace("assert", "#")
+    )
     trajectory = played(shlex.join([sys.executable, str(file), json.dumps(services)]), network)
     assert trajectory.status == Terminated(), trajectory.status
     assert trajectory.env_return == reward
@@ -98,12 +107,15 @@ def test_a_program_reaches_the_gateway_and_nothing_else(network, reward, service
 def test_a_contained_program_does_not_take_the_address_of_others(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text(ALL_BUT_THE_GATEWAY)
-    trajectory = played(shlex.join([sys.executable, str(file), "[]"]), "gateway", "http://gateway.example:9000")
+    trajectory = played(
+        shlex.join([sys.executable, str(file), "[]"]), "gateway", "http://gateway.example:9000"
+    )
     assert trajectory.env_return == 1.0, trajectory.status
 
 
 @pytest.mark.parametrize(
-    ("command", "error"), [("echo no idea; exit 3", "status 3: no idea"), ("kill -9 $$", "status 137")]
+    ("command", "error"),
+    [("echo no idea; exit 3", "status 3: no idea"), ("kill -9 $$", "status 137")],
 )
 def test_a_contained_command_that_fails_has_failed(command, error):
     status = played(command, "gateway").status
@@ -122,7 +134,9 @@ def test_all_processes_of_a_contained_command_end_with_it(tmp_path):
         desk = Desk(GatewayConfig(network="gateway"))
         async with serving(desk):
             agent = CommandAgent(command, {"AGENTRL_TEST_STARTED": str(started)}, desk)
-            playing = asyncio.get_running_loop().create_task(agent.run(Assignment(Task("agent:x", 7), desk.url, key)))
+            playing = asyncio.get_running_loop().create_task(
+                agent.run(Assignment(Task("agent:x", 7), desk.url, key))
+            )
             await until(started.exists)
             assert len(processes_with(key)) >= 5
             playing.cancel()
@@ -194,15 +208,24 @@ except ConfigError as error:
 
 
 def test_a_machine_without_namespaces_is_refused_by_name():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NAMESPACES], check=True, capture_output=True, text=True)
-    assert "gateway.network=gateway: this machine cannot keep programs from the network" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NAMESPACES], check=True, capture_output=True, text=True
+    )
+    assert (
+        "gateway.network=gateway: this machine cannot keep programs from the network" in done.stdout
+    )
     assert "unshare: No space left on device" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("overrides", "error"),
-    [([], "runs in threads: write env.isolation=process"), (["env=agent:remote"], "started by others: leave it out")],
+    [
+        ([], "runs in threads: write env.isolation=process"),
+        (["env=agent:remote"], "started by others: leave it out"),
+    ],
 )
 def test_programs_that_cannot_be_contained_are_refused(overrides, error):
     with pytest.raises(ConfigError, match=error):
-        load_config(ROOT / "examples" / "agent" / "agent.yaml", ["gateway.network=gateway", *overrides])
+        load_config(
+            ROOT / "examples" / "agent" / "agent.yaml", ["gateway.network=gateway", *overrides]
+        )

@@ -19,7 +19,9 @@ BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 def client_of(assignment, key=None) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {key or assignment.api_key}"}
-    return httpx.AsyncClient(base_url=assignment.base_url, headers=headers, timeout=PATIENCE_SECONDS)
+    return httpx.AsyncClient(
+        base_url=assignment.base_url, headers=headers, timeout=PATIENCE_SECONDS
+    )
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -72,7 +74,9 @@ def test_an_answer_to_a_connection_that_is_gone_is_not_trained_on():
 
 def asked_with_arguments(arguments: str) -> bytes:
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return json.dumps(BODY | {"messages": [{"role": "assistant", "tool_calls": [call]}, *BODY["messages"]]}).encode()
+    return json.dumps(
+        BODY | {"messages": [{"role": "assistant", "tool_calls": [call]}, *BODY["messages"]]}
+    ).encode()
 
 
 @pytest.mark.parametrize(
@@ -88,12 +92,28 @@ def asked_with_arguments(arguments: str) -> bytes:
         (b'{"model": "m", "messages": [5]}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "user", "content": {"a": 1}}]}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "user"}]}', 400, "content"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 99}', 400, "n is 99"),
+        (
+            b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 99}',
+            400,
+            "n is 99",
+        ),
         (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogate"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": -1}', 400, "max_tokens"),
+        (
+            b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": -1}',
+            400,
+            "max_tokens",
+        ),
         (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 0}', 400, "n"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": [""]}', 400, "stop"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "not JSON"),
+        (
+            b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": [""]}',
+            400,
+            "stop",
+        ),
+        (
+            b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+            400,
+            "not JSON",
+        ),
         (asked_with_arguments("[" * 5_000), 400, "arguments of the call 'x'"),
         (asked_with_arguments('{"a": ' + "[" * 300 + "]" * 300 + "}"), 400, "too deep nesting"),
         (asked_with_arguments('{"a": 1e400}'), 400, "infinite number"),
@@ -105,7 +125,10 @@ def test_nonsense_is_refused_and_harms_no_episode(content, status, error):
     async def play(assignment):
         async with client_of(assignment) as client:
             refused = await client.post("/chat/completions", content=content)
-            assert (refused.status_code, error in refused.json()["error"]["message"]) == (status, True), refused.text
+            assert (refused.status_code, error in refused.json()["error"]["message"]) == (
+                status,
+                True,
+            ), refused.text
             assert (await client.post("/chat/completions", json=BODY)).status_code == 200
         return 1.0
 
@@ -135,13 +158,16 @@ def test_schemathesis_finds_nothing(examples, tmp_path):
     async def play(assignment):
         async with client_of(assignment) as client:
             for path in ("/chat/completions", "/messages", "/responses"):
-                await client.post(path, json=BODY)  # the first request of a protocol loads its types
+                await client.post(
+                    path, json=BODY
+                )  # the first request of a protocol loads its types
         run = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).with_name("st")),
             "run",
             f"{assignment.url}/openapi.json",
             f"--header=Authorization: Bearer {assignment.api_key}",
-            "--exclude-checks=positive_data_acceptance",  # the schema does not say which fields are refused
+            # the schema does not say which fields are refused
+            "--exclude-checks=positive_data_acceptance",
             f"--max-examples={examples}",
             "--seed=1",
             "--no-color",

@@ -20,5 +20,11 @@ def test_calls_are_counted_by_row_and_by_kind():
 
 def test_environments_make_no_calls():
     task = Task("frozen_lake", 0)
-    played = Trajectory("e", task, (Turn([1], Completion([3], [0.0], [0], "stop"), 0.0, {}),), Terminated())
-    assert not [name for name in rollout_metrics([Group(task, (played,), (Score(1.0),))], 0) if "calls" in name]
+    played = Trajectory(
+        "e", task, (Turn([1], Completion([3], [0.0], [0], "stop"), 0.0, {}),), Terminated()
+    )
+    assert not [
+        name
+        for name in rollout_metrics([Group(task, (played,), (Score(1.0),))], 0)
+        if "calls" in name
+    ]

@@ -1,4 +1,6 @@
-"""Programs as episodes: functions, commands, agents elsewhere. How they end, and that nothing of them is left."""
+"""Programs as episodes: functions, commands, agents elsewhere. How they end, and that nothing of
+them is left.
+"""
 
 import asyncio
 import os
@@ -29,7 +31,14 @@ from tests.processes import PATIENCE_SECONDS, processes_with
 TASK = Task("agent:x", 7, {"size": 3}, "t1")
 
 
-def played(address: str, *, seconds: float = PATIENCE_SECONDS, isolation=None, text: str = "left", task=TASK):
+def played(
+    address: str,
+    *,
+    seconds: float = PATIENCE_SECONDS,
+    isolation=None,
+    text: str = "left",
+    task=TASK,
+):
     async def main():
         desk, engine = Desk(GatewayConfig()), saying(text)
         runner = runner_on(desk, engine, scheme(address).program(desk, isolation, None), seconds)
@@ -51,7 +60,10 @@ def test_a_function_plays_an_episode_in_a_thread_or_in_a_process(isolation):
 def test_each_episode_of_a_function_has_the_options_of_its_task(isolation):
     task = Task("agent:x", 7, {"size": 3, "deep": []}, "t1")
     address = "tests.gateway.programs:spoils_options"
-    assert [played(address, isolation=isolation, task=task).env_return for _ in range(2)] == [4.0, 4.0]
+    assert [played(address, isolation=isolation, task=task).env_return for _ in range(2)] == [
+        4.0,
+        4.0,
+    ]
     assert task.options == {"size": 3, "deep": []}
 
 
@@ -140,13 +152,16 @@ def test_all_processes_of_a_command_end_with_it(tmp_path):
     asyncio.run(main())
 
 
-# Starts a process that ignores signals and has none of the episode's variables, and whose parents have ended.
+# Starts a process that ignores signals and has none of the episode's variables, and whose parents
+# have ended.
 DAEMON = """trap "" TERM HUP INT; (env -i setsid sh -c 'trap "" TERM HUP; sleep {mark}; :' &)
 until pgrep -f '^sleep {mark}'; do :; done
 """
 
 
-@pytest.mark.parametrize(("ends", "error"), [("true", None), ("exit 4", "status 4"), ("kill -9 0", "status 137")])
+@pytest.mark.parametrize(
+    ("ends", "error"), [("true", None), ("exit 4", "status 4"), ("kill -9 0", "status 137")]
+)
 def test_no_daemon_outlives_its_command(ends, error):
     mark = f"6{os.getpid()}"
     with pytest.raises(EnvError, match=error) if error else nullcontext():
@@ -191,7 +206,9 @@ asyncio.run(main())
 
 
 def still_sleeping(mark: str) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if ["sleep", mark] == one.info["cmdline"]]
+    return [
+        one for one in psutil.process_iter(["cmdline"]) if ["sleep", mark] == one.info["cmdline"]
+    ]
 
 
 def test_processes_end_when_the_run_is_killed_and_the_next_start_removes_their_files(tmp_path):
@@ -226,7 +243,9 @@ def remotely(agent, config=None, token=None, needs_reward=True):
     async def main():
         desk, engine = Desk(config or GatewayConfig()), saying("left")
         agents = RemoteAgents(desk)
-        runner = replace(runner_on(desk, engine, agents, PATIENCE_SECONDS), needs_reward=needs_reward)
+        runner = replace(
+            runner_on(desk, engine, agents, PATIENCE_SECONDS), needs_reward=needs_reward
+        )
         async with engine, serving(desk, agents), httpx.AsyncClient(base_url=desk.url) as client:
             headers = {"authorization": f"Bearer {token}"} if token else {}
             assert (await client.post("/v1/tasks", headers=headers)).status_code == 204
@@ -262,8 +281,16 @@ def test_an_agent_elsewhere_takes_a_task_and_posts_its_reward():
 def test_an_agent_elsewhere_whose_run_has_rewards_of_its_own_only_says_that_it_is_done():
     async def agent(client, taken):
         headers = await asks(client, taken)
-        for wrong in ({}, {"done": False}, {"call": "0", "done": True}, {"reward": None}, {"reward": True}):
-            assert (await client.post("/v1/rewards", json=wrong, headers=headers)).status_code == 400
+        for wrong in (
+            {},
+            {"done": False},
+            {"call": "0", "done": True},
+            {"reward": None},
+            {"reward": True},
+        ):
+            assert (
+                await client.post("/v1/rewards", json=wrong, headers=headers)
+            ).status_code == 400
         ends = {"success": True, "done": True}
         assert (await client.post("/v1/rewards", json=ends, headers=headers)).status_code == 200
 
@@ -281,7 +308,11 @@ def test_an_agent_elsewhere_that_comes_back_too_late_changes_nothing():
         await client.post("/v1/rewards", json={"reward": 1.0, "done": True}, headers=headers)
         while (await client.get("/health")).json()["episodes"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        for path, body in (("rewards", {"reward": 9.0}), ("failures", {"error": "x"}), ("chat/completions", {})):
+        for path, body in (
+            ("rewards", {"reward": 9.0}),
+            ("failures", {"error": "x"}),
+            ("chat/completions", {}),
+        ):
             late.append((await client.post(f"/v1/{path}", json=body, headers=headers)).status_code)
 
     assert remotely(agent).env_return == 1.0
@@ -310,7 +341,9 @@ def test_tasks_are_only_for_agents_with_the_token(monkeypatch):
     monkeypatch.setenv("AGENTS_TOKEN", "secret")
 
     async def agent(client, taken):
-        assert (await client.post("/v1/tasks", headers={"authorization": "Bearer guessed"})).status_code == 401
+        assert (
+            await client.post("/v1/tasks", headers={"authorization": "Bearer guessed"})
+        ).status_code == 401
         headers = await asks(client, taken)
         await client.post("/v1/rewards", json={"reward": 1.0, "done": True}, headers=headers)
 

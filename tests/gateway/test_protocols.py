@@ -30,18 +30,32 @@ def answers_of(trajectory) -> list[str]:
 def test_chat_completions_with_tools_extend_one_conversation():
     async def play(assignment):
         async with client_of(assignment) as client:
-            messages = [{"role": "system", "content": "You add."}, {"role": "user", "content": "2 + 3?"}]
-            first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            messages = [
+                {"role": "system", "content": "You add."},
+                {"role": "user", "content": "2 + 3?"},
+            ]
+            first = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[TOOL]
+            )
             message = first.choices[0].message
             assert first.choices[0].finish_reason == "tool_calls"
             assert message.content == "Let me see."
             (call,) = message.tool_calls
             assert call.function.name == "add"
             arguments = loads(call.function.arguments)
-            result = {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}
+            result = {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "content": str(arguments["a"] + arguments["b"]),
+            }
             messages += [message.model_dump(exclude_none=True), result]
-            second = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-            assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
+            second = await client.chat.completions.create(
+                model="policy", messages=messages, tools=[TOOL]
+            )
+            assert (
+                second.usage.prompt_tokens
+                > first.usage.prompt_tokens + first.usage.completion_tokens
+            )
             return float(second.choices[0].message.content == "5")
 
     trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
@@ -60,7 +74,9 @@ def test_parallel_calls_of_tools_have_ids_of_their_own_in_the_whole_episode():
         async with client_of(assignment) as client:
             messages = [{"role": "user", "content": "2 + 3, twice"}]
             for _ in range(2):
-                answer = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+                answer = await client.chat.completions.create(
+                    model="policy", messages=messages, tools=[TOOL]
+                )
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 for call in message.tool_calls:
@@ -80,13 +96,19 @@ def unreadable(value: str) -> str:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
-    "value", ["1e400", "NaN", '"\\ud800"', "[" * 300 + "]" * 300], ids=["inf", "nan", "half", "deep"]
+    "value",
+    ["1e400", "NaN", '"\\ud800"', "[" * 300 + "]" * 300],
+    ids=["inf", "nan", "half", "deep"],
 )
 def test_a_call_that_no_reader_of_json_can_read_stays_text(value, streams):
     paths = {
         "/chat/completions": {"messages": [{"role": "user", "content": "1"}], "tools": [TOOL]},
         "/responses": {"input": "2", "tools": [RESPONSES_TOOL]},
-        "/messages": {"messages": [{"role": "user", "content": "3"}], "tools": [ANTHROPIC_TOOL], "max_tokens": 4000},
+        "/messages": {
+            "messages": [{"role": "user", "content": "3"}],
+            "tools": [ANTHROPIC_TOOL],
+            "max_tokens": 4000,
+        },
     }
 
     async def play(assignment):
@@ -108,37 +130,66 @@ def test_what_a_library_writes_with_its_nulls_is_read_as_without():
         async with client_of(assignment, max_retries=0) as client:
             messages = [{"role": "user", "content": "1"}]
             asked = {"model": "policy", "tools": [TOOL]}
-            message = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+            message = (
+                (await client.chat.completions.create(messages=messages, **asked))
+                .choices[0]
+                .message
+            )
             result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
-            messages += [message.model_dump() | {"tool_calls": [message.tool_calls[0].model_dump()]}, result]
-            message = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+            messages += [
+                message.model_dump() | {"tool_calls": [message.tool_calls[0].model_dump()]},
+                result,
+            ]
+            message = (
+                (await client.chat.completions.create(messages=messages, **asked))
+                .choices[0]
+                .message
+            )
             messages += [message.model_dump(), {"role": "user", "content": "and now?"}]
             assert message.tool_calls is None
-            nulls = dict.fromkeys(("tools", "tool_choice", "n", "stream", "response_format", "functions"))
-            await client.chat.completions.create(messages=messages, model="policy", extra_body=nulls)
+            nulls = dict.fromkeys(
+                ("tools", "tool_choice", "n", "stream", "response_format", "functions")
+            )
+            await client.chat.completions.create(
+                messages=messages, model="policy", extra_body=nulls
+            )
             asked = {"model": "policy", "tools": [RESPONSES_TOOL]}
             items = [{"role": "user", "content": "2"}]
             output = (await client.responses.create(input=items, **asked)).output
             assert [item.type for item in output] == ["message", "function_call"]
             items += [item.model_dump() for item in output]
-            items.append({"type": "function_call_output", "call_id": output[1].call_id, "output": "5"})
+            items.append(
+                {"type": "function_call_output", "call_id": output[1].call_id, "output": "5"}
+            )
             await client.responses.create(input=items, **asked)
         return 1.0
 
     trajectory, session = served(play, saying(CALL, "5", "so", f"Hm.\n{CALL}", "5"))
     assert trajectory.status == Terminated()
     kinds = [call.kind for call in session.tree.calls]
-    assert kinds == ["start", "extension", "subagent", "subagent", "extension"]  # the third is told no tools
+    assert kinds == [
+        "start",
+        "extension",
+        "subagent",
+        "subagent",
+        "extension",
+    ]  # the third is told no tools
 
 
 @pytest.mark.parametrize("text", [f"Let me see.\n{CALL}", "a longer text " * 20, ""])
 def test_a_stream_says_what_the_whole_answer_says(text):
     async def play(assignment):
         async with client_of(assignment) as client:
-            asked = {"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}], "tools": [TOOL]}
+            asked = {
+                "model": "policy",
+                "messages": [{"role": "user", "content": "2 + 3?"}],
+                "tools": [TOOL],
+            }
             whole = await client.chat.completions.create(**asked)
             content, calls, finish, usage = "", {}, None, None
-            stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            stream = await client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
             async for chunk in stream:
                 usage = chunk.usage or usage
                 for choice in chunk.choices:
@@ -146,12 +197,18 @@ def test_a_stream_says_what_the_whole_answer_says(text):
                     finish = choice.finish_reason or finish
                     for part in choice.delta.tool_calls or ():
                         name, arguments = calls.get(part.index, ("", ""))
-                        calls[part.index] = (name + (part.function.name or ""), arguments + part.function.arguments)
+                        calls[part.index] = (
+                            name + (part.function.name or ""),
+                            arguments + part.function.arguments,
+                        )
             choice = whole.choices[0]
             assert content == (choice.message.content or "")
             assert finish == choice.finish_reason
             assert usage.completion_tokens == whole.usage.completion_tokens
-            said = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+            said = [
+                (call.function.name, call.function.arguments)
+                for call in choice.message.tool_calls or ()
+            ]
             assert list(calls.values()) == said
         return 1.0
 
@@ -185,7 +242,9 @@ def test_a_prompt_beyond_the_context_is_refused_as_openai_does_it():
             asked = [{"role": "user", "content": "hi"}]
             await client.chat.completions.create(model="policy", messages=asked)
             with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 300}])
+                await client.chat.completions.create(
+                    model="policy", messages=[{"role": "user", "content": "x" * 300}]
+                )
             assert refused.value.code == "context_length_exceeded"
             raise openai.OpenAIError("the program gives up")
 
@@ -207,11 +266,24 @@ def test_a_prompt_beyond_the_context_is_refused_as_openai_does_it():
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "last message"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
+            "image_url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "last message",
+        ),
         ({"messages": []}, "no message"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
-        ({"messages": [{"role": "assistant", "function_call": {"name": "a", "arguments": ""}}]}, "function_call"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "a", "arguments": ""}}]},
+            "function_call",
+        ),
         ({"stop": [str(number) for number in range(99)]}, "stop"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
         ({"temperature": "hot"}, "temperature"),
@@ -223,7 +295,12 @@ def test_what_is_not_supported_is_refused_by_its_name(fields, named):
             asked = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             with pytest.raises(openai.BadRequestError, match=named):
                 await client.chat.completions.create(**(asked | fields))
-            ignored = {"user": "me", "metadata": {"a": "b"}, "reasoning_effort": "low", "frequency_penalty": 0}
+            ignored = {
+                "user": "me",
+                "metadata": {"a": "b"},
+                "reasoning_effort": "low",
+                "frequency_penalty": 0,
+            }
             await client.chat.completions.create(**asked, **ignored)
         return 1.0
 
@@ -246,10 +323,18 @@ def test_an_answer_has_the_format_that_a_program_asks_for(wanted):
             chosen = JSON_SCHEMA if schema else {"type": "json_object"}
             said = await client.chat.completions.create(**asked, response_format=chosen)
             assert loads(said.choices[0].message.content) == {"a": 1}
-            flat = {"type": "json_schema", "name": "answer", "schema": SCHEMA} if schema else {"type": "json_object"}
-            response = await client.responses.create(model="policy", input="hi", text={"format": flat})
+            flat = (
+                {"type": "json_schema", "name": "answer", "schema": SCHEMA}
+                if schema
+                else {"type": "json_object"}
+            )
+            response = await client.responses.create(
+                model="policy", input="hi", text={"format": flat}
+            )
             assert loads(response.output_text) == {"a": 1}
-            free = await client.chat.completions.create(**asked, response_format={"type": "text"}, tools=[TOOL])
+            free = await client.chat.completions.create(
+                **asked, response_format={"type": "text"}, tools=[TOOL]
+            )
             assert free.choices[0].message.content == "hello"
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
                 await client.chat.completions.create(**asked, response_format=chosen, tools=[TOOL])
@@ -266,7 +351,11 @@ def test_an_answer_has_the_format_that_a_program_asks_for(wanted):
 
 @pytest.mark.parametrize(
     ("trained", "formats", "named"),
-    [(True, True, "policy that is trained"), (False, False, "structured_outputs=true"), (False, True, "this engine")],
+    [
+        (True, True, "policy that is trained"),
+        (False, False, "structured_outputs=true"),
+        (False, True, "this engine"),
+    ],
     ids=["in training", "by another engine", "a format that the engine cannot make"],
 )
 def test_a_format_is_refused_with_the_reason(trained, formats, named):
@@ -284,13 +373,17 @@ def test_a_format_is_refused_with_the_reason(trained, formats, named):
 
 def test_a_wrong_key_is_refused():
     async def play(assignment):
-        async with openai.AsyncOpenAI(base_url=assignment.base_url, api_key="guessed", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=assignment.base_url, api_key="guessed", max_retries=0
+        ) as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
         async with client_of(assignment) as client:
             (model,) = (await client.models.list()).data
             assert model.id == "policy"
-            await client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hi"}])
+            await client.chat.completions.create(
+                model=model.id, messages=[{"role": "user", "content": "hi"}]
+            )
         return 1.0
 
     assert served(play, saying("hi"))[0].status == Terminated()
@@ -306,8 +399,15 @@ ANTHROPIC_TOOL = {
 @pytest.mark.parametrize("streams", [False, True])
 def test_anthropics_messages_with_tools_extend_one_conversation(streams):
     async def play(assignment):
-        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
-            asked = {"model": "policy", "max_tokens": 1000, "system": "You add.", "tools": [ANTHROPIC_TOOL]}
+        async with anthropic.AsyncAnthropic(
+            base_url=assignment.url, api_key=assignment.api_key
+        ) as client:
+            asked = {
+                "model": "policy",
+                "max_tokens": 1000,
+                "system": "You add.",
+                "tools": [ANTHROPIC_TOOL],
+            }
             messages = [{"role": "user", "content": "2 + 3?"}]
 
             async def answer():
@@ -317,7 +417,9 @@ def test_anthropics_messages_with_tools_extend_one_conversation(streams):
                     return await stream.get_final_message()
 
             first = await answer()
-            assert first.usage.output_tokens == len(f"Let me see.\n{CALL}") + 1  # and the end of its turn
+            assert (
+                first.usage.output_tokens == len(f"Let me see.\n{CALL}") + 1
+            )  # and the end of its turn
             counted = await client.messages.count_tokens(
                 model="policy", system="You add.", tools=[ANTHROPIC_TOOL], messages=messages
             )
@@ -328,7 +430,10 @@ def test_anthropics_messages_with_tools_extend_one_conversation(streams):
             assert call.input == {"a": 2, "b": 3}
             result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
             messages += [
-                {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]},
+                {
+                    "role": "assistant",
+                    "content": [block.model_dump(exclude_none=True) for block in first.content],
+                },
                 {"role": "user", "content": [result]},
             ]
             second = await answer()
@@ -346,7 +451,11 @@ def test_anthropics_client_gets_errors_in_its_form():
         async with anthropic.AsyncAnthropic(
             base_url=assignment.url, api_key=assignment.api_key, max_retries=0
         ) as client:
-            asked = {"model": "policy", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
+            asked = {
+                "model": "policy",
+                "max_tokens": 10,
+                "messages": [{"role": "user", "content": "hi"}],
+            }
             await client.messages.create(**asked)
             bash = {"type": "bash_20250124", "name": "bash"}
             with pytest.raises(anthropic.BadRequestError, match="bash_20250124"):
@@ -368,11 +477,15 @@ def test_a_reference_to_an_item_of_an_answer_stands_for_the_item():
             items = [{"role": "user", "content": "2 + 3?"}]
             output = (await client.responses.create(**asked, input=items)).output
             items += [{"type": "item_reference", "id": item.id} for item in output]
-            items.append({"type": "function_call_output", "call_id": output[1].call_id, "output": "5"})
+            items.append(
+                {"type": "function_call_output", "call_id": output[1].call_id, "output": "5"}
+            )
             await client.responses.create(**asked, input=items)
             for wrong in ("msg_of_another", "", 5, None, [1]):
                 with pytest.raises(openai.BadRequestError, match="input"):
-                    await client.responses.create(**asked, input=[{"type": "item_reference", "id": wrong}, *items])
+                    await client.responses.create(
+                        **asked, input=[{"type": "item_reference", "id": wrong}, *items]
+                    )
         return 1.0
 
     trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
@@ -397,8 +510,14 @@ def test_responses_with_tools_extend_one_conversation(streams):
             message, call = first.output
             assert first.output_text == message.content[0].text == "Let me see."
             assert loads(call.arguments) == {"a": 2, "b": 3}
-            sent = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in first.output]
-            items += [*sent, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+            sent = [
+                item.model_dump(exclude_none=True, exclude={"parsed_arguments"})
+                for item in first.output
+            ]
+            items += [
+                *sent,
+                {"type": "function_call_output", "call_id": call.call_id, "output": "5"},
+            ]
             return float((await answer()).output_text == "5")
 
     trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
@@ -409,13 +528,24 @@ def test_responses_with_tools_extend_one_conversation(streams):
 def test_a_reward_may_be_posted_for_the_episode_and_for_a_call():
     async def play(assignment):
         async with client_of(assignment) as client:
-            answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+            answer = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "hi"}]
+            )
             await client.post("/rewards", body={"reward": 0.5, "call": answer.id}, cast_to=object)
             await client.post("/rewards", body={"reward": 2.0, "success": True}, cast_to=object)
             other = answer.id[:-3] + "f_0" if answer.id[-3] != "f" else answer.id[:-3] + "0_0"
-            for unknown in (answer.id[:-1] + "9", other, "9", f"call_{answer.id[9:]}", f"{answer.id}_0", ""):
+            for unknown in (
+                answer.id[:-1] + "9",
+                other,
+                "9",
+                f"call_{answer.id[9:]}",
+                f"{answer.id}_0",
+                "",
+            ):
                 with pytest.raises(openai.NotFoundError, match="no answer"):
-                    await client.post("/rewards", body={"reward": 2.0, "call": unknown}, cast_to=object)
+                    await client.post(
+                        "/rewards", body={"reward": 2.0, "call": unknown}, cast_to=object
+                    )
 
     trajectory, _ = served(play, saying("hi"))
     assert trajectory.env_return == 2.5
@@ -430,13 +560,28 @@ def test_no_two_episodes_name_their_answers_alike_and_each_protocol_tells_the_ti
             chat = await client.chat.completions.create(
                 model="policy", messages=[{"role": "user", "content": "2 + 3?"}], tools=[TOOL]
             )
-            response = await client.responses.create(model="policy", input="4 + 5?", tools=[RESPONSES_TOOL])
-            ids.extend([chat.id, chat.choices[0].message.tool_calls[0].id, response.id, response.output[0].id])
+            response = await client.responses.create(
+                model="policy", input="4 + 5?", tools=[RESPONSES_TOOL]
+            )
+            ids.extend(
+                [
+                    chat.id,
+                    chat.choices[0].message.tool_calls[0].id,
+                    response.id,
+                    response.output[0].id,
+                ]
+            )
             assert min(chat.created, response.created_at) >= int(now)
             for one in (chat, response):
                 await client.post("/rewards", body={"reward": 0.25, "call": one.id}, cast_to=object)
-        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
-            asked = {"model": "policy", "max_tokens": 100, "messages": [{"role": "user", "content": "6 + 7?"}]}
+        async with anthropic.AsyncAnthropic(
+            base_url=assignment.url, api_key=assignment.api_key
+        ) as client:
+            asked = {
+                "model": "policy",
+                "max_tokens": 100,
+                "messages": [{"role": "user", "content": "6 + 7?"}],
+            }
             ids.append((await client.messages.create(**asked)).id)
 
     for episode in ("e", "f"):
@@ -447,7 +592,9 @@ def test_no_two_episodes_name_their_answers_alike_and_each_protocol_tells_the_ti
 
 def test_the_length_of_a_prompt_is_counted_without_an_answer():
     async def play(assignment):
-        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=assignment.url, api_key=assignment.api_key
+        ) as client:
             asked = {"model": "policy", "messages": [{"role": "user", "content": "Which way?"}]}
             counted = await client.messages.count_tokens(**asked)
             answer = await client.messages.create(**asked, max_tokens=16)
@@ -465,10 +612,19 @@ def test_the_length_of_a_prompt_is_counted_without_an_answer():
 
 NULLS = {
     "/v1/chat/completions": {"content", "refusal", "logprobs", "finish_reason"},
-    "/v1/responses": {"error", "incomplete_details", "instructions", "metadata", "temperature", "top_p"},
+    "/v1/responses": {
+        "error",
+        "incomplete_details",
+        "instructions",
+        "metadata",
+        "temperature",
+        "top_p",
+    },
     "/v1/messages": {"stop_reason", "stop_sequence"},
 }
-"""What the vendors' own servers write as null. Some libraries refuse the answer if anything else is."""
+"""What the vendors' own servers write as null. Some libraries refuse the answer if anything else
+is.
+"""
 WHOLE = {
     "/v1/chat/completions": TypeAdapter(ChatCompletion),
     "/v1/responses": TypeAdapter(Response),
@@ -486,7 +642,11 @@ def nulls_in(value, name="") -> set[str]:
     if value is None:
         return {name}
     inner = (
-        value.items() if isinstance(value, dict) else [(name, one) for one in value] if isinstance(value, list) else ()
+        value.items()
+        if isinstance(value, dict)
+        else [(name, one) for one in value]
+        if isinstance(value, list)
+        else ()
     )
     return {null for key, one in inner for null in nulls_in(one, key)}
 
@@ -505,21 +665,33 @@ def test_answers_keep_their_vendors_schemas_and_have_no_other_nulls_than_theirs(
 
     async def play(assignment):
         async with httpx.AsyncClient(base_url=assignment.url, timeout=PATIENCE_SECONDS) as client:
-            for number, streams in ((n, streams) for n in range(len(texts)) for streams in (False, True)):
+            for number, streams in (
+                (n, streams) for n in range(len(texts)) for streams in (False, True)
+            ):
                 said = [{"role": "user", "content": f"{number} {streams}"}]
                 body = {"model": "policy", "stream": streams, "tools": [described]}
-                body |= {"input": said} if path == "/v1/responses" else {"messages": said, "max_tokens": 500}
+                body |= (
+                    {"input": said}
+                    if path == "/v1/responses"
+                    else {"messages": said, "max_tokens": 500}
+                )
                 headers = {"authorization": f"Bearer {assignment.api_key}"}
                 answer = await client.post(path, json=body, headers=headers)
                 assert answer.status_code == 200, answer.text
                 answers.append(answer.text)
         return 1.0
 
-    served(play, answering(renderer, *(text for text in texts for _ in range(2))), renderer=renderer)
+    served(
+        play, answering(renderer, *(text for text in texts for _ in range(2))), renderer=renderer
+    )
     assert len(answers) == 6
     for whole, stream in zip(answers[::2], answers[1::2], strict=True):
         WHOLE[path].validate_json(whole)
-        events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+        events = [
+            line.removeprefix("data: ")
+            for line in stream.splitlines()
+            if line.startswith("data: {")
+        ]
         for event in events:
             PARTS[path].validate_json(event)
         assert nulls_in([loads(one) for one in (whole, *events)]) <= NULLS[path]
@@ -533,7 +705,10 @@ def test_what_other_models_are_asked_beside_the_policy_is_answered_and_not_train
                 answer = await client.chat.completions.create(model=name, messages=list(messages))
                 return {"role": "assistant", "content": answer.choices[0].message.content}
 
-            begin, title = {"role": "user", "content": "begin"}, {"role": "user", "content": "Write a title."}
+            begin, title = (
+                {"role": "user", "content": "begin"},
+                {"role": "user", "content": "Write a title."},
+            )
             assert (await ask("small", title, begin))["content"] == "zero"
             first = await ask("openai/policy", begin)
             assert (await ask("small", begin, first, title))["content"] == "two"
@@ -544,7 +719,12 @@ def test_what_other_models_are_asked_beside_the_policy_is_answered_and_not_train
     assert answers_of(trajectory) == ["one", "three"]
     assert not any(turn.forked for turn in trajectory.turns)
     assert trajectory.dropped == {"other_model": (2, len("zero") + len("two") + 2)}
-    assert [call.kind for call in session.tree.calls] == ["start", "subagent", "extension", "extension"]
+    assert [call.kind for call in session.tree.calls] == [
+        "start",
+        "subagent",
+        "extension",
+        "extension",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -560,14 +740,20 @@ def test_what_other_models_are_asked_beside_the_policy_is_answered_and_not_train
 def test_geminis_protocol_is_refused_in_its_own_form(method, path, headers):
     async def play(assignment):
         async with httpx.AsyncClient(base_url=assignment.url, timeout=PATIENCE_SECONDS) as client:
-            answer = await client.request(method, path.replace("KEY", assignment.api_key), json={}, headers=headers)
+            answer = await client.request(
+                method, path.replace("KEY", assignment.api_key), json={}, headers=headers
+            )
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["status"]) == (404, 404, "NOT_FOUND")
-            assert error["message"].startswith("Gemini's protocol is not spoken here. Calls go to /v1/chat/completions")
+            assert error["message"].startswith(
+                "Gemini's protocol is not spoken here. Calls go to /v1/chat/completions"
+            )
             page = await client.request(method, path, headers={"origin": "http://elsewhere"})
             assert page.status_code == 403
             lost = await client.post("/chat/completions", json={})
-            assert lost.json()["error"]["message"].startswith("there is no POST /chat/completions. Calls go to")
+            assert lost.json()["error"]["message"].startswith(
+                "there is no POST /chat/completions. Calls go to"
+            )
         return 1.0
 
     served(play, saying("hi"))
@@ -578,7 +764,9 @@ def test_the_policy_answers_to_any_name():
         async with client_of(assignment) as client:
             assert (await client.models.retrieve("gpt-something")).id == "gpt-something"
             assert [model.id async for model in await client.models.list()] == ["policy"]
-            await client.chat.completions.create(model="gpt-something", messages=[{"role": "user", "content": "hi"}])
+            await client.chat.completions.create(
+                model="gpt-something", messages=[{"role": "user", "content": "hi"}]
+            )
         return 1.0
 
     assert served(play, saying("left"))[0].status == Terminated()
@@ -600,7 +788,9 @@ def test_a_program_may_lower_the_length_of_an_answer(fields, most):
     async def play(assignment):
         async with client_of(assignment) as client:
             messages = [{"role": "user", "content": "hi"}]
-            await client.chat.completions.create(model="policy", messages=messages, extra_body=fields)
+            await client.chat.completions.create(
+                model="policy", messages=messages, extra_body=fields
+            )
         return 1.0
 
     served(play, engine)
@@ -636,11 +826,16 @@ def test_system_messages_of_any_number_and_place_are_shown_to_every_family(name)
             for late in ("system", "developer"):
                 answer = await client.chat.completions.create(model="policy", messages=messages)
                 messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-                messages += [{"role": late, "content": f"A late {late}."}, {"role": "user", "content": "Go on."}]
+                messages += [
+                    {"role": late, "content": f"A late {late}."},
+                    {"role": "user", "content": "Go on."},
+                ]
             await client.chat.completions.create(model="policy", messages=messages)
             return 1.0
 
-    trajectory, session = served(play, answering(renderer, "left", "right", "up"), renderer=renderer)
+    trajectory, session = served(
+        play, answering(renderer, "left", "right", "up"), renderer=renderer
+    )
     assert trajectory.status == Terminated()
     assert [call.kind for call in session.tree.calls] == ["start", "extension", "extension"]
     text = renderer.decode(session.tree.calls[-1].prompt_ids)
@@ -654,18 +849,32 @@ def test_a_result_and_a_text_in_one_message_of_anthropic_go_on_after_a_call(name
     written = renderer.template.call(ToolCall("add", {"a": 2, "b": 3}))[1] or CALL
     for stop in renderer.template.stops:
         written = written.removesuffix(stop)
-    if renderer.decode(renderer.whole([Message("user", "2 + 3?")], ())).rstrip().endswith("<think>"):
+    if (
+        renderer.decode(renderer.whole([Message("user", "2 + 3?")], ()))
+        .rstrip()
+        .endswith("<think>")
+    ):
         written = "</think>" + written.partition("</think>")[2]
-    described = {"name": "add", "description": "Adds.", "input_schema": TOOL["function"]["parameters"]}
+    described = {
+        "name": "add",
+        "description": "Adds.",
+        "input_schema": TOOL["function"]["parameters"],
+    }
 
     async def play(assignment):
-        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=assignment.url, api_key=assignment.api_key
+        ) as client:
             fields = {"model": "policy", "max_tokens": 200, "tools": [described]}
             messages = [{"role": "user", "content": "2 + 3?"}]
             first = await client.messages.create(messages=messages, **fields)
             call = next(block for block in first.content if block.type == "tool_use")
             result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is 5."}
-            blocks = [block.model_dump(exclude_none=True) for block in first.content if block.type != "thinking"]
+            blocks = [
+                block.model_dump(exclude_none=True)
+                for block in first.content
+                if block.type != "thinking"
+            ]
             messages += [
                 {"role": "assistant", "content": blocks},
                 {"role": "user", "content": [result, {"type": "text", "text": "Hurry up."}]},

@@ -38,7 +38,9 @@ def desk_of(engine, recordings, flow, **config) -> OpenDesk:
 
 async def ask(client, key, messages):
     headers = {"authorization": f"Bearer {key}"}
-    return await client.post("/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers)
+    return await client.post(
+        "/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers
+    )
 
 
 def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
@@ -48,16 +50,25 @@ def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
         engine = saying("left", "right")
         async with engine, Flow("calls") as flow:
             desk = desk_of(engine, recordings, flow)
-            async with serving(desk), httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client:
+            async with (
+                serving(desk),
+                httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client,
+            ):
                 assert (await ask(client, "guessed:a", QUESTION)).status_code == 401
                 for name, reward in (("good", 1.0), ("bad", 0.0), ("nothing", None)):
                     first = (await ask(client, f"secret:{name}", QUESTION)).json()
                     said = first["choices"][0]["message"]
-                    again = [*QUESTION, {"role": "assistant", "content": said["content"]}, *QUESTION]
+                    again = [
+                        *QUESTION,
+                        {"role": "assistant", "content": said["content"]},
+                        *QUESTION,
+                    ]
                     await ask(client, f"secret:{name}", again)
                     if reward is not None:
                         headers = {"authorization": f"Bearer secret:{name}"}
-                        posted = await client.post("/v1/rewards", json={"reward": reward}, headers=headers)
+                        posted = await client.post(
+                            "/v1/rewards", json={"reward": reward}, headers=headers
+                        )
                         assert posted.status_code == 200
                 desk.end_all()
             flow.cancel()
@@ -66,7 +77,9 @@ def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
     asyncio.run(main())
     (pair,) = read_preferences(PreferencesConfig(path=tmp_path), Random(0))
     assert [message.role for message in pair.chosen] == ["user", "assistant", "user", "assistant"]
-    rewarded, unrewarded = (pq.read_table(tmp_path / kind).to_pylist() for kind in ("trajectories", "unrewarded"))
+    rewarded, unrewarded = (
+        pq.read_table(tmp_path / kind).to_pylist() for kind in ("trajectories", "unrewarded")
+    )
     assert [row["score"] for row in rewarded] == [1.0, 0.0]
     assert len(unrewarded) == 1
     assert [len(row["turns"]) for row in (*rewarded, *unrewarded)] == [2, 2, 2]
@@ -100,18 +113,33 @@ def test_a_reward_for_an_episode_that_is_not_open_begins_none(tmp_path):
         recordings = Recordings(tmp_path)
         async with saying("left") as engine, Flow("calls") as flow:
             desk = desk_of(engine, recordings, flow)
-            async with serving(desk), httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client:
-                headers = {"authorization": "Bearer secret:a", "content-type": "application/x-www-form-urlencoded"}
+            async with (
+                serving(desk),
+                httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client,
+            ):
+                headers = {
+                    "authorization": "Bearer secret:a",
+                    "content-type": "application/x-www-form-urlencoded",
+                }
                 body = '{"reward": 1}'  # as curl sends it
                 refused = await client.post("/v1/rewards", content=body, headers=headers)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_such_episode")
-                refused = await client.post("/v1/rewards", content=body, headers={"authorization": "Bearer guessed:a"})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    404,
+                    "no_such_episode",
+                )
+                refused = await client.post(
+                    "/v1/rewards", content=body, headers={"authorization": "Bearer guessed:a"}
+                )
                 assert refused.status_code == 401
                 assert len(desk._named) == 0
                 await ask(client, "secret:a", QUESTION)
-                assert (await client.post("/v1/rewards", content=body, headers=headers)).status_code == 200
+                assert (
+                    await client.post("/v1/rewards", content=body, headers=headers)
+                ).status_code == 200
                 desk.end_all()
-                assert (await client.post("/v1/rewards", content=body, headers=headers)).status_code == 404
+                assert (
+                    await client.post("/v1/rewards", content=body, headers=headers)
+                ).status_code == 404
             flow.cancel()
         assert [score.value for _, score in recordings.waiting["trajectories"]] == [1.0]
 
@@ -127,7 +155,10 @@ def test_an_idle_episode_ends_and_its_name_begins_another():
             recordings = type("Ended", (), {"add": staticmethod(ended.append)})
             desk = desk_of(engine, recordings, flow, idle_seconds=0.2, max_episodes=1)
             sweeping = flow.start(desk.sweep(), name="sweep")
-            async with serving(desk), httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client:
+            async with (
+                serving(desk),
+                httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client,
+            ):
                 assert (await ask(client, "secret:a", QUESTION)).status_code == 200
                 full = await ask(client, "secret:b", QUESTION)
                 assert full.status_code == 429
@@ -141,14 +172,18 @@ def test_an_idle_episode_ends_and_its_name_begins_another():
     assert ended[0].episode.id == "a-1"
 
 
-@pytest.mark.parametrize(("given", "served"), [({"port": 8123, "host": "::1"}, ("::1", 8123)), ({}, ("127.0.0.1", 9))])
+@pytest.mark.parametrize(
+    ("given", "served"), [({"port": 8123, "host": "::1"}, ("::1", 8123)), ({}, ("127.0.0.1", 9))]
+)
 def test_the_command_line_says_where_the_gateway_listens(given, served, tmp_path, monkeypatch):
     async def serve(config, model, record, **_):
         found.append((config.gateway.host, config.gateway.port))
 
     found: list = []
     monkeypatch.setattr("agentrl.recipes.serve_policy.serve_policy", serve)
-    (tmp_path / "lake.yaml").write_text(f"env: frozen_lake\nmodel: {tmp_path}\ngateway: {{port: 9}}\n")
+    (tmp_path / "lake.yaml").write_text(
+        f"env: frozen_lake\nmodel: {tmp_path}\ngateway: {{port: 9}}\n"
+    )
     monkeypatch.setattr("agentrl.cli.serving.model_to_evaluate", lambda *_: tmp_path)
     gateway(tmp_path / "lake.yaml", token_env="NONE", **given)
     assert found == [served]

@@ -21,7 +21,9 @@ EPISODES = 20
 IN_CI = ("openai", "openai of npm")
 
 
-def play(vendor: Vendor, episodes: int, network: str = "open") -> tuple[Sequence[Trajectory], Sequence[str]]:
+def play(
+    vendor: Vendor, episodes: int, network: str = "open"
+) -> tuple[Sequence[Trajectory], Sequence[str]]:
     """Episodes of a program, a few at a time; and all that the model has said."""
     command = vendor.command(folder_of_programs())
     said: list[str] = []
@@ -38,7 +40,9 @@ def play(vendor: Vendor, episodes: int, network: str = "open") -> tuple[Sequence
 
         async def one(seed: int) -> Trajectory:
             async with slots:
-                return (await runner.play(Episode(f"e{seed}", Task("agent:command", seed), seed)))[0]
+                return (await runner.play(Episode(f"e{seed}", Task("agent:command", seed), seed)))[
+                    0
+                ]
 
         async with engine, serving(desk), asyncio.TaskGroup() as group:
             playing = [group.create_task(one(seed)) for seed in range(episodes)]
@@ -50,7 +54,11 @@ def play(vendor: Vendor, episodes: int, network: str = "open") -> tuple[Sequence
 @pytest.mark.parametrize(
     "vendor",
     [
-        pytest.param(vendor, id=vendor.name, marks=pytest.mark.slow if vendor.name in IN_CI else pytest.mark.long)
+        pytest.param(
+            vendor,
+            id=vendor.name,
+            marks=pytest.mark.slow if vendor.name in IN_CI else pytest.mark.long,
+        )
         for vendor in VENDORS
     ],
 )

@@ -16,8 +16,17 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 CHAT_MESSAGES = [
     {"role": "system", "content": "a"},
     {"role": "developer", "content": [{"type": "text", "text": "a"}]},
-    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]},
-    {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "a"},
+            {"type": "image_url", "image_url": {"url": "b"}},
+        ],
+    },
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}],
+    },
     {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
     {"role": "tool", "tool_call_id": "1", "content": "a"},
 ]
@@ -35,7 +44,17 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "1", "output": "a"},
     {"type": "reasoning", "id": "1", "summary": []},
 ]
-WRONG = [5, None, "a", [], {}, {"role": "robot"}, {"type": "robot"}, {"role": "user"}, {"type": "text", "text": 5}]
+WRONG = [
+    5,
+    None,
+    "a",
+    [],
+    {},
+    {"role": "robot"},
+    {"type": "robot"},
+    {"role": "user"},
+    {"type": "text", "text": 5},
+]
 
 
 def chat(**fields):
@@ -53,23 +72,37 @@ def responses(given, **fields):
 CASES = [
     *(chat(messages=[message]) for message in [*CHAT_MESSAGES, *WRONG]),
     *(chat(messages=CHAT_MESSAGES, tools=[tool], stop=["a"]) for tool in [TOOL, *WRONG]),
-    *(chat(messages=wrong) for wrong in WRONG if wrong != {}),  # which pydantic takes for an empty sequence
+    *(
+        chat(messages=wrong) for wrong in WRONG if wrong != {}
+    ),  # which pydantic takes for an empty sequence
     chat(messages=[], stream=True, response_format={"type": "json_object"}),
     chat(messages=[], stream=5),
     *(claude({"role": "user", "content": [block]}) for block in [*BLOCKS, *WRONG]),
     *(claude(message) for message in WRONG),
     claude(
-        {"role": "assistant", "content": "a"}, stream=True, tools=[{"name": "f", "input_schema": {"type": "object"}}]
+        {"role": "assistant", "content": "a"},
+        stream=True,
+        tools=[{"name": "f", "input_schema": {"type": "object"}}],
     ),
     *(responses([item]) for item in [*ITEMS, *WRONG]),
-    responses("a", stream=True, tools=[{"type": "function", "name": "f", "parameters": {}, "strict": None}]),
+    responses(
+        "a",
+        stream=True,
+        tools=[{"type": "function", "name": "f", "parameters": {}, "strict": None}],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("protocol", "body"), CASES)
 def test_json_is_checked_as_the_vendors_type_does(protocol: WireProtocol, body):
-    body = {**body, "messages": [*body["messages"]]} if isinstance(body.get("messages"), tuple) else body
-    ours = result_of(lambda: checker(protocol.type_name, bool(body.get("stream"))).validate_python(body))
+    body = (
+        {**body, "messages": [*body["messages"]]}
+        if isinstance(body.get("messages"), tuple)
+        else body
+    )
+    ours = result_of(
+        lambda: checker(protocol.type_name, bool(body.get("stream"))).validate_python(body)
+    )
     slow = TypeAdapter(resolve_name(protocol.type_name))
     assert ours == result_of(lambda: in_lists(slow.validate_python(body)))
 

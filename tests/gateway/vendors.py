@@ -30,7 +30,11 @@ def adds(prompt: str) -> str:
 def adds_by_text(prompt: str) -> str:
     """The same where results come as text, and a tool takes the final answer."""
     results = re.findall(r"Observation:\s*(\d+)", prompt.rpartition("What is ")[2])
-    call = ToolCall("final_answer", {"answer": results[-1]}) if results else ToolCall("add", _numbers(prompt))
+    call = (
+        ToolCall("final_answer", {"answer": results[-1]})
+        if results
+        else ToolCall("add", _numbers(prompt))
+    )
     return call.render()
 
 
@@ -54,7 +58,9 @@ def computes(prompt: str) -> str:
     shells = {"Bash": "command", "run_shell_command": "command", "exec_command": "cmd"}
     name = next(name for name in shells if f'"name": "{name}"' in prompt)
     more = {"is_background": False} if name == "run_shell_command" else {}
-    return "I compute it.\n" + ToolCall(name, {shells[name]: f"echo $(({a} + {b}))", **more}).render()
+    return (
+        "I compute it.\n" + ToolCall(name, {shells[name]: f"echo $(({a} + {b}))", **more}).render()
+    )
 
 
 def _numbers(prompt: str) -> dict[str, int]:
@@ -66,7 +72,8 @@ def _numbers(prompt: str) -> dict[str, int]:
 class Vendor:
     """A program, and what its episodes look like.
 
-    `edits`: how many of an episode's calls change the conversation before them. `needs`: its variables.
+    `edits`: how many of an episode's calls change the conversation before them. `needs`: its
+    variables.
     """
 
     name: str
@@ -79,7 +86,9 @@ class Vendor:
 
     def command(self, folder: Path) -> str:
         """The command that runs it, once it is installed."""
-        return shlex.join([str(_installed(folder / _plain(self.name), self.packages)), str(AGENTS / self.program)])
+        return shlex.join(
+            [str(_installed(folder / _plain(self.name), self.packages)), str(AGENTS / self.program)]
+        )
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,10 @@ class NodeVendor(Vendor):
         node, home = python.with_name("node"), folder / _plain(self.name)
         if not (home / "node_modules" / ".package-lock.json").exists():  # npm writes it last
             more = ["--silent", "--no-audit", "--no-fund", "--prefix", str(home)]
-            _fetch([str(node.with_name("npm")), "install", *more, *self.packages], PATH=f"{node.parent}:/usr/bin:/bin")
+            _fetch(
+                [str(node.with_name("npm")), "install", *more, *self.packages],
+                PATH=f"{node.parent}:/usr/bin:/bin",
+            )
         shutil.copy(AGENTS / self.program, home)  # node looks for packages beside the program
         return shlex.join([str(node), str(home / self.program)])
 
@@ -107,7 +119,9 @@ VENDORS = [
         computes,
         needs={"CLI": "claude", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
     ),
-    NodeVendor("@openai/codex", ("@openai/codex",), "node_cli.mjs", computes, needs={"CLI": "codex"}),
+    NodeVendor(
+        "@openai/codex", ("@openai/codex",), "node_cli.mjs", computes, needs={"CLI": "codex"}
+    ),
     NodeVendor(
         "@qwen-code/qwen-code",
         ("@qwen-code/qwen-code",),
@@ -151,13 +165,17 @@ def _installed(venv: Path, packages: tuple[str, ...]) -> Path:
     python = venv / "bin" / "python"
     if not python.exists():
         _fetch([UV, "venv", "--quiet", "--python", sys.executable, str(venv)])
-    _fetch([UV, "pip", "install", "--quiet", "--python", str(python), *packages])  # asks no one if it has them
+    _fetch(
+        [UV, "pip", "install", "--quiet", "--python", str(python), *packages]
+    )  # asks no one if it has them
     return python
 
 
 def _fetch(command: list[str], **variables: str) -> None:
     """Run an installer. Without a network there is nothing to test, except in CI, which has one."""
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **variables})
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, **variables}
+    )
     if done.returncode:
         why = f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}"
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)

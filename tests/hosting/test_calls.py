@@ -1,4 +1,6 @@
-"""The calls that environments make: they reach the turns over every transport, and rewards see them in any syntax."""
+"""The calls that environments make: they reach the turns over every transport, and rewards see them
+in any syntax.
+"""
 
 import asyncio
 
@@ -63,7 +65,11 @@ def played(messages, *, short, factory=Hotel, isolation=None) -> Trajectory:
     async def main() -> Trajectory:
         host = EnvHost({"env": factory}, EnvDeadlines(), isolation)
         runner = EnvEpisodeRunner(
-            ScriptedPolicy(lambda env, rng: next(left), RENDERER), RENDERER, host, Budget(turns=len(messages)), 60.0
+            ScriptedPolicy(lambda env, rng: next(left), RENDERER),
+            RENDERER,
+            host,
+            Budget(turns=len(messages)),
+            60.0,
         )
         (found,) = await runner.play(Episode("e", Task("env", 3, {"short": short}), 1))
         await host.close()
@@ -79,7 +85,12 @@ def call(name: str, **arguments: object) -> str:
 ATTIC = ToolCall("book", {"room": "attic"})
 SAME = {
     True: ["book attic", "inspect attic", "what now?", "book attic"],
-    False: [call("book", room="attic"), call("inspect", room="attic"), "<tool_call>{", call("book", room="attic")],
+    False: [
+        call("book", room="attic"),
+        call("inspect", room="attic"),
+        "<tool_call>{",
+        call("book", room="attic"),
+    ],
 }
 
 
@@ -99,7 +110,11 @@ def test_rewards_see_the_calls_that_the_environment_made_in_whatever_syntax(shor
     assert tools.evaluate(tools.content(said)) == Score(
         0.25, {"calls": 4, "malformed": 0.25, "refused": 0.25, "repeated": 0.25}
     )
-    for formula, violated in {'!book(room="attic") W inspect': 1.0, "F inspect": 0.0, "G !malformed": 1.0}.items():
+    for formula, violated in {
+        '!book(room="attic") W inspect': 1.0,
+        "F inspect": 0.0,
+        "G !malformed": 1.0,
+    }.items():
         monitor = Monitor(Monitor.Config(formula=formula))
         assert monitor.evaluate(monitor.content(said)).parts["violated"] == violated
 
@@ -107,7 +122,11 @@ def test_rewards_see_the_calls_that_the_environment_made_in_whatever_syntax(shor
 @pytest.mark.parametrize("isolation", ["inline", "thread", "process", "remote"])
 def test_calls_cross_every_transport(isolation):
     async def main(factory) -> list[object]:
-        host = EnvHost({"env": factory}, EnvDeadlines(), isolation if isolation in ("inline", "thread") else None)
+        host = EnvHost(
+            {"env": factory},
+            EnvDeadlines(),
+            isolation if isolation in ("inline", "thread") else None,
+        )
         env = host.acquire("env")
         await env.reset(3, {"short": True})
         infos = [(await env.step(said))[-1] for said in SAME[True]]
@@ -116,7 +135,10 @@ def test_calls_cross_every_transport(isolation):
         return [calls_taken(info) for info in infos]
 
     with served(Hotel) as server:
-        elsewhere = {"process": lambda: ProcessEnv(f"{__name__}:Hotel"), "remote": lambda: RemoteEnv([server.url])}
+        elsewhere = {
+            "process": lambda: ProcessEnv(f"{__name__}:Hotel"),
+            "remote": lambda: RemoteEnv([server.url]),
+        }
         first, *_, last = asyncio.run(main(elsewhere.get(isolation, Hotel)))
     assert first == ([MadeCall(ATTIC, True)], {})
     assert last == ([MadeCall(ATTIC)], {})
@@ -153,8 +175,14 @@ def test_native_calls_of_an_agent_are_matched_with_their_results_by_id():
     )
     program = Trajectory(said.id, said.task, said.turns, said.status, messages)
     tools = ToolUse(ToolUse.Config())
-    assert tools.evaluate(tools.content(program)).parts == {"calls": 2, "malformed": 0, "refused": 0.5, "repeated": 0}
-    # Both have a name that is in the other's result, too, if results are told apart by the name of the tool only.
+    assert tools.evaluate(tools.content(program)).parts == {
+        "calls": 2,
+        "malformed": 0,
+        "refused": 0.5,
+        "repeated": 0,
+    }
+    # Both have a name that is in the other's result, too, if results are told apart by the name of
+    # the tool only.
     assert dict(tools.content(program)[-1][0][1].call.arguments) == {"room": "b"}
 
 

@@ -1,4 +1,6 @@
-"""Environments in threads: what blocks, hangs or breaks costs its own episode only. Real time, short deadlines."""
+"""Environments in threads: what blocks, hangs or breaks costs its own episode only. Real time,
+short deadlines.
+"""
 
 import asyncio
 import math
@@ -44,7 +46,9 @@ def host(**deadlines) -> EnvHost:
 
 
 def test_a_task_of_an_environment_that_the_run_has_not_is_refused_by_name():
-    with pytest.raises(ConfigError, match="a task is of the environment 'other', and this run has blocking"):
+    with pytest.raises(
+        ConfigError, match="a task is of the environment 'other', and this run has blocking"
+    ):
         host().acquire("other")
 
 
@@ -107,7 +111,10 @@ def test_a_sound_env_is_used_again_and_closed_at_the_end():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"raise": True}, r"Blocking.step raised ZeroDivisionError: mine \(.*test_host.py:\d+ in step\)"),
+        (
+            {"raise": True},
+            r"Blocking.step raised ZeroDivisionError: mine \(.*test_host.py:\d+ in step\)",
+        ),
         ({"shape": True}, r"Blocking.step must return \(observation: str, reward"),
     ],
 )
@@ -196,10 +203,16 @@ class LeavesAsync(Leaves):
 
 @pytest.mark.parametrize("kind", [Leaves, LeavesAsync])
 @pytest.mark.parametrize("isolation", ["inline", "thread"])
-@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError(), StopIteration(), KeyError("x")], ids=repr)
-def test_an_env_that_exits_or_cancels_costs_its_own_episode(kind, isolation: Isolation, raised: BaseException) -> None:
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), asyncio.CancelledError(), StopIteration(), KeyError("x")], ids=repr
+)
+def test_an_env_that_exits_or_cancels_costs_its_own_episode(
+    kind, isolation: Isolation, raised: BaseException
+) -> None:
     async def main() -> None:
-        env = EnvHost({"it": type("Leaves", (kind,), {"raised": raised})}, EnvDeadlines(), isolation).acquire("it")
+        env = EnvHost(
+            {"it": type("Leaves", (kind,), {"raised": raised})}, EnvDeadlines(), isolation
+        ).acquire("it")
         await env.reset(0, {})
         with pytest.raises(EnvError, match=rf"Leaves.step raised .*{type(raised).__name__}"):
             await env.step("go")
@@ -212,7 +225,8 @@ def test_an_env_that_exits_or_cancels_costs_its_own_episode(kind, isolation: Iso
 def test_an_env_that_exits_when_it_is_made_costs_its_own_episode() -> None:
     kind = type("Leaves", (Leaves,), {"made": SystemExit("usage: game.py")})
     with pytest.raises(
-        EnvError, match=r"making the environment 'it' raised SystemExit: usage: game.py \(.*in __init__\)"
+        EnvError,
+        match=r"making the environment 'it' raised SystemExit: usage: game.py \(.*in __init__\)",
     ):
         EnvHost({"it": kind}, EnvDeadlines()).acquire("it")
 
@@ -225,7 +239,9 @@ def test_a_player_that_exits_or_cancels_is_a_failure_that_is_told(raised: BaseEx
     async def main() -> None:
         env = host().acquire("blocking")
         await env.reset(0, {})
-        with pytest.raises(EnvError, match=rf"a player of Blocking raised {type(raised).__name__}.*in player\)"):
+        with pytest.raises(
+            EnvError, match=rf"a player of Blocking raised {type(raised).__name__}.*in player\)"
+        ):
             await env.consult(player, random.Random(0))
         await env.close()
 

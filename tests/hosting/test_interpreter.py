@@ -56,9 +56,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with an environment, one with a package that is nowhere else, and a cache of the tests."""
+    """A current folder with an environment, one with a package that is nowhere else, and a cache of
+    the tests.
+    """
     # Uv's own cache stays where it was.
-    monkeypatch.setenv("UV_CACHE_DIR", os.environ.get("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser())))
+    monkeypatch.setenv(
+        "UV_CACHE_DIR", os.environ.get("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser()))
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     interpreter.agentrl_alone.cache_clear()
     (tmp_path / "where.py").write_text(dedent(ECHO))
@@ -84,7 +88,9 @@ def test_an_environment_runs_in_another_python_with_nothing_of_this_one_but_agen
         assert await env.step("on") == ("on", 0.0, True, False, {})
         import where
 
-        assert (await env.consult(where.player, random.Random(5))).endswith(str(random.Random(5).random()))
+        assert (await env.consult(where.player, random.Random(5))).endswith(
+            str(random.Random(5).random())
+        )
         await envs.release("where", env)
         await envs.close()
         assert not psutil.pid_exists(info["pid"])
@@ -120,7 +126,9 @@ def test_a_python_that_cannot_host_is_refused_and_says_what_to_install(tmp_path)
     with pytest.raises(ConfigError, match="/bin/true is not a Python"):
         find_interpreter("/bin/true")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
-    with pytest.raises(ConfigError, match=r"(?s)No module named 'pydantic'.*-m pip install 'numpy' 'pydantic>=2.7'"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)No module named 'pydantic'.*-m pip install 'numpy' 'pydantic>=2.7'"
+    ):
         find_interpreter(str(tmp_path / "empty" / "bin" / "python"))
     (tmp_path / "old").write_text("#!/bin/sh\necho cpython 3 9 1\n")
     (tmp_path / "old").chmod(0o755)
@@ -129,7 +137,14 @@ def test_a_python_that_cannot_host_is_refused_and_says_what_to_install(tmp_path)
 
 
 def test_a_workers_modules_need_no_packages_but_those_that_it_is_said_to_need():
-    allowed = {"numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    allowed = {
+        "numpy",
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_extensions",
+        "typing_inspection",
+    }
     code = f"""
 import importlib.abc, sys
 class Others(importlib.abc.MetaPathFinder):
@@ -140,7 +155,10 @@ class Others(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Others())
 import agentrl.hosting.process
 """
-    assert [re.split("[<>=]", need)[0] for need in interpreter.WORKER_NEEDS] == ["numpy", "pydantic"]
+    assert [re.split("[<>=]", need)[0] for need in interpreter.WORKER_NEEDS] == [
+        "numpy",
+        "pydantic",
+    ]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -155,7 +173,9 @@ def test_a_config_names_the_interpreter_and_does_not_look_for_the_environment_he
 
 
 @pytest.mark.slow
-def test_requirements_are_installed_once_whoever_asks_and_what_was_left_half_made_is_made_anew(here, cache, caplog):
+def test_requirements_are_installed_once_whoever_asks_and_what_was_left_half_made_is_made_anew(
+    here, cache, caplog
+):
     def made() -> int:
         return sum("installing" in record.message for record in caplog.records)
 
@@ -182,12 +202,21 @@ def test_requirements_are_installed_once_whoever_asks_and_what_was_left_half_mad
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["uv", "pip"])
-def test_what_cannot_be_installed_ends_with_the_installer_s_words_and_leaves_nothing(tool, cache, monkeypatch):
+def test_what_cannot_be_installed_ends_with_the_installer_s_words_and_leaves_nothing(
+    tool, cache, monkeypatch
+):
     if tool == "pip":
         monkeypatch.setattr(interpreter, "_uv", lambda: None)
-    with pytest.raises(ConfigError, match=r"(?s)env\.requires: /nowhere/x\.whl.* cannot be installed.*/nowhere/x\.whl"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)env\.requires: /nowhere/x\.whl.* cannot be installed.*/nowhere/x\.whl",
+    ):
         find_interpreter(None, ["/nowhere/x.whl"])
-    left = [path for path in (cache / "agentrl" / "venvs").iterdir() if not (path / ".complete").exists()]
+    left = [
+        path
+        for path in (cache / "agentrl" / "venvs").iterdir()
+        if not (path / ".complete").exists()
+    ]
     assert [path.suffix for path in left if path.is_dir()] == []
 
 
@@ -198,4 +227,6 @@ def test_a_folder_is_required_from_the_current_one(
     (tmp_path / "package").mkdir()
     monkeypatch.chdir(tmp_path)
     assert interpreter._absolute(written) == str((tmp_path / written).resolve())
-    assert interpreter._absolute("package") == "package", "a package's name is no folder, though there is one"
+    assert interpreter._absolute("package") == "package", (
+        "a package's name is no folder, though there is one"
+    )

@@ -1,4 +1,6 @@
-"""Pictures that environments draw of their states: they reach the trajectory over every transport, and no further."""
+"""Pictures that environments draw of their states: they reach the trajectory over every transport,
+and no further.
+"""
 
 import asyncio
 import json
@@ -20,11 +22,15 @@ from agentrl.trajectory import Task, Trajectory
 RENDERER = TemplateRenderer(ByteTokenizer())
 
 
-def played(factory, *, isolation=None, pictures=True, picture_bytes=1 << 16, player=careful_player) -> Trajectory:
+def played(
+    factory, *, isolation=None, pictures=True, picture_bytes=1 << 16, player=careful_player
+) -> Trajectory:
     async def main() -> Trajectory:
         host = EnvHost({"env": factory}, EnvDeadlines(), isolation, pictures=pictures)
         policy = ScriptedPolicy(player, RENDERER)
-        runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=4), 60.0, picture_bytes=picture_bytes)
+        runner = EnvEpisodeRunner(
+            policy, RENDERER, host, Budget(turns=4), 60.0, picture_bytes=picture_bytes
+        )
         (trajectory,) = await runner.play(Episode("e", Task("env", 3), 1))
         await host.close()
         return trajectory
@@ -90,7 +96,10 @@ def test_none_is_drawn_or_kept_where_it_is_not_wanted():
 @pytest.mark.parametrize(
     ("drawn", "said"),
     [
-        (ZeroDivisionError("<mine>"), "render_html raised ZeroDivisionError(&#x27;&lt;mine&gt;&#x27;)"),
+        (
+            ZeroDivisionError("<mine>"),
+            "render_html raised ZeroDivisionError(&#x27;&lt;mine&gt;&#x27;)",
+        ),
         (None, "render_html returned NoneType, and no text"),
         ("x" * 2000, "a picture of 2,000 bytes was not kept"),
         ("half \ud800 a pair", "half ? a pair"),
@@ -111,7 +120,9 @@ def test_a_malformed_reply_is_refused_as_it_is_without_pictures():
     async def main() -> None:
         live = EnvHost({"env": Malformed}, EnvDeadlines(), pictures=True).acquire("env")
         await live.reset(0, {})
-        with pytest.raises(EnvError, match=r"Malformed\.step must return \(observation: str, reward"):
+        with pytest.raises(
+            EnvError, match=r"Malformed\.step must return \(observation: str, reward"
+        ):
             await live.step("go")
         await live.close()
 
@@ -125,7 +136,9 @@ def test_what_a_server_sends_is_bounded_too_and_must_be_text():
     assert "3 bytes" in taken({PICTURE: "éa"}, 2)[0]
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "text_maze", "kuhn_poker", "gymnasium:Taxi-v4"])
+@pytest.mark.parametrize(
+    "name", ["frozen_lake", "sokoban", "text_maze", "kuhn_poker", "gymnasium:Taxi-v4"]
+)
 def test_the_built_in_boards_draw_themselves_from_beginning_to_end(name):
     env = plugins.load("envs", name)()
     env.reset(seed=1, options={})

@@ -1,4 +1,6 @@
-"""Environments in processes: what hangs is killed, what crashes costs its episode only, and nothing is left behind."""
+"""Environments in processes: what hangs is killed, what crashes costs its episode only, and nothing
+is left behind.
+"""
 
 import asyncio
 import gc
@@ -70,7 +72,9 @@ ODD = '''
 
 @pytest.fixture(autouse=True)
 def odd_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The module, importable from a folder that is given as a relative path, as the command line's own is."""
+    """The module, importable from a folder that is given as a relative path, as the command line's
+    own is.
+    """
     (tmp_path / "odd_env_of_a_process.py").write_text(dedent(ODD))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
@@ -94,8 +98,8 @@ def workers() -> list[psutil.Process]:
 
 
 async def left_behind(folder: Path) -> list[str]:
-    """Scratch folders that are still there after a while: a process that was given up while it started is ended when it
-    has started, which takes seconds on a busy machine.
+    """Scratch folders that are still there after a while: a process that was given up while it
+    started is ended when it has started, which takes seconds on a busy machine.
     """
     found: list[str] = []
     for _ in range(6000):
@@ -182,14 +186,26 @@ def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
         dies = {"die": True}
         assert [await played(envs, 0, dies), await played(envs, 0, dies)] == ["died", "set aside"]
         assert await played(envs, 1, dies) == "died"  # another task
-        assert [await played(envs, 2, {}, "on", "die") for _ in range(3)] == ["died", "set aside", "set aside"]
-        assert await played(envs, 2, {}, "on", "on") == "on"  # the same task, whose episode goes another way
+        assert [await played(envs, 2, {}, "on", "die") for _ in range(3)] == [
+            "died",
+            "set aside",
+            "set aside",
+        ]
+        assert (
+            await played(envs, 2, {}, "on", "on") == "on"
+        )  # the same task, whose episode goes another way
         assert await played(envs, 2, {}, "die") == "died"
         assert len(fork_servers()) <= 1
         await envs.close()
         assert workers() == []
         assert all("was killed by SIGSEGV" in one for one in said)
-        assert sum("processes of the environment died 2 times while they worked on" in one for one in said) == 3
+        assert (
+            sum(
+                "processes of the environment died 2 times while they worked on" in one
+                for one in said
+            )
+            == 3
+        )
 
     said: list[str] = []
 
@@ -231,7 +247,9 @@ def test_many_start_at_once_and_when_what_they_are_forked_from_dies_the_next_are
     asyncio.run(main())
 
 
-def test_a_sound_process_plays_on_in_a_folder_of_its_own_and_is_closed_properly(odd_env, monkeypatch):
+def test_a_sound_process_plays_on_in_a_folder_of_its_own_and_is_closed_properly(
+    odd_env, monkeypatch
+):
     monkeypatch.setenv("ODD_CLOSED", str(odd_env / "closed"))
 
     async def main() -> None:
@@ -346,7 +364,9 @@ def test_no_process_survives_a_driver_that_is_killed(action):
         env.step({action!r})
         threading.Event().wait()
     """)
-    with subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         time.sleep(0.2)
@@ -356,7 +376,8 @@ def test_no_process_survives_a_driver_that_is_killed(action):
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+    "count",
+    [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)],
 )
 def test_memory_and_handles_stay_flat_over_thousands_of_episodes(count):
     async def episodes(envs: EnvHost, count: int) -> psutil.Process:
@@ -378,7 +399,9 @@ def test_memory_and_handles_stay_flat_over_thousands_of_episodes(count):
         worker = await episodes(envs, 500)
         before = size(driver), size(worker)
         assert await episodes(envs, count) == worker
-        for (rss, *handles), (rss_after, *handles_after) in zip(before, (size(driver), size(worker)), strict=True):
+        for (rss, *handles), (rss_after, *handles_after) in zip(
+            before, (size(driver), size(worker)), strict=True
+        ):
             assert rss_after - rss < 4 << 20
             assert handles_after == handles
         await envs.close()

@@ -1,4 +1,6 @@
-"""A reply that cannot be used fails its episode with a sentence, and nothing else, whatever carries it."""
+"""A reply that cannot be used fails its episode with a sentence, and nothing else, whatever carries
+it.
+"""
 
 import asyncio
 import json
@@ -89,11 +91,19 @@ class Odd:
     system_prompt = "Play."
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
-        return RESETS[options["reply"]]() if "reply" in options else ("begin", {"seed": np.int64(seed)})
+        return (
+            RESETS[options["reply"]]()
+            if "reply" in options
+            else ("begin", {"seed": np.int64(seed)})
+        )
 
     def step(self, action: str) -> Any:
         reply = STEPS.get(action)
-        return reply() if reply else (action, np.float32(0.5), np.bool_(action == "end"), False, {"a": np.arange(2)})
+        return (
+            reply()
+            if reply
+            else (action, np.float32(0.5), np.bool_(action == "end"), False, {"a": np.arange(2)})
+        )
 
     def close(self) -> None:
         """Nothing to close."""
@@ -105,7 +115,9 @@ class InlineOdd(Odd):
     isolation = "inline"
 
 
-PROCESS = pytest.param("process", marks=pytest.mark.slow)  # each reply ends its process, and another one starts
+PROCESS = pytest.param(
+    "process", marks=pytest.mark.slow
+)  # each reply ends its process, and another one starts
 
 
 @pytest.fixture(scope="module", params=["inline", "thread", PROCESS, "http", "openenv"])
@@ -117,7 +129,9 @@ def factory(request: pytest.FixtureRequest) -> Iterator[Callable[[], Env]]:
             url = stack.enter_context(served(Odd)).url
             yield partial(RemoteEnv if request.param == "http" else OpenEnv, [url])
         else:
-            yield {"inline": InlineOdd, "thread": Odd, "process": partial(ProcessEnv, address)}[request.param]
+            yield {"inline": InlineOdd, "thread": Odd, "process": partial(ProcessEnv, address)}[
+                request.param
+            ]
 
 
 @pytest.mark.parametrize("name", [*STEPS, *RESETS])
@@ -191,7 +205,8 @@ _texts = st.text(st.characters(codec="utf-8"))
 _values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _texts,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
     ),
     max_leaves=12,
 )
@@ -206,7 +221,9 @@ def test_an_info_of_json_s_types_stays_as_it_is(info: dict[str, Any]) -> None:
 
 @examples(100)
 @given(reply=st.tuples(*[_values | st.text() | st.builds(object)] * 5))
-def test_whatever_is_replied_is_taken_in_json_s_types_or_refused_with_a_sentence(reply: tuple[Any, ...]) -> None:
+def test_whatever_is_replied_is_taken_in_json_s_types_or_refused_with_a_sentence(
+    reply: tuple[Any, ...],
+) -> None:
     refused = ""
     try:
         observation, reward, terminated, truncated, info = checked_step("env", reply)
@@ -226,18 +243,25 @@ def test_whatever_is_replied_is_taken_in_json_s_types_or_refused_with_a_sentence
         np.zeros((8, 8, 3), np.uint8),
         np.zeros((64, 64), np.uint8),
         Image.new("RGB", (4, 4)),
-        [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}],
+        [
+            {"type": "text", "text": "Look:"},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+        ],
         {"agent": 1, "view": np.zeros((8, 8, 1), np.uint8)},
     ],
 )
 def test_an_image_for_an_observation_is_refused_by_that_name(observation: Any) -> None:
-    with pytest.raises(EnvError, match=r"E.reset gave an image \(.*\) for a text; .*say in words or numbers"):
+    with pytest.raises(
+        EnvError, match=r"E.reset gave an image \(.*\) for a text; .*say in words or numbers"
+    ):
         checked_reset("E", (observation, {}))
     with pytest.raises(EnvError, match=r"E\.step gave an image"):
         checked_step("E", (observation, 0.0, False, False, {}))
 
 
-@pytest.mark.parametrize("observation", [None, 3, np.zeros(4, np.uint8), [{"type": "text", "text": "Look:"}]])
+@pytest.mark.parametrize(
+    "observation", [None, 3, np.zeros(4, np.uint8), [{"type": "text", "text": "Look:"}]]
+)
 def test_another_value_for_an_observation_is_no_image(observation: Any) -> None:
     with pytest.raises(EnvError, match=r"E.reset gave .* for a text; write a str"):
         checked_reset("E", (observation, {}))

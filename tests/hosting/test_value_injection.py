@@ -15,7 +15,12 @@ from agentrl.hosting.wrappers import wrapper
 from agentrl.protocols import StepResult
 from agentrl.testing import check_env
 
-SEEN = [("A", "go", 0.0, "B"), ("B", "win", 1.0, None), ("B", "win", 0.0, "A"), ("B", "leave", 0.3, None)]
+SEEN = [
+    ("A", "go", 0.0, "B"),
+    ("B", "win", 1.0, None),
+    ("B", "win", 0.0, "A"),
+    ("B", "leave", 0.3, None),
+]
 
 
 def model_of(seen: list[tuple[str, str, float, str | None]]) -> TabularModel:
@@ -53,7 +58,9 @@ def test_a_state_where_nothing_was_tried_is_worth_nothing_and_a_loop_is_bounded(
 
 
 class Door(TextEnv):
-    """Two doors in two rooms. `resets` counts the episodes. Right leads on, left ends it without a prize."""
+    """Two doors in two rooms. `resets` counts the episodes. Right leads on, left ends it without a
+    prize.
+    """
 
     isolation = "inline"
     system_prompt = "Choose a door."
@@ -87,7 +94,9 @@ class SlowDoor(Door):
 
 def played(inner: Door, actions: list[str], **settings: Any) -> list[Any]:
     async def main() -> list[Any]:
-        env = ValueInjection(ValueInjection.Config(**{"episodes": 2, "gamma": 0.5} | settings), inner)
+        env = ValueInjection(
+            ValueInjection.Config(**{"episodes": 2, "gamma": 0.5} | settings), inner
+        )
         results: list[Any] = []
         begun = env.reset(seed=7, options={})
         results.append(begun if isinstance(begun, tuple) else await begun)
@@ -100,12 +109,20 @@ def played(inner: Door, actions: list[str], **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", [Door, SlowDoor])
-def test_a_trial_has_several_episodes_and_shows_what_the_earlier_ones_taught(kind: type[Door]) -> None:
+def test_a_trial_has_several_episodes_and_shows_what_the_earlier_ones_taught(
+    kind: type[Door],
+) -> None:
     inner = kind()
     first, on, again, stay, end = played(inner, ["right", "right", "right", "left"])
     assert first[0] == "Episode 1 of 2.\nroom 1 of house 7"
     assert on == ("room 2", 0.0, False, False, {})
-    assert again == ("out\nEpisode 2 of 2.\nroom 1 of house 7\nTried: right 0.50 (1).", 1.0, False, False, {})
+    assert again == (
+        "out\nEpisode 2 of 2.\nroom 1 of house 7\nTried: right 0.50 (1).",
+        1.0,
+        False,
+        False,
+        {},
+    )
     assert stay[0] == "room 2\nTried: right 1.00 (1)."
     assert end == ("out", 0.0, True, False, {"success": False})
     assert inner.resets == 2
@@ -126,7 +143,9 @@ def test_an_episode_that_a_limit_cut_is_not_at_its_end_for_the_estimate() -> Non
 
 def test_the_wrapped_environment_keeps_the_contract() -> None:
     injected = wrapper({"name": "value_injection", "episodes": 3})
-    check_env(lambda: injected.make(OracleEnv()), options={"problem": "corridor"}, actions=("on", "take"))
+    check_env(
+        lambda: injected.make(OracleEnv()), options={"problem": "corridor"}, actions=("on", "take")
+    )
 
 
 def test_a_game_of_several_agents_is_refused() -> None:

@@ -61,7 +61,12 @@ def told(make_env, actions, isolation=None, seed=1) -> list[Any]:
     return asyncio.run(main())
 
 
-GUESSES = ["I think <action>3</action>, no: <action>8</action>", "8", "<action>16</action>", "<action>2</action>"]
+GUESSES = [
+    "I think <action>3</action>, no: <action>8</action>",
+    "8",
+    "<action>16</action>",
+    "<action>2</action>",
+]
 
 
 def test_the_last_action_that_matches_is_taken_and_a_message_without_one_is_answered_by_the_hint():
@@ -77,7 +82,8 @@ def test_a_time_limit_truncates_and_each_wrapper_is_around_those_before_it(order
     both = [ACTION, {"name": "time_limit", "turns": 2}]
     said = told(env_factory(wrapped("guess_number", *both[:: 1 - 2 * order])), GUESSES[:3])
     truncated = [truncated for _, _, _, truncated, _ in said[2:]]
-    # Around the format, the limit counts the malformed message too; within it, only what reached the game.
+    # Around the format, the limit counts the malformed message too; within it, only what reached
+    # the game.
     assert truncated == ([False, True, True] if order == 0 else [False, False, True])
 
 
@@ -108,7 +114,10 @@ def test_a_wrapped_environment_plays_the_same_over_every_transport(transport):
 def test_an_async_environment_is_wrapped_as_it_is():
     name = f"{__name__}:Patient"
     _, _, *steps = told(
-        env_factory(wrapped(name, "tests.hosting.test_wrappers:Twice", {"name": "time_limit", "turns": 2})), "ab"
+        env_factory(
+            wrapped(name, "tests.hosting.test_wrappers:Twice", {"name": "time_limit", "turns": 2})
+        ),
+        "ab",
     )
     assert steps == [("you said aa", 0.0, False, False, {}), ("you said bb", 0.0, False, True, {})]
 
@@ -146,7 +155,8 @@ def test_a_scripted_player_looks_at_the_environment_itself():
 
     async def main(isolation: str) -> str:
         env = LiveEnv(
-            env_factory(wrapped("guess_number", {"name": "time_limit", "turns": 4}), isolation)(), EnvDeadlines()
+            env_factory(wrapped("guess_number", {"name": "time_limit", "turns": 4}), isolation)(),
+            EnvDeadlines(),
         )
         await env.reset(0, {})
         said = await env.consult(weak_player, random.Random(0))
@@ -159,11 +169,10 @@ def test_a_scripted_player_looks_at_the_environment_itself():
 def test_a_config_says_what_the_system_message_is_for_each_environment_of_a_mixture(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
-        "env:\n"
-        "  - {name: guess_number, rules: Halve the range., wrappers: [{name: action_format, pattern: x, hint: H.}]}\n"
-        "  - {name: guess_number, label: terse, system_prompt: Guess., rules: Be quick.}\n"
-        "  - {name: guess_number, label: mute, system_prompt: ''}\n"
-        "  - {name: guess_number, label: plain}\n"
+        "env:\n  - {name: guess_number, rules: Halve the range., wrappers: [{name: action_format,"
+        " pattern: x, hint: H.}]}\n  - {name: guess_number, label: terse, system_prompt: Guess.,"
+        " rules: Be quick.}\n  - {name: guess_number, label: mute, system_prompt: ''}\n  - {name:"
+        " guess_number, label: plain}\n"
     )
     loaded = load_config(config).config
 
@@ -193,7 +202,11 @@ class Roles(TextEnv):
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
         prompts = {"thief": "Steal.", "guard": "Watch."}
-        return self.start(seed, options), {"agents": list(prompts), "agent": "thief", "system_prompts": prompts}
+        return self.start(seed, options), {
+            "agents": list(prompts),
+            "agent": "thief",
+            "system_prompts": prompts,
+        }
 
     def step(self, action: str) -> StepResult:
         return "Caught.", 0.0, True, False, {}

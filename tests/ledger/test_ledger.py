@@ -1,4 +1,6 @@
-"""The ledger: one fate each, written behind the loop and ahead of the weights, and a resume that loses nothing."""
+"""The ledger: one fate each, written behind the loop and ahead of the weights, and a resume that
+loses nothing.
+"""
 
 import json
 import random
@@ -26,7 +28,11 @@ from tests.ledger.ledger_queries import trained_tasks, why_failed
 from tests.properties import examples
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
@@ -69,10 +75,17 @@ def test_a_fate_is_final(tmp_path, monkeypatch, path, again):
             ledger.begin(0, 5, 0)
     if path != ":memory:":
         with read_ledger(Path(path)) as kept:
-            assert kept.episode_fates().failed == kept.episode_fates().trained == kept.task_fates().trained == 1
+            assert (
+                kept.episode_fates().failed
+                == kept.episode_fates().trained
+                == kept.task_fates().trained
+                == 1
+            )
 
 
-@pytest.mark.parametrize("wrong", [lambda ledger: ledger.end_task(0, "lost", ""), lambda ledger: ledger.begin(0, 0, 0)])
+@pytest.mark.parametrize(
+    "wrong", [lambda ledger: ledger.end_task(0, "lost", ""), lambda ledger: ledger.begin(0, 0, 0)]
+)
 def test_an_unknown_fate_and_a_second_beginning_are_refused_by_the_file_itself(wrong):
     with Ledger(":memory:") as ledger:
         admit(ledger, 0)
@@ -100,7 +113,9 @@ def test_what_the_thread_could_not_write_is_said_by_a_later_call(tmp_path):
 def test_after_a_failure_nothing_is_written_for_what_is_lost_must_be_a_suffix(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
-        with ledger._writer.transaction():  # so that all of it is queued before the first is written
+        with (
+            ledger._writer.transaction()
+        ):  # so that all of it is queued before the first is written
             ledger.trained(0, {7: [1.0]})
             admit(ledger, *range(1000))
         with pytest.raises(RuntimeError, match="do not exist"):
@@ -164,7 +179,10 @@ def test_the_fate_of_a_task_is_that_of_its_open_episodes_alone(fate, of_open_epi
         admit(ledger, 0, 1)
         ledger.end(0, 0, 0, "failed", "broke")
         ledger.end_task(0, fate, "all alike")
-        assert [(e.fate, e.why) for e in ledger.episodes(0)] == [("failed", "broke"), (of_open_episodes, why)]
+        assert [(e.fate, e.why) for e in ledger.episodes(0)] == [
+            ("failed", "broke"),
+            (of_open_episodes, why),
+        ]
         assert [e.fate for e in ledger.episodes(1)] == [None, None]
         assert getattr(ledger.task_fates(), fate) == ledger.task_fates().open == 1
 
@@ -173,7 +191,11 @@ def test_the_fate_of_a_task_is_that_of_its_open_episodes_alone(fate, of_open_epi
 @given(
     tasks=st.lists(
         st.builds(
-            Task, st.text("abc/:é"), st.integers(-(2**70), 2**70), st.dictionaries(st.text(), JSON), st.text("ab_-/☃")
+            Task,
+            st.text("abc/:é"),
+            st.integers(-(2**70), 2**70),
+            st.dictionaries(st.text(), JSON),
+            st.text("ab_-/☃"),
         ),
         unique_by=lambda task: task.id,
         max_size=4,
@@ -213,8 +235,12 @@ def test_what_carries_no_loss_is_masked_and_its_task_with_the_last_of_its_episod
         admit(ledger, 0, 1, 2, members=2)
         ledger.segment(3, 2, 1, 0, agent="", first=0, turns=2)
         ledger.trained(4, {0: [1.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 0.0]})
-        alike = dict.fromkeys(("train-000001/0/0", "train-000001/1/0", "train-000002/0/0"), "they are alike")
-        ledger.masked(4, {"train-000000/1/0": "too long", **alike, "train-000002/1/0": "its end is old"})
+        alike = dict.fromkeys(
+            ("train-000001/0/0", "train-000001/1/0", "train-000002/0/0"), "they are alike"
+        )
+        ledger.masked(
+            4, {"train-000000/1/0": "too long", **alike, "train-000002/1/0": "its end is old"}
+        )
         fates = {record[0]: record[3:] for record in ledger.all_episodes()}
         assert fates == {
             "train-000000/0/0": ("trained", 4, None),
@@ -222,17 +248,27 @@ def test_what_carries_no_loss_is_masked_and_its_task_with_the_last_of_its_episod
             "train-000001/0/0": ("masked", 4, "they are alike"),
             "train-000001/1/0": ("masked", 4, "they are alike"),
             "train-000002/0/0": ("masked", 4, "they are alike"),
-            "train-000002/1/0": ("trained", 4, "its end is old"),  # its first turns were trained on at step 3
+            "train-000002/1/0": (
+                "trained",
+                4,
+                "its end is old",
+            ),  # its first turns were trained on at step 3
         }
         assert [ledger.task(n).fate for n in (0, 1, 2)] == ["trained", "masked", "trained"]
         assert (ledger.episode_fates().masked, ledger.episode_fates().settled) == (4, True)
         assert {(one.fate, one.why, one.count) for one in ledger.reasons("episodes", 9)} == {
-            ("masked", "too long", 1), ("masked", "they are alike", 3),
-        }  # fmt: skip
-        assert explain(ledger, "1").sentence == (
-            "train-000001 was not trained: it carried no loss in the batch of step 4: they are alike"
+            ("masked", "too long", 1),
+            ("masked", "they are alike", 3),
+        }
+        assert (
+            explain(ledger, "1").sentence
+            == "train-000001 was not trained: it carried no loss in the batch of step 4: they are"
+            " alike"
         )
-        assert (ledger.trained_steps(5), [number for number, *_ in ledger.outcomes()]) == (1, [0, 1, 2])
+        assert (ledger.trained_steps(5), [number for number, *_ in ledger.outcomes()]) == (
+            1,
+            [0, 1, 2],
+        )
         ledger.rewind(4)
         assert [(ledger.task(n).fate, ledger.task(n).why) for n in (0, 1, 2)] == [(None, None)] * 3
         assert {fate for _, _, _, fate, *_ in ledger.all_episodes()} == {"cancelled"}
@@ -276,7 +312,11 @@ def test_a_ledger_from_before_masked_is_read_as_it_is_and_goes_on(tmp_path):
     before_masked(path)
     content = path.read_bytes()
     with read_ledger(path) as old:
-        assert (old.task(0).rewards, old.task_fates().trained, old.task_fates().masked) == ((1.0, 0.5), 1, 0)
+        assert (old.task(0).rewards, old.task_fates().trained, old.task_fates().masked) == (
+            (1.0, 0.5),
+            1,
+            0,
+        )
         kept = list(old.all_episodes())
     assert path.read_bytes() == content
     with sqlite3.connect(path) as db, pytest.raises(sqlite3.IntegrityError):
@@ -289,7 +329,11 @@ def test_a_ledger_from_before_masked_is_read_as_it_is_and_goes_on(tmp_path):
         ledger.trained(1, {1: [1.0, 1.0]})
         ledger.masked(1, dict.fromkeys(("train-000001/0/0", "train-000001/1/0"), "alike"))
     with Ledger(path) as ledger:
-        assert (ledger.episode_fates().masked, ledger.task_fates().masked, ledger.damage()) == (2, 1, None)
+        assert (ledger.episode_fates().masked, ledger.task_fates().masked, ledger.damage()) == (
+            2,
+            1,
+            None,
+        )
 
 
 @pytest.mark.parametrize("fate", [None, "failed", "filtered"])
@@ -308,8 +352,14 @@ def test_a_rewind_forgets_the_segments_of_lost_steps_alone():
         admit(ledger, 0)
         ledger.segment(1, 0, 1, 0, agent="", first=0, turns=3)
         ledger.segment(4, 0, 1, 0, agent="", first=3, turns=1)
-        assert [(s.first, s.turns, s.step) for s in explain(ledger, "0").segments] == [(0, 3, 1), (3, 1, 4)]
-        assert [(s.first, s.turns, s.step) for s in explain(ledger, "0/1/0").segments] == [(0, 3, 1), (3, 1, 4)]
+        assert [(s.first, s.turns, s.step) for s in explain(ledger, "0").segments] == [
+            (0, 3, 1),
+            (3, 1, 4),
+        ]
+        assert [(s.first, s.turns, s.step) for s in explain(ledger, "0/1/0").segments] == [
+            (0, 3, 1),
+            (3, 1, 4),
+        ]
         assert not explain(ledger, "0/0/0").segments
         ledger.rewind(4)
         assert [(s.first, s.turns, s.step) for s in ledger.segments(0)] == [(0, 3, 1)]
@@ -324,7 +374,9 @@ def test_a_turn_is_in_one_segment():
         ledger.flush()
 
 
-@pytest.mark.parametrize("options", [{"size": (4, 4)}, {"size": {4}}, {1: "one"}, {"slip": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"size": (4, 4)}, {"size": {4}}, {1: "one"}, {"slip": float("nan")}]
+)
 def test_options_that_a_file_would_change_are_refused(options):
     with Ledger(":memory:") as ledger, pytest.raises(ConfigError, match="task t0"):
         ledger.admit(0, Task("frozen_lake", 0, options, "t0"), 0)
@@ -342,13 +394,21 @@ def test_a_rewind_opens_what_was_trained_after_it_and_leaves_every_other_fate():
         assert ledger.rewind(1) == [(0, task(0)), (5, task(5))]
         assert list(ledger.outcomes()) == [(1, task(1), (1.0, 0.0))]
         fates = ledger.task_fates()
-        assert (fates.open, fates.trained, fates.filtered, fates.failed, fates.stale) == (2, 1, 1, 1, 1)
+        assert (fates.open, fates.trained, fates.filtered, fates.failed, fates.stale) == (
+            2,
+            1,
+            1,
+            1,
+            1,
+        )
         assert ledger.episode_fates().cancelled == 6
         assert ledger.episode_fates().settled
 
 
 class Life:
-    """A run from its newest checkpoint on, as the operations it would call: random, but for what becomes of a task."""
+    """A run from its newest checkpoint on, as the operations it would call: random, but for what
+    becomes of a task.
+    """
 
     def __init__(self, rng: random.Random, step: int, pending: list[int], next_number: int) -> None:
         self.rng, self.step, self.pending, self.next_number = rng, step, deque(pending), next_number
@@ -359,7 +419,9 @@ class Life:
     def move(self) -> list[tuple]:
         """The operations of one moment."""
         if len(self.finished) >= GROUPS:
-            batch = [self.finished.pop(self.rng.randrange(len(self.finished))) for _ in range(GROUPS)]
+            batch = [
+                self.finished.pop(self.rng.randrange(len(self.finished))) for _ in range(GROUPS)
+            ]
             self.step += 1
             # One task at a time: that is how the file takes them, so a kill may come between two.
             return [("trained", self.step - 1, {number: [number / 8, 0.0]}) for number in batch]
@@ -377,7 +439,11 @@ class Life:
         else:
             number, self.next_number = self.next_number, self.next_number + 1
         self.playing.append(number)
-        return [("admit", number, task(number), self.step), ("begin", number, 0, 0), ("begin", number, 1, 0)]
+        return [
+            ("admit", number, task(number), self.step),
+            ("begin", number, 0, 0),
+            ("begin", number, 1, 0),
+        ]
 
     def finish(self, number: int) -> list[tuple]:
         operations: list[tuple] = []
@@ -408,11 +474,15 @@ def test_runs_killed_anywhere_train_the_same_tasks_as_one_that_was_not(seed):
             with Ledger(path) as ledger:
                 open_tasks = ledger.rewind(checkpoint)
                 assert [number for number, _ in open_tasks] == [
-                    number for number in range(ledger.next_number()) if ledger.task(number).fate is None
+                    number
+                    for number in range(ledger.next_number())
+                    if ledger.task(number).fate is None
                 ]
                 assert ledger.episode_fates().settled
                 assert len(trained_tasks(ledger)) == checkpoint * GROUPS
-                life = Life(rng, checkpoint, [number for number, _ in open_tasks], ledger.next_number())
+                life = Life(
+                    rng, checkpoint, [number for number, _ in open_tasks], ledger.next_number()
+                )
                 queued: list[tuple] = []
                 for _ in range(rng.randrange(1, 50)):
                     queued += life.move()
@@ -422,11 +492,17 @@ def test_runs_killed_anywhere_train_the_same_tasks_as_one_that_was_not(seed):
                         queued, checkpoint = [], life.step
                     if life.step == STEPS:
                         break
-                call(ledger, queued[: rng.randint(0, len(queued))])  # the others die with the process
+                call(
+                    ledger, queued[: rng.randint(0, len(queued))]
+                )  # the others die with the process
         with read_ledger(path) as ledger:
-            expected = [number for number in range(100) if fate_of(number) is None][: STEPS * GROUPS]
+            expected = [number for number in range(100) if fate_of(number) is None][
+                : STEPS * GROUPS
+            ]
             assert trained_tasks(ledger) == [task(number).id for number in expected]
-            assert sorted(rewards for _, _, rewards in ledger.outcomes()) == [(n / 8, 0.0) for n in expected]
+            assert sorted(rewards for _, _, rewards in ledger.outcomes()) == [
+                (n / 8, 0.0) for n in expected
+            ]
             assert ledger.task_fates().settled
             assert ledger.task_fates().total == expected[-1] + 1
             assert ledger.episode_fates().settled
@@ -493,7 +569,9 @@ def test_what_a_killed_process_wrote_is_there_for_the_next(tmp_path):
     assert launch(done + 50).wait() == 0
     with read_ledger(tmp_path / "ledger.sqlite") as ledger:
         assert trained_tasks(ledger) == [f"t{number}" for number in range(4 * (done + 50))]
-        assert ledger.task_fates().total - ledger.task_fates().trained == ledger.task_fates().open == 4
+        assert (
+            ledger.task_fates().total - ledger.task_fates().trained == ledger.task_fates().open == 4
+        )
         assert ledger.episode_fates().settled
         assert ledger.episode_fates().trained == 16 * (done + 50)
 
@@ -511,7 +589,9 @@ def test_the_caller_is_not_held_up_by_the_file(tmp_path):
         assert ledger.task_fates().total == 1000
 
 
-def test_a_file_that_cannot_keep_up_holds_the_caller_back_instead_of_filling_memory(tmp_path, monkeypatch):
+def test_a_file_that_cannot_keep_up_holds_the_caller_back_instead_of_filling_memory(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(write_behind, "BACKLOG", 2000)
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
@@ -582,22 +662,38 @@ def told() -> Ledger:
         ("train-000000/0/0", "train-000000/0/0 was trained at step 4"),
         (
             "train-000000/1/0",
-            "train-000000/1/0 was not trained: it failed: environment: it broke; "
-            "attempt 1 took its place and was trained at step 4",
+            (
+                "train-000000/1/0 was not trained: it failed: environment: it broke; "
+                "attempt 1 took its place and was trained at step 4"
+            ),
         ),
         (
             "train-000000/2/0",
-            "train-000000/2/0 was not trained: it was cancelled: its group was complete without it; "
-            "its task was trained at step 4",
+            (
+                "train-000000/2/0 was not trained: it was cancelled: its group was complete without"
+                " it; its task was trained at step 4"
+            ),
         ),
-        ("train-000001/0/0", "train-000001/0/0 was not trained: it was filtered: all rewards are 1"),
+        (
+            "train-000001/0/0",
+            "train-000001/0/0 was not trained: it was filtered: all rewards are 1",
+        ),
         ("train-000002/0/0", "train-000002/0/0 was not trained: it was stale: too old"),
-        ("train-000003/0/0", "train-000003/0/0 was not trained: it was cancelled: its task: the run ended"),
+        (
+            "train-000003/0/0",
+            "train-000003/0/0 was not trained: it was cancelled: its task: the run ended",
+        ),
         (
             "train-000004/0/0",
-            "train-000004/0/0 was not trained: it failed: engine: gone; its task failed: member 0 failed once",
+            (
+                "train-000004/0/0 was not trained: it failed: engine: gone; its task failed: member"
+                " 0 failed once"
+            ),
         ),
-        ("train-000004/1/0", "train-000004/1/0 was not trained: it was cancelled: its task: member 0 failed once"),
+        (
+            "train-000004/1/0",
+            "train-000004/1/0 was not trained: it was cancelled: its task: member 0 failed once",
+        ),
         ("5/2/0", "5/2/0 was not trained yet: it is running, or was when the run stopped"),
     ],
 )
@@ -617,11 +713,16 @@ def test_an_episode_of_an_earlier_launch_is_explained_by_the_later_one(tmp_path)
         ledger.rewind(0)
         admit(ledger, 0)
         ledger.trained(0, {0: [1.0, 1.0]})
-        assert explain(ledger, "train-000000/0/0").sentence == "train-000000/0/0 was trained at step 0"
+        assert (
+            explain(ledger, "train-000000/0/0").sentence == "train-000000/0/0 was trained at step 0"
+        )
         plays = explain(ledger, "train-000000/0/0").episodes
         assert [(e.launch, e.fate) for e in plays] == [(0, "cancelled"), (1, "trained")]
         ledger.rewind(0)
-        assert "the run was stopped before a checkpoint" in explain(ledger, "train-000000/0/0").sentence
+        assert (
+            "the run was stopped before a checkpoint"
+            in explain(ledger, "train-000000/0/0").sentence
+        )
 
 
 @pytest.mark.parametrize(
@@ -642,7 +743,10 @@ def test_an_unknown_id_is_answered_by_the_nearest_ones(told, name, hint):
 
 
 def test_an_empty_ledger_says_so():
-    with Ledger(":memory:") as ledger, pytest.raises(ConfigError, match="nothing has been admitted yet"):
+    with (
+        Ledger(":memory:") as ledger,
+        pytest.raises(ConfigError, match="nothing has been admitted yet"),
+    ):
         explain(ledger, "0")
 
 
@@ -650,7 +754,10 @@ def test_an_empty_ledger_says_so():
 def test_shares_sum_to_a_hundred_percent(counts):
     shares = tenths_of_percent(counts)
     assert sum(shares) == 1000
-    assert all(abs(share - 1000 * count / sum(counts)) < 1 for share, count in zip(shares, counts, strict=True))
+    assert all(
+        abs(share - 1000 * count / sum(counts)) < 1
+        for share, count in zip(shares, counts, strict=True)
+    )
 
 
 def test_tallies_agree_with_fates_and_name_an_example(told):
@@ -660,7 +767,10 @@ def test_tallies_agree_with_fates_and_name_an_example(told):
         for tally in tallies:
             assert tally.count == getattr(fates, tally.fate)
             record = explain(told, tally.example)
-            assert tally.fate in {record.task.fate or "open", *(e.fate or "open" for e in record.episodes)}
+            assert tally.fate in {
+                record.task.fate or "open",
+                *(e.fate or "open" for e in record.episodes),
+            }
     assert told.open_episodes(2) == ["train-000005/0/0", "train-000005/1/0"]
     assert told.reasons("episodes", 1)[0].count == 3
 
@@ -674,12 +784,14 @@ def left_by_a_killed_run(path, into):
 
 
 def stamps(folder):
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (*folder.iterdir(),)} | {
-        ".": folder.stat().st_mtime_ns
-    }
+    return {
+        path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (*folder.iterdir(),)
+    } | {".": folder.stat().st_mtime_ns}
 
 
-def test_reading_a_ledger_writes_nothing_beside_it_whether_its_run_goes_on_has_ended_or_was_killed(tmp_path):
+def test_reading_a_ledger_writes_nothing_beside_it_whether_its_run_goes_on_has_ended_or_was_killed(
+    tmp_path,
+):
     path = tmp_path / "run" / "ledger.sqlite"
     path.parent.mkdir()
     with Ledger(path) as ledger:
@@ -699,9 +811,13 @@ def test_reading_a_ledger_writes_nothing_beside_it_whether_its_run_goes_on_has_e
         assert stamps(one.parent) == before
 
 
-def test_a_copy_of_a_ledger_is_of_one_moment_also_if_its_log_begins_anew_meanwhile(tmp_path, monkeypatch):
+def test_a_copy_of_a_ledger_is_of_one_moment_also_if_its_log_begins_anew_meanwhile(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "ledger.sqlite"
-    monkeypatch.setattr("agentrl.ledger.ledger._is_in_use", lambda path: False)  # as on another machine
+    monkeypatch.setattr(
+        "agentrl.ledger.ledger._is_in_use", lambda path: False
+    )  # as on another machine
     with Ledger(path) as ledger:
         admit(ledger, 0)
         ledger.sync()  # into the file: what is written now may begin the log anew

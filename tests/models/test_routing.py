@@ -34,12 +34,20 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def played(mixture: Path) -> list[tuple[GenerateRequest, Completion]]:
     """Several prompts at once, of lengths that differ, and what was sampled after them."""
     asked = [
-        GenerateRequest(f"r{n}", ints(range(40, 50 + 7 * n)), SamplingParams(max_tokens=6), seed=n, keep_experts=n < 3)
+        GenerateRequest(
+            f"r{n}",
+            ints(range(40, 50 + 7 * n)),
+            SamplingParams(max_tokens=6),
+            seed=n,
+            keep_experts=n < 3,
+        )
         for n in range(4)
     ]
 
     async def sampled() -> list[Completion]:
-        async with LocalEngine(LocalEngine.Config(max_context=256, device="cpu"), mixture) as engine:
+        async with LocalEngine(
+            LocalEngine.Config(max_context=256, device="cpu"), mixture
+        ) as engine:
             async with asyncio.TaskGroup() as tasks:
                 answers = [tasks.create_task(engine.generate(request)) for request in asked]
             return [answer.result() for answer in answers]
@@ -60,8 +68,12 @@ def trained_on(mixture: Path, batch: TrainBatch, **settings: int) -> dict[str, f
 
 def batch_of(played: list[tuple[GenerateRequest, Completion]]) -> TrainBatch:
     turns = [Turn(request.prompt_ids, completion, 0.0, {}) for request, completion in played]
-    tasks = [Trajectory(f"t{n}", Task("env", n), (turn,), Terminated()) for n, turn in enumerate(turns)]
-    return collate(sample for n, trajectory in enumerate(tasks) for sample in to_samples(trajectory, 1.0 - n))
+    tasks = [
+        Trajectory(f"t{n}", Task("env", n), (turn,), Terminated()) for n, turn in enumerate(turns)
+    ]
+    return collate(
+        sample for n, trajectory in enumerate(tasks) for sample in to_samples(trajectory, 1.0 - n)
+    )
 
 
 def test_the_share_that_differs_does_not_depend_on_the_order_of_experts() -> None:
@@ -77,9 +89,14 @@ def test_an_engine_reports_the_experts_that_the_routers_like_best(
     for request, completion in played[:3]:
         ids = np.append(request.prompt_ids, completion.token_ids)
         with torch.no_grad():
-            routers = model(torch.tensor(ids[None], dtype=torch.int64), output_router_logits=True).router_logits
+            routers = model(
+                torch.tensor(ids[None], dtype=torch.int64), output_router_logits=True
+            ).router_logits
         before = slice(len(request.prompt_ids) - 1, -1)
-        liked = np.stack([one_SE[before].topk(CHOSEN).indices.sort().values.numpy() for one_SE in routers], axis=1)
+        liked = np.stack(
+            [one_SE[before].topk(CHOSEN).indices.sort().values.numpy() for one_SE in routers],
+            axis=1,
+        )
         found = completion.experts_of_each.padded(-1).reshape(-1, LAYERS, CHOSEN)
         np.testing.assert_array_equal(np.sort(found), liked)
     assert played[3][1].experts is None, "its request did not ask for them"
@@ -92,9 +109,13 @@ def test_a_trainer_counts_the_experts_that_the_engine_did_not_choose(
     assert trained_on(mixture, batch_of(played), minibatches=minibatches)["routing_difference"] == 0
     (request, completion), *others = played
     experts = completion.experts_of_each.padded(-1)
-    experts[0, :CHOSEN] = [expert for expert in range(4) if expert not in experts[0, :CHOSEN]]  # in the first layer
+    experts[0, :CHOSEN] = [
+        expert for expert in range(4) if expert not in experts[0, :CHOSEN]
+    ]  # in the first layer
     changed = [(request, replace(completion, experts=Ragged.of(experts))), *others]
-    tokens = sum(len(completion.token_ids) for _, completion in played[:3])  # those of the fourth are unknown
+    tokens = sum(
+        len(completion.token_ids) for _, completion in played[:3]
+    )  # those of the fourth are unknown
     metrics = trained_on(mixture, batch_of(changed), minibatches=minibatches)
     assert metrics["routing_difference"] == pytest.approx(0.5 / tokens)
 
@@ -114,7 +135,10 @@ def test_experts_stay_beside_their_tokens() -> None:
     assert sample.experts == Ragged.of([(), (), (0, 1), (2, 3), (), (), ()])
     batch = collate([sample, replace(sample, experts=None)])
     assert batch.experts_N == Ragged.of([(0, 1), (2, 3), (), (), (), ()])
-    assert [part.experts_N for part in batch.split([1, 1])] == [Ragged.of([(0, 1), (2, 3), ()]), Ragged.empty(3)]
+    assert [part.experts_N for part in batch.split([1, 1])] == [
+        Ragged.of([(0, 1), (2, 3), ()]),
+        Ragged.empty(3),
+    ]
     assert batch.ordered([1, 0]).experts_N == Ragged.of([(), (), (), (0, 1), (2, 3), ()])
     assert TrainBatch.joined(batch.split([1, 1])).experts_N == batch.experts_N
     loss_S = batch.loss_mask_S.copy()

@@ -27,7 +27,9 @@ def test_the_folder_loads_as_a_causal_model_with_its_tokenizer_s_vocabulary(
     assert 1e6 <= sum(p.numel() for p in model.parameters()) <= 2e6
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.config.vocab_size == len(tokenizer) <= MAX_VOCAB_SIZE
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert (
+        model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -43,11 +45,21 @@ def test_a_grid_costs_one_token_per_cell_and_newline(tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.parametrize("word", ["left", "right", "up", "down", " left", " right", " up", " down"])
-def test_a_move_is_one_token_at_the_start_of_a_message(tokenizer: PreTrainedTokenizerFast, word: str) -> None:
+def test_a_move_is_one_token_at_the_start_of_a_message(
+    tokenizer: PreTrainedTokenizerFast, word: str
+) -> None:
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "P"}, {"role": "assistant", "content": word}], return_dict=False
+        [{"role": "user", "content": "P"}, {"role": "assistant", "content": word}],
+        return_dict=False,
     )
-    assert [tokenizer.decode([i]) for i in ids] == ["<|user|>", "P", "<|end|>", "<|assistant|>", word, "<|end|>"]
+    assert [tokenizer.decode([i]) for i in ids] == [
+        "<|user|>",
+        "P",
+        "<|end|>",
+        "<|assistant|>",
+        word,
+        "<|end|>",
+    ]
 
 
 def test_the_corpus_s_words_become_single_tokens_and_the_core_words_stay(tmp_path: Path) -> None:
@@ -59,13 +71,17 @@ def test_the_corpus_s_words_become_single_tokens_and_the_core_words_stay(tmp_pat
 
 @pytest.mark.parametrize("template", ["compact", "chatml"])
 @pytest.mark.parametrize("tools", [None, [{"name": "add"}]])
-def test_each_prompt_extends_the_last(tmp_path: Path, template: str, tools: list[dict[str, str]] | None) -> None:
+def test_each_prompt_extends_the_last(
+    tmp_path: Path, template: str, tools: list[dict[str, str]] | None
+) -> None:
     create_tiny_model(tmp_path / "m", template=template)  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
     roles = ["system", "user", "assistant", "tool", "assistant", "user"]
     messages = [{"role": role, "content": f"{role} says {i}."} for i, role in enumerate(roles)]
     texts = [
-        tokenizer.apply_chat_template(messages[:n], tools=tools, add_generation_prompt=n in (2, 4), tokenize=False)
+        tokenizer.apply_chat_template(
+            messages[:n], tools=tools, add_generation_prompt=n in (2, 4), tokenize=False
+        )
         for n in range(2, 7)
     ]
     for shorter, longer in itertools.pairwise(texts):
@@ -84,7 +100,9 @@ def test_chatml_is_qwen_s_own_shape(tmp_path: Path) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_the_same_seed_gives_the_same_files_and_no_global_random_state_moves(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_files_and_no_global_random_state_moves(
+    tmp_path: Path,
+) -> None:
     before = torch.get_rng_state(), random.getstate()
     create_tiny_model(tmp_path / "a", corpus=["some text"], seed=3)
     create_tiny_model(tmp_path / "b", corpus=["some text"], seed=3)

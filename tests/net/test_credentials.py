@@ -46,7 +46,9 @@ def test_other_addresses_are_left_alone(text: str) -> None:
     assert without_credentials(text) == text
 
 
-@pytest.mark.parametrize("key", ["env", "engine.url", "cluster.address", "reward.0.url", "nonsense"])
+@pytest.mark.parametrize(
+    "key", ["env", "engine.url", "cluster.address", "reward.0.url", "nonsense"]
+)
 def test_a_config_refuses_them_wherever_they_stand(key: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("env: guess_number\nmodel: tiny\nreward: [environment]\n")

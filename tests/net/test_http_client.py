@@ -1,4 +1,6 @@
-"""The HTTP client of judges and OpenEnv: it leaks no connection, fails as httpx does, and keeps no cookies."""
+"""The HTTP client of judges and OpenEnv: it leaks no connection, fails as httpx does, and keeps no
+cookies.
+"""
 
 import asyncio
 import random
@@ -18,7 +20,9 @@ HALF = 100_000
 
 @dataclass
 class Server:
-    """A server that answers in two halves with a pause before each. `/garbage` is no HTTP, `/drop` cuts the line."""
+    """A server that answers in two halves with a pause before each. `/garbage` is no HTTP, `/drop`
+    cuts the line.
+    """
 
     url: str = ""
     seconds: float = 0.0
@@ -30,14 +34,18 @@ class Server:
         self.open.add(writer)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                self.cookies += [line for line in head.splitlines() if line.lower().startswith(b"cookie")]
+                self.cookies += [
+                    line for line in head.splitlines() if line.lower().startswith(b"cookie")
+                ]
                 if b"/drop" in head:
                     return
                 await asyncio.sleep(random.random() * self.seconds)
                 if b"/garbage" in head:
                     writer.write(b"nonsense\r\n\r\n")
                     return
-                writer.write(b"HTTP/1.1 200 OK\r\nSet-Cookie: a=b\r\nContent-Length: %d\r\n\r\n" % (2 * HALF))
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nSet-Cookie: a=b\r\nContent-Length: %d\r\n\r\n" % (2 * HALF)
+                )
                 writer.write(HALF * b"x")
                 await writer.drain()
                 await asyncio.sleep(random.random() * self.seconds)
@@ -85,7 +93,9 @@ def test_requests_that_are_cancelled_at_any_moment_leak_no_connection() -> None:
                 await asyncio.gather(*[ask() for _ in range(32)])
             answers = await asyncio.gather(*[client.get(server.url) for _ in range(32)])
             assert {len(answer.content) for answer in answers} == {2 * HALF}
-            await at_most(server, 32)  # those that the 32 requests have used; each other one would be a leak
+            await at_most(
+                server, 32
+            )  # those that the 32 requests have used; each other one would be a leak
             await client.aclose()
             await at_most(server, 0)
 
@@ -113,7 +123,9 @@ def test_cookies_are_not_kept() -> None:
     asyncio.run(main())
 
 
-def test_a_proxy_of_the_environment_is_used_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_used_where_it_is_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         async with serving() as proxy:
             monkeypatch.setenv("HTTP_PROXY", proxy.url)
@@ -137,9 +149,24 @@ def test_a_proxy_of_the_environment_is_used_where_it_is_trusted(monkeypatch: pyt
             "HTTP_PROXY is set, so its proxy was asked: .* NO_",
         ),
         ({"HTTP_PROXY": "http://p:1"}, "https://judge:8/v1", True, ""),
-        ({"https_proxy": "http://p:1"}, "https://judge:8/v1", False, "HTTPS_PROXY is set, and is not used here"),
-        ({"ALL_PROXY": "http://p:1"}, "https://judge:8/v1", False, "ALL_PROXY is set, and is not used here"),
-        ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "judge,localhost"}, "http://judge:8/v1", True, ""),
+        (
+            {"https_proxy": "http://p:1"},
+            "https://judge:8/v1",
+            False,
+            "HTTPS_PROXY is set, and is not used here",
+        ),
+        (
+            {"ALL_PROXY": "http://p:1"},
+            "https://judge:8/v1",
+            False,
+            "ALL_PROXY is set, and is not used here",
+        ),
+        (
+            {"HTTP_PROXY": "http://p:1", "NO_PROXY": "judge,localhost"},
+            "http://judge:8/v1",
+            True,
+            "",
+        ),
     ],
 )
 def test_an_error_tells_of_the_proxies_that_are_set(

@@ -20,7 +20,11 @@ GOOD = {"grad_norm": 0.4, "mixed_groups": 0.6, "reward": 0.5, "success": 0.5, "s
 
 def told(rows: list[dict[str, Any]]) -> list[str]:
     reader = Silence(conditions(max_tokens=64, budget=Budget(turns=8), compares_groups=True))
-    return [alarm.text for step, row in enumerate(rows) for alarm in reader.read({"step": step, **GOOD, **row})]
+    return [
+        alarm.text
+        for step, row in enumerate(rows)
+        for alarm in reader.read({"step": step, **GOOD, **row})
+    ]
 
 
 def test_a_gradient_a_thousand_times_its_median_is_told_at_once_and_once() -> None:
@@ -34,13 +38,20 @@ def test_a_gradient_a_thousand_times_its_median_is_told_at_once_and_once() -> No
 @pytest.mark.parametrize("successes", [[1, 1, 1, 0.5, 0, 0, 0, 0], [0.9, 1, 1, 1, 0, 0, 0, 0, 0]])
 def test_success_that_is_lost_is_told_and_not_blamed_on_the_tasks(successes: list[float]) -> None:
     rows = [
-        {"success": one, "reward": one, "mixed_groups": 0.5 * (0 < one < 1), "grad_norm": 1.0 * (0 < one < 1)}
+        {
+            "success": one,
+            "reward": one,
+            "mixed_groups": 0.5 * (0 < one < 1),
+            "grad_norm": 1.0 * (0 < one < 1),
+        }
         for one in successes
     ]
     texts = told(rows)
     (text,) = [text for text in texts if "up to step" not in text]
     of_tasks = [text for text in texts if "up to step" in text]  # while all was solved
-    assert all(int(re.findall(r"up to step (\d+)", one)[0]) < successes.index(0) for one in of_tasks)
+    assert all(
+        int(re.findall(r"up to step (\d+)", one)[0]) < successes.index(0) for one in of_tasks
+    )
     assert "to 0% within a few steps" in text
     assert "Go back to an earlier checkpoint" in text
     assert "too easy" not in text
@@ -53,7 +64,9 @@ def test_success_that_is_lost_again_after_it_was_back_is_told_again() -> None:
 
 
 def test_a_reward_that_rises_without_a_success_is_told() -> None:
-    rows = [{"success": 0.0, "reward": 0.1 + 0.03 * step, "mixed_groups": 0.9} for step in range(20)]
+    rows = [
+        {"success": 0.0, "reward": 0.1 + 0.03 * step, "mixed_groups": 0.9} for step in range(20)
+    ]
     (text,) = told(rows)
     assert "the reward rose from" in text
     assert "not one episode succeeded" in text
@@ -64,20 +77,34 @@ def test_a_reward_that_rises_without_a_success_is_told() -> None:
 def test_a_constant_answer_is_told_in_training_and_in_evaluations() -> None:
     (text,) = told([{"same_answers": 0.99}] * 5)
     assert "99.0% of the episodes have the same answer to different tasks" in text
-    evaluated = {"eval/success": 0.5, "eval/success_low": 0.4, "eval/success_high": 0.6, "eval/same_answers": 0.995}
+    evaluated = {
+        "eval/success": 0.5,
+        "eval/success_low": 0.4,
+        "eval/success_high": 0.6,
+        "eval/same_answers": 0.995,
+    }
     (text,) = told([evaluated, evaluated])
     assert "99.5% of the held-out episodes" in text
     assert "no constant answer is paid for more often" in text
-    assert told([{"same_answers": 1.0, "success": 1.0}] * 5) == [], "where the same is right for all"
+    assert told([{"same_answers": 1.0, "success": 1.0}] * 5) == [], (
+        "where the same is right for all"
+    )
     assert told([{**evaluated, "eval/success": 0.99}]) == []
 
 
 def test_a_constant_answer_on_a_suite_is_told_and_its_rows_end_no_condition_of_steps() -> None:
     reader = Silence(conditions(max_tokens=64, budget=Budget(turns=8), compares_groups=True))
     suite = {"eval/hard/success": 0.5, "eval/hard/same_answers": 1.0}
-    rows: list[dict[str, Any]] = [{**GOOD, "grad_norm": 0.0}, suite, {**GOOD, "grad_norm": 0.0}, suite]
+    rows: list[dict[str, Any]] = [
+        {**GOOD, "grad_norm": 0.0},
+        suite,
+        {**GOOD, "grad_norm": 0.0},
+        suite,
+    ]
     rows.append({**GOOD, "grad_norm": 0.0})
-    texts = [alarm.text for step, row in enumerate(rows) for alarm in reader.read({"step": step, **row})]
+    texts = [
+        alarm.text for step, row in enumerate(rows) for alarm in reader.read({"step": step, **row})
+    ]
     assert ["of hard" in text for text in texts] == [True, False]
     assert "the gradient was zero" in texts[1]
 
@@ -108,7 +135,12 @@ def test_healthy_histories_are_quiet(seed: int, kind: str) -> None:
     norms = rng.lognormal(-1, 1, 60)
     same = rng.uniform(0.05, 0.6, 60)
     rows = [
-        {"success": float(one), "reward": float(one), "grad_norm": float(norm), "same_answers": float(share)}
+        {
+            "success": float(one),
+            "reward": float(one),
+            "grad_norm": float(norm),
+            "same_answers": float(share),
+        }
         for one, norm, share in zip(success, norms, same, strict=True)
     ]
     assert told(rows) == []

@@ -9,7 +9,13 @@ from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessing
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import floats, ints
-from agentrl.observe.health import batch_health, correlation, disagreement, episode_health, repetition
+from agentrl.observe.health import (
+    batch_health,
+    correlation,
+    disagreement,
+    episode_health,
+    repetition,
+)
 from agentrl.observe.samples import TrainedBatch
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
@@ -20,7 +26,9 @@ def group(*scored: tuple[int, Score]) -> Group:
     members = []
     for number, (tokens, _) in enumerate(scored):
         completion = Completion([5] * tokens, [-1.0] * tokens, [0] * tokens, "stop")
-        members.append(Trajectory(f"t/{number}/0", task, (Turn([1], completion, 0.0, {}),), Terminated()))
+        members.append(
+            Trajectory(f"t/{number}/0", task, (Turn([1], completion, 0.0, {}),), Terminated())
+        )
     return Group(task, tuple(members), tuple(score for _, score in scored))
 
 
@@ -31,20 +39,33 @@ def trained(old_ratios: list[float], update_ratios: list[float]) -> TrainedBatch
     made = traced_batch_of([played], Grpo(), BatchProcessing(BatchProcessingConfig()), 0)
     batch, origins = made.batch, made.origins
     old_N = batch.rollout_logprobs_N + np.log(old_ratios)
-    return TrainedBatch(batch, origins, floats(np.stack([old_N, old_N + np.log(update_ratios), old_N])))
+    return TrainedBatch(
+        batch, origins, floats(np.stack([old_N, old_N + np.log(update_ratios), old_N]))
+    )
 
 
 def test_the_effective_sample_size_is_the_share_of_tokens_that_count():
-    assert batch_health(trained([1, 1, 1, 1], [1] * 4))["health/effective_sample_size"] == pytest.approx(1)
-    assert batch_health(trained([2, 2, 2, 2], [1] * 4))["health/effective_sample_size"] == pytest.approx(1)
+    assert batch_health(trained([1, 1, 1, 1], [1] * 4))[
+        "health/effective_sample_size"
+    ] == pytest.approx(1)
+    assert batch_health(trained([2, 2, 2, 2], [1] * 4))[
+        "health/effective_sample_size"
+    ] == pytest.approx(1)
     # (1 + 1 + 1 + 3)^2 / (4 (1 + 1 + 1 + 9))
-    assert batch_health(trained([1, 1, 1, 3], [1] * 4))["health/effective_sample_size"] == pytest.approx(36 / 48)
+    assert batch_health(trained([1, 1, 1, 3], [1] * 4))[
+        "health/effective_sample_size"
+    ] == pytest.approx(36 / 48)
 
 
 def test_the_reward_by_length_is_the_mean_of_each_quarter_from_the_shortest_on():
     played = group(*((length, Score(float(length))) for length in (8, 1, 2, 7, 3, 6, 4, 5)))
     found = episode_health([played])
-    assert [found[f"health/reward_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [1.5, 3.5, 5.5, 7.5]
+    assert [found[f"health/reward_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [
+        1.5,
+        3.5,
+        5.5,
+        7.5,
+    ]
     alike = group(*((3, Score(float(score))) for score in range(8)))
     assert not any(name.startswith("health/reward_by_length") for name in episode_health([alike]))
 
@@ -83,13 +104,17 @@ def test_repetition_equals_a_count_of_tuples(tokens):
 
 def test_parts_disagree_where_they_order_members_differently():
     def of(*parts: tuple[float, float]) -> Group:
-        return group(*((1, Score(0.0, {"judge": a, "tests": b, "judge/clear": -a})) for a, b in parts))
+        return group(
+            *((1, Score(0.0, {"judge": a, "tests": b, "judge/clear": -a})) for a, b in parts)
+        )
 
     assert disagreement([of((0, 0), (1, 1), (2, 2))]) == 0
     assert disagreement([of((0, 2), (1, 1), (2, 0))]) == 1
     assert disagreement([of((0, 0), (1, 2), (2, 1))]) == pytest.approx(1 / 3)
     assert disagreement([of((0, 0), (1, 0), (2, 0))]) is None  # the tests tell none apart
-    assert disagreement([of((0, 0), (1, 1)), of((5, 9), (6, 8))]) == 0.5  # members of different groups are not compared
+    assert (
+        disagreement([of((0, 0), (1, 1)), of((5, 9), (6, 8))]) == 0.5
+    )  # members of different groups are not compared
 
 
 def test_a_score_that_follows_length_shows_as_a_correlation():

@@ -1,4 +1,6 @@
-"""Intervals, pass@k and paired differences, with numbers worked out by hand; reports and their comparison."""
+"""Intervals, pass@k and paired differences, with numbers worked out by hand; reports and their
+comparison.
+"""
 
 import json
 import math
@@ -17,7 +19,13 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.cli.training import before_and_after
 from agentrl.errors import ConfigError
-from agentrl.observe.intervals import mean_over_tasks, paired_difference, pass_at_k, passes, share_over_tasks
+from agentrl.observe.intervals import (
+    mean_over_tasks,
+    paired_difference,
+    pass_at_k,
+    passes,
+    share_over_tasks,
+)
 from agentrl.observe.metrics import wilson_interval
 from agentrl.observe.reports import (
     Conditions,
@@ -53,7 +61,9 @@ def test_an_interval_is_over_tasks_and_that_of_a_share_stays_in_bounds() -> None
 
 def test_tasks_that_are_all_alike_give_no_certainty() -> None:
     assert share_over_tasks([1.0] * 8).low == wilson_interval(8, 8)[0] < 0.7
-    half = 1.959964 * math.sqrt((8 * 0.25 + 2) / 12 - 0.25) / math.sqrt(12)  # with two of 0 and two of 1
+    half = (
+        1.959964 * math.sqrt((8 * 0.25 + 2) / 12 - 0.25) / math.sqrt(12)
+    )  # with two of 0 and two of 1
     found = share_over_tasks([0.5] * 8)
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
     same = mean_over_tasks([3.0] * 8)
@@ -101,7 +111,9 @@ def test_the_scores_of_few_tasks_that_change_alike_are_no_certainty_either() -> 
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
-def test_the_interval_of_a_difference_holds_it_and_stays_in_bounds(pairs: list[tuple[bool, bool]]) -> None:
+def test_the_interval_of_a_difference_holds_it_and_stays_in_bounds(
+    pairs: list[tuple[bool, bool]],
+) -> None:
     one, other = ({str(n): float(pair[which]) for n, pair in enumerate(pairs)} for which in (0, 1))
     _, found = paired_difference(one, other, 1.0)
     assert -1 <= found.low <= found.value <= found.high <= 1
@@ -109,15 +121,21 @@ def test_the_interval_of_a_difference_holds_it_and_stays_in_bounds(pairs: list[t
 
 
 def report(name: str, step: int, results: dict[str, list[bool]]) -> EvaluationReport:
-    episodes = tuple(EpisodeResult(task, one, float(one)) for task, own in results.items() for one in own)
+    episodes = tuple(
+        EpisodeResult(task, one, float(one)) for task, own in results.items() for one in own
+    )
     return EvaluationReport(name, step, {"eval/success": 0.5}, episodes)
 
 
 def test_the_newest_reports_of_two_runs_are_compared_task_by_task(tmp_path: Path) -> None:
     report("hard", 10, {"a": [False]}).write(tmp_path / "one" / "evaluations")
-    report("hard", 20, {"a": [False, True], "b": [False, False]}).write(tmp_path / "one" / "evaluations")
+    report("hard", 20, {"a": [False, True], "b": [False, False]}).write(
+        tmp_path / "one" / "evaluations"
+    )
     report("other", 20, {"a": [False]}).write(tmp_path / "one" / "evaluations")
-    report("hard", 30, {"a": [True, True], "b": [False, True], "c": [True, True]}).write(tmp_path / "two")
+    report("hard", 30, {"a": [True, True], "b": [False, True], "c": [True, True]}).write(
+        tmp_path / "two"
+    )
     [found] = compare(read_reports(tmp_path / "one"), read_reports(tmp_path / "two"))
     assert (found.name, found.steps, found.tasks) == ("hard", (20, 30), 2)
     assert (found.first, found.second, found.success.value) == (0.25, 0.75, 0.5)
@@ -125,12 +143,18 @@ def test_the_newest_reports_of_two_runs_are_compared_task_by_task(tmp_path: Path
     assert found.alone == (0, 1)
 
 
-def played(environment: str, seed: int, *, options: str = "", prompt: str = "p", success: bool = True) -> EpisodeResult:
+def played(
+    environment: str, seed: int, *, options: str = "", prompt: str = "p", success: bool = True
+) -> EpisodeResult:
     name = f"held-out-{seed:06d} seed {seed}"
-    return EpisodeResult(name, success, float(success), PlayedTask(environment, seed, options, prompt))
+    return EpisodeResult(
+        name, success, float(success), PlayedTask(environment, seed, options, prompt)
+    )
 
 
-def of(*episodes: EpisodeResult, environment: str = "lake", **more: Any) -> dict[str, EvaluationReport]:
+def of(
+    *episodes: EpisodeResult, environment: str = "lake", **more: Any
+) -> dict[str, EvaluationReport]:
     conditions = Conditions(
         {environment: more.pop("options", {})}, {"temperature": more.pop("temperature", 1.0)}, ["r"]
     )
@@ -141,15 +165,26 @@ def of(*episodes: EpisodeResult, environment: str = "lake", **more: Any) -> dict
 @pytest.mark.parametrize(
     ("second", "why"),
     [
-        (of(played("sql", 1), environment="sql"), r"their environments differ \(lake: {} and none, sql: none and {}\)"),
-        (of(played("lake", 1, options="x"), options={"size": 8}), r"environments differ \(lake: {} and {'size': 8}\)"),
+        (
+            of(played("sql", 1), environment="sql"),
+            r"their environments differ \(lake: {} and none, sql: none and {}\)",
+        ),
+        (
+            of(played("lake", 1, options="x"), options={"size": 8}),
+            r"environments differ \(lake: {} and {'size': 8}\)",
+        ),
         (of(played("lake", 1, options="x")), "the options of their tasks differ"),
         (of(played("lake", 1, prompt="q")), "the prompts of their tasks differ"),
-        (of(played("lake", 1), temperature=0.5), r"sampled differently \(temperature: 1.0 and 0.5\)"),
+        (
+            of(played("lake", 1), temperature=0.5),
+            r"sampled differently \(temperature: 1.0 and 0.5\)",
+        ),
         (of(played("lake", 2)), "no task in common; held-out tasks depend on the run's seed"),
     ],
 )
-def test_tasks_with_equal_names_and_seeds_are_not_compared_if_they_are_others_and_it_is_said_how(second, why) -> None:
+def test_tasks_with_equal_names_and_seeds_are_not_compared_if_they_are_others_and_it_is_said_how(
+    second, why
+) -> None:
     first = of(played("lake", 1))
     with pytest.raises(ConfigError, match=f"no evaluated task in common.*held_out: .*{why}"):
         compare(first, second)
@@ -158,7 +193,9 @@ def test_tasks_with_equal_names_and_seeds_are_not_compared_if_they_are_others_an
 
 def test_a_comparison_says_how_many_episodes_failed_and_which_tasks_it_leaves_out() -> None:
     first = of(played("lake", 1, success=False), played("lake", 2), played("lake", 3), failed=5)
-    [found] = compare(first, of(played("lake", 1), played("lake", 2), played("lake", 4, prompt="q"), failed=2))
+    [found] = compare(
+        first, of(played("lake", 1), played("lake", 2), played("lake", 4, prompt="q"), failed=2)
+    )
     assert (found.tasks, found.failed, found.alone, found.why_alone) == (2, (5, 2), (1, 1), "")
     assert (found.first, found.second) == (0.5, 1.0)
 
@@ -189,16 +226,33 @@ def test_what_was_played_is_told_by_environment_options_seed_and_prompt() -> Non
             Message("assistant", answer),
             Message("user", answer),
         )
-        task = Task("lake", more.get("seed", 7), {"size": more.get("size", 4), "map": [1, 2]}, more.get("id", "t/0"))
-        return PlayedTask.of(Trajectory("t/0/0", task, (), Terminated(), messages), more.get("environment", "lake"))
+        task = Task(
+            "lake",
+            more.get("seed", 7),
+            {"size": more.get("size", 4), "map": [1, 2]},
+            more.get("id", "t/0"),
+        )
+        return PlayedTask.of(
+            Trajectory("t/0/0", task, (), Terminated(), messages), more.get("environment", "lake")
+        )
 
     assert of_task() == of_task("right", id="u/3")
-    others = [of_task(prompt="P O ."), of_task(seed=8), of_task(size=5), of_task(environment="wrapped:lake")]
+    others = [
+        of_task(prompt="P O ."),
+        of_task(seed=8),
+        of_task(size=5),
+        of_task(environment="wrapped:lake"),
+    ]
     assert len({of_task(), *others}) == 5
 
 
 def test_reports_that_do_not_say_what_was_played_are_refused(tmp_path: Path) -> None:
-    row = {"name": "hard", "step": 1, "metrics": {}, "episodes": [{"task": "a seed 1", "success": True, "score": 1.0}]}
+    row = {
+        "name": "hard",
+        "step": 1,
+        "metrics": {},
+        "episodes": [{"task": "a seed 1", "success": True, "score": 1.0}],
+    }
     (tmp_path / "hard_000001.json").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=r"written by an earlier version.*evaluate again"):
         read_reports(tmp_path)
@@ -206,9 +260,15 @@ def test_reports_that_do_not_say_what_was_played_are_refused(tmp_path: Path) -> 
 
 def test_what_is_left_out_of_a_comparison_is_named_with_the_reason() -> None:
     first = {name: report(name, 1, {"a": [True]}) for name in ("hard", "held_out", "mine")}
-    second = {"hard": first["hard"], "held_out": report("held_out", 1, {"b": [True]}), "yours": first["mine"]}
+    second = {
+        "hard": first["hard"],
+        "held_out": report("held_out", 1, {"b": [True]}),
+        "yours": first["mine"],
+    }
     assert left_out(first, second, compare(first, second)) == {
-        "held_out": "the two have played no task in common; held-out tasks depend on the run's seed",
+        "held_out": (
+            "the two have played no task in common; held-out tasks depend on the run's seed"
+        ),
         "mine": "only the first has it",
         "yours": "only the second has it",
     }
@@ -225,15 +285,22 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         read_reports(tmp_path)
 
 
-def test_compare_prints_failures_what_is_left_out_and_which_reports_it_has_read(tmp_path: Path) -> None:
-    first = of(played("lake", 1, success=False), played("lake", 2), played("lake", 3), failed=5)["held_out"]
+def test_compare_prints_failures_what_is_left_out_and_which_reports_it_has_read(
+    tmp_path: Path,
+) -> None:
+    first = of(played("lake", 1, success=False), played("lake", 2), played("lake", 3), failed=5)[
+        "held_out"
+    ]
     second = of(played("lake", 1), played("lake", 2), failed=2)["held_out"]
     first.write(tmp_path / "one" / "evaluations")
     replace(second, conditions=replace(second.conditions, reward=["math"])).write(tmp_path / "two")
     done = CliRunner().invoke(app, ["compare", str(tmp_path / "one"), str(tmp_path / "two")])
     assert done.exit_code == 0, done.output
     for said in (
-        "held_out (2 tasks; after 10 and 10 steps; 5 and 2 episodes failed): success 50.0% and 100.0%",
+        (
+            "held_out (2 tasks; after 10 and 10 steps; 5 and 2 episodes failed): success 50.0% and"
+            " 100.0%"
+        ),
         "episodes that failed are in none of these figures",
         "not compared: 1 tasks that only the first has, and 0 that only the second has",
         "scored by different rewards",
@@ -247,7 +314,12 @@ def test_compare_prints_failures_what_is_left_out_and_which_reports_it_has_read(
 
 
 def test_the_success_before_and_after_says_how_many_episodes_it_leaves_out() -> None:
-    row = {"success_before": 1.0, "success_before_interval": [0.2, 1.0], "success_after": None, "steps": 3}
+    row = {
+        "success_before": 1.0,
+        "success_before_interval": [0.2, 1.0],
+        "success_after": None,
+        "steps": 3,
+    }
     row |= {"success_after_interval": None, "failed_before": 3.0, "failed_after": 4.0}
     line = before_and_after(row)
     assert "(95 % interval 20.0% to 100.0%) (3 episodes failed and do not count)" in line

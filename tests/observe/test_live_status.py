@@ -11,7 +11,13 @@ import pytest
 
 from agentrl.cluster.roster import Crew, posted
 from agentrl.flow import Flow, deadline, notice
-from agentrl.observe.live_status import FILE, LiveState, LiveStatus, read_live_state, write_live_state
+from agentrl.observe.live_status import (
+    FILE,
+    LiveState,
+    LiveStatus,
+    read_live_state,
+    write_live_state,
+)
 from agentrl.rollout.underway import OpenGroup, Underway
 from tests.processes import PATIENCE_SECONDS
 
@@ -43,7 +49,10 @@ def test_a_live_run_says_who_is_alive_and_what_waits_for_what(tmp_path: Path) ->
                 for number in range(3):
                     flow.start(waiting(released), name=str(number))
                 with notice("all servers are full"):
-                    state = await said(tmp_path, lambda state: bool(state.waits and state.notices and state.underway))
+                    state = await said(
+                        tmp_path,
+                        lambda state: bool(state.waits and state.notices and state.underway),
+                    )
                 released.set()
             [wait] = state.waits  # and not the episodes, inside of which the calls wait
             assert (wait.layer, wait.phase, wait.count) == ("engine", "generate", 3)
@@ -56,7 +65,9 @@ def test_a_live_run_says_who_is_alive_and_what_waits_for_what(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_goes_on_when_its_state_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_goes_on_when_its_state_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), LiveStatus(tmp_path / "missing", every=0.01) as live:
         assert live._thread.join(PATIENCE_SECONDS)
     assert "live.json cannot be written" in caplog.text
@@ -71,4 +82,6 @@ def test_a_state_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     assert read_live_state(tmp_path) is None
     write_live_state(tmp_path / FILE, LiveState(1, 2.0, underway=PLAYED))
     assert read_live_state(tmp_path) == LiveState(1, 2.0, underway=PLAYED)
-    assert json.loads((tmp_path / FILE).read_text())["underway"]["longest"] == [["train-000003", "lake", 4.5]]
+    assert json.loads((tmp_path / FILE).read_text())["underway"]["longest"] == [
+        ["train-000003", "lake", 4.5]
+    ]

@@ -35,7 +35,9 @@ def test_lines_that_are_no_samples_are_left_out() -> None:
     assert read_machine(b'{"at": 1}\n[]\n{"at": 2, "cpu"') == []
 
 
-def test_a_folder_that_cannot_be_written_ends_only_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_ends_only_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with MachineLog(tmp_path / "gone", every=0.001) as log:
         assert log._thread.join(PATIENCE_SECONDS)
     assert "ends here, as the machine cannot be sampled" in caplog.text
@@ -46,7 +48,9 @@ def test_each_start_has_its_host_its_commit_and_whether_files_have_changed(
 ) -> None:
     def git(*arguments: str) -> str:
         who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        return subprocess.run(["git", *who, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *who, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -63,6 +67,8 @@ def test_each_start_has_its_host_its_commit_and_whether_files_have_changed(
     found = read_launches((tmp_path / FILE).read_bytes())
     head = git("rev-parse", "HEAD")
     assert [(one["commit"], one["changed"], one["resumed"]) for one in found] == [
-        (None, False, False), (head, False, True), (head, True, True),
-    ]  # fmt: skip
+        (None, False, False),
+        (head, False, True),
+        (head, True, True),
+    ]
     assert {one["host"] for one in found} == {socket.gethostname()}

@@ -1,4 +1,6 @@
-"""Profiles: known times are attributed exactly, traces are Perfetto's, and a live run records when it is asked to."""
+"""Profiles: known times are attributed exactly, traces are Perfetto's, and a live run records when
+it is asked to.
+"""
 
 import asyncio
 import time
@@ -42,7 +44,9 @@ def play_known_times() -> None:
     simulation = SimulationConfig(
         engine=SimulatedEngine.Config(seconds_per_token=0.5, answer_tokens=Constant(value=6)),
         env=SimulatedEnvs.Config(
-            turns=Constant(value=TURNS), reset_seconds=Constant(value=1), step_seconds=Constant(value=5)
+            turns=Constant(value=TURNS),
+            reset_seconds=Constant(value=1),
+            step_seconds=Constant(value=5),
         ),
         train_seconds=Constant(value=7),
         update_seconds=Constant(value=0.5),
@@ -57,7 +61,9 @@ def test_every_second_of_a_run_is_attributed_to_what_was_busy_in_it():
     for one in log.take():
         found.setdefault(one.resource, []).append((one.begin, one.end))
     seconds = busy_sets(found, 0.0, max(end for spans in found.values() for _, end in spans))
-    assert {"+".join(names): pytest.approx(value) for names, value in seconds.items() if value > 1e-6} == {
+    assert {
+        "+".join(names): pytest.approx(value) for names, value in seconds.items() if value > 1e-6
+    } == {
         "environments": STEPS * (1 + 5 * TURNS),
         "engine": STEPS * 0.5 * 6 * TURNS,
         "trainer": STEPS * 7,
@@ -75,7 +81,9 @@ def test_nothing_is_recorded_outside_of_a_recording():
 
 
 spans = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 10), st.sampled_from(["engine", "rewards"])), min_size=1, max_size=30
+    st.tuples(st.integers(0, 40), st.integers(1, 10), st.sampled_from(["engine", "rewards"])),
+    min_size=1,
+    max_size=30,
 )
 
 
@@ -107,7 +115,11 @@ def test_slices_of_a_lane_never_overlap_and_the_trace_is_perfettos(drawn, tmp_pa
 
 def check_by_perfettos_own_classes(path: Path, slices: int) -> None:
     parsed = PerfettoTrace.FromString(path.read_bytes())
-    described = {packet.track_descriptor.uuid for packet in parsed.packet if packet.HasField("track_descriptor")}
+    described = {
+        packet.track_descriptor.uuid
+        for packet in parsed.packet
+        if packet.HasField("track_descriptor")
+    }
     events = [packet.track_event for packet in parsed.packet if packet.HasField("track_event")]
     assert {event.track_uuid for event in events} <= described
     assert all(packet.trusted_packet_sequence_id for packet in parsed.packet)
@@ -136,7 +148,11 @@ def test_a_trace_that_breaks_off_is_read_up_to_its_last_whole_packet(tmp_path):
 
 
 def test_the_time_of_recording_is_subtracted_where_the_controller_worked_and_then_where_nothing_did():
-    one, idle, other = frozenset({"controller"}), frozenset[str](), frozenset({"controller", "engine"})
+    one, idle, other = (
+        frozenset({"controller"}),
+        frozenset[str](),
+        frozenset({"controller", "engine"}),
+    )
     busy = {one: 3.0, other: 1.0, idle: 6.0, frozenset({"trainer"}): 5.0}
     assert without(busy, 2.0) == {idle: 6.0, frozenset({"trainer"}): 5.0, one: 1.5, other: 0.5}
     assert without(busy, 5.0) == {idle: 5.0, frozenset({"trainer"}): 5.0, one: 0.0, other: 0.0}
@@ -158,7 +174,10 @@ def test_a_trace_has_the_phases_the_loops_own_work_and_the_load_of_threads(tmp_p
         run_steadily(work())
     traced = newest_trace(tmp_path, None)
     assert traced is not None
-    assert [one.name for one in traced.trace.slices if one.group == "phases"] == ["rollout 0", "train 0"]
+    assert [one.name for one in traced.trace.slices if one.group == "phases"] == [
+        "rollout 0",
+        "train 0",
+    ]
     loop = [one for one in traced.trace.slices if one.group == "controller"]
     assert max(one.end - one.begin for one in loop) >= 0.05
     assert traced.controller * (traced.end - traced.begin) > 0.04
@@ -242,7 +261,12 @@ def test_the_load_of_gpus_is_read_where_there_are_any(monkeypatch):
     assert Usage().gpus() == {}
 
 
-def test_without_its_packages_a_run_with_a_profile_is_refused_before_it_starts(tmp_path, monkeypatch):
+def test_without_its_packages_a_run_with_a_profile_is_refused_before_it_starts(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(__import__("sys").modules, "perfetto.protos.perfetto.trace", None)
-    with pytest.raises(ConfigError, match=r"agentrl-train\[profile\]"), Profiler(tmp_path, always=True):
+    with (
+        pytest.raises(ConfigError, match=r"agentrl-train\[profile\]"),
+        Profiler(tmp_path, always=True),
+    ):
         pass

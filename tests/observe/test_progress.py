@@ -1,4 +1,6 @@
-"""The display of a run: what it shows on terminals of any width, and the lines that it writes elsewhere."""
+"""The display of a run: what it shows on terminals of any width, and the lines that it writes
+elsewhere.
+"""
 
 import io
 import math
@@ -27,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_no_text_of_a_run_commands_the_terminal():
-    """Names of environments, runs and tasks, and what is warned of, are whatever their authors wrote."""
+    """Names of environments, runs and tasks, and what is warned of, are whatever their authors
+    wrote.
+    """
     file = io.StringIO()
     console = SafeConsole(file=file, force_terminal=True, width=120, color_system="truecolor")
     progress = RunProgress(3, name="run \x1b]0;owned\x07")
@@ -76,7 +80,12 @@ def made_up(steps: int = 40, of: int = 100) -> tuple[RunProgress, Clock]:
     progress.held_out = (30, 0.613)
     progress.slowest = (EnvPace("[red]sokoban", 1.31, 10.2),)
     progress.underway = lambda: Underway(
-        96, 128, 11, 16, {"environment": 3, "engine": 1}, [OpenGroup("train-000412", "[red]sokoban", 75.0)]
+        96,
+        128,
+        11,
+        16,
+        {"environment": 3, "engine": 1},
+        [OpenGroup("train-000412", "[red]sokoban", 75.0)],
     )
     progress.warn(steps - 1, "the gradient was zero")
     return progress, clock
@@ -92,10 +101,18 @@ def test_the_picture_has_everything_that_one_wants_to_know():
     progress, _ = made_up()
     shown = drawn(progress)
     for expected in (
-        "runs/made_up", "40 of 100 steps", "13:25, about 19:55 left", "train for 5 s; 11 of 16 groups ready",
-        "96 of 128 slots taken", "reward 0.390", "61.3% succeed after 30 steps", "[red]sokoban 1.3 s a step",
-        "train-000412 ([red]sokoban) 1:15", "engine 1, environment 3", "step 39: the gradient was zero",
-    ):  # fmt: skip
+        "runs/made_up",
+        "40 of 100 steps",
+        "13:25, about 19:55 left",
+        "train for 5 s; 11 of 16 groups ready",
+        "96 of 128 slots taken",
+        "reward 0.390",
+        "61.3% succeed after 30 steps",
+        "[red]sokoban 1.3 s a step",
+        "train-000412 ([red]sokoban) 1:15",
+        "engine 1, environment 3",
+        "step 39: the gradient was zero",
+    ):
         assert expected in shown
     assert any("\u2800" < character <= "\u28ff" for character in shown)
 
@@ -134,7 +151,9 @@ def test_a_warning_leaves_the_picture_when_it_is_old():
     assert "the gradient was zero" not in drawn(progress)
 
 
-@pytest.mark.parametrize("console", [{"force_terminal": False}, {"force_terminal": True, "_environ": {"TERM": "dumb"}}])
+@pytest.mark.parametrize(
+    "console", [{"force_terminal": False}, {"force_terminal": True, "_environ": {"TERM": "dumb"}}]
+)
 def test_what_is_no_terminal_gets_a_line_for_each_step_and_no_control_characters(console):
     file = io.StringIO()
     with ProgressDisplay(Console(file=file, width=80, **console), 3) as display:
@@ -171,17 +190,27 @@ def test_the_slowest_environments_are_those_whose_steps_take_longest():
         trajectory = Trajectory("e", Task(env, 0, {}, "t"), turns, Terminated(), (), 1.0)
         return Group(trajectory.task, (trajectory,), (Score(0.0),), 0)
 
-    found = slowest_envs([group("a", 0.1, 0.3), group("b", 2.0), group("c", 1.0, 1.0), group("d", 0.0)])
-    assert found == (EnvPace("b", 2.0, 2.0), EnvPace("c", 1.0, 1.0), EnvPace("a", pytest.approx(0.2), 0.3))
+    found = slowest_envs(
+        [group("a", 0.1, 0.3), group("b", 2.0), group("c", 1.0, 1.0), group("d", 0.0)]
+    )
+    assert found == (
+        EnvPace("b", 2.0, 2.0),
+        EnvPace("c", 1.0, 1.0),
+        EnvPace("a", pytest.approx(0.2), 0.3),
+    )
 
 
 values = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), max_size=400)
 
 
 @given(values=values, width=st.integers(1, 40), height=st.integers(1, 6))
-@example(values=[0.0, 2.2250738585072014e-308], width=1, height=2)  # whose difference has no finite inverse
+@example(
+    values=[0.0, 2.2250738585072014e-308], width=1, height=2
+)  # whose difference has no finite inverse
 @example(values=[-1.7e308, 1.7e308], width=1, height=2)
-def test_a_curve_has_the_size_that_is_asked_for_and_dots_where_there_are_values(values, width, height):
+def test_a_curve_has_the_size_that_is_asked_for_and_dots_where_there_are_values(
+    values, width, height
+):
     lines = braille_curve(values, width, height)
     assert [len(line) for line in lines] == [width] * height
     has_values = any(math.isfinite(value) for value in values)
@@ -197,7 +226,13 @@ def test_a_rising_curve_begins_at_the_lower_left_and_ends_at_the_upper_right():
 
 
 def test_durations_are_written_as_one_says_them():
-    assert [duration(seconds) for seconds in (0.4, 59.9, 60, 3599, 3600)] == ["0 s", "59 s", "1:00", "59:59", "1:00:00"]
+    assert [duration(seconds) for seconds in (0.4, 59.9, 60, 3599, 3600)] == [
+        "0 s",
+        "59 s",
+        "1:00",
+        "59:59",
+        "1:00:00",
+    ]
 
 
 def test_the_line_of_a_step_ends_with_the_time_left():
@@ -209,13 +244,27 @@ def test_a_real_run_draws_its_picture_in_a_real_terminal(tmp_path):
     import pexpect
 
     arguments = [
-        "-c", "from agentrl.cli import main; main()", "train", str(ROOT / "examples" / "frozen_lake.yaml"),
-        "recipe.demonstrations=null", "steps=2", "trackers=[]", "rollout.groups_per_step=2", "rollout.group_size=2",
-        "rollout.budget.turns=2", "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
+        "-c",
+        "from agentrl.cli import main; main()",
+        "train",
+        str(ROOT / "examples" / "frozen_lake.yaml"),
+        "recipe.demonstrations=null",
+        "steps=2",
+        "trackers=[]",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        "rollout.budget.turns=2",
+        "evaluation.tasks=0",
+        f"run_dir={tmp_path / 'run'}",
+    ]
     terminal = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     child = pexpect.spawn(
-        sys.executable, arguments, env=terminal, dimensions=(40, 120), encoding="utf-8", timeout=PATIENCE_SECONDS
+        sys.executable,
+        arguments,
+        env=terminal,
+        dimensions=(40, 120),
+        encoding="utf-8",
+        timeout=PATIENCE_SECONDS,
     )
     child.logfile_read = io.StringIO()
     child.expect("groups ready")

@@ -1,4 +1,6 @@
-"""What a step was trained on is recorded: every sample's origin, and the numbers of some groups' tokens."""
+"""What a step was trained on is recorded: every sample's origin, and the numbers of some groups'
+tokens.
+"""
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -20,7 +22,9 @@ def group(name: str) -> Group:
     """Two members; the first one's second turn forks."""
     task = Task("lake", 0, id=name)
     turns = ((turn(3, 2), turn(4, 1, forked=True)), (turn(3, 2), turn(2, 3)))
-    members = tuple(Trajectory(f"{name}/{i}/0", task, own, Terminated()) for i, own in enumerate(turns))
+    members = tuple(
+        Trajectory(f"{name}/{i}/0", task, own, Terminated()) for i, own in enumerate(turns)
+    )
     return Group(task, members, (Score(1.0), Score(0.0)))
 
 
@@ -36,8 +40,10 @@ def test_each_sample_names_the_turns_of_the_episode_that_it_is_made_of(tmp_path)
     write_samples(tmp_path / "samples.parquet", 4, traced(group("a")), frozenset())
     rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
     assert [(row["step"], row["sample"], row["episode"]) for row in rows] == [
-        (4, 0, "a/0/0"), (4, 1, "a/0/0"), (4, 2, "a/1/0"),
-    ]  # fmt: skip
+        (4, 0, "a/0/0"),
+        (4, 1, "a/0/0"),
+        (4, 2, "a/1/0"),
+    ]
     assert [(row["first_turn"], row["last_turn"]) for row in rows] == [(0, 0), (1, 1), (0, 1)]
     assert [(row["tokens"], row["loss_tokens"]) for row in rows] == [(5, 2), (5, 1), (10, 5)]
     assert all(row["logprobs"] is None for row in rows)

@@ -1,4 +1,6 @@
-"""Spans for collectors of OpenTelemetry, received by a real HTTP server and read by OpenTelemetry's own classes."""
+"""Spans for collectors of OpenTelemetry, received by a real HTTP server and read by OpenTelemetry's
+own classes.
+"""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -51,7 +53,11 @@ def test_a_collector_gets_every_span_with_its_times_and_those_of_a_task_in_one_t
     export.close()
     assert {path for path, _ in collector} == {"/v1/traces"}
     resources = [resource for _, request in collector for resource in request.resource_spans]
-    about = {(one.key, one.value.string_value) for resource in resources for one in resource.resource.attributes}
+    about = {
+        (one.key, one.value.string_value)
+        for resource in resources
+        for one in resource.resource.attributes
+    }
     assert {("service.name", "agentrl"), ("service.instance.id", "frozen_lake")} <= about
     got = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
     times = [(one.name, one.start_time_unix_nano, one.end_time_unix_nano) for one in got]
@@ -63,7 +69,12 @@ def test_a_collector_gets_every_span_with_its_times_and_those_of_a_task_in_one_t
     traces = {one.trace_id for one in got}
     assert len(traces) == 2
     assert len({one.span_id for one in got}) == 3
-    workers = [one.value.int_value for span in got for one in span.attributes if one.key == "agentrl.worker"]
+    workers = [
+        one.value.int_value
+        for span in got
+        for one in span.attributes
+        if one.key == "agentrl.worker"
+    ]
     assert sorted(workers) == [0, 1]
 
 
@@ -76,5 +87,8 @@ def test_nothing_is_exported_unless_the_environment_asks_for_it(monkeypatch):
 def test_without_its_packages_the_way_out_is_said_before_the_run_starts(monkeypatch, tmp_path):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"agentrl-train\[otel\]"), Profiler(tmp_path, always=True):
+    with (
+        pytest.raises(ConfigError, match=r"agentrl-train\[otel\]"),
+        Profiler(tmp_path, always=True),
+    ):
         pass

@@ -1,7 +1,16 @@
 """Which tools were called in an episode, whether the calls failed, and how long they took."""
 
 from agentrl.observe.tool_calls import CalledTool, called_tools
-from agentrl.trajectory import Completion, MadeCall, Message, Task, Terminated, ToolCall, Trajectory, Turn
+from agentrl.trajectory import (
+    Completion,
+    MadeCall,
+    Message,
+    Task,
+    Terminated,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 
 
 def played(*turns: Turn, messages: tuple[Message, ...] = ()) -> Trajectory:
@@ -15,7 +24,9 @@ def turn(*calls: MadeCall, seconds: float = 3.0, silent: bool = False) -> Turn:
 
 def test_the_environment_says_what_it_took_for_calls():
     buy, look = ToolCall("buy", {"what": "tea"}), ToolCall("look", {})
-    trajectory = played(turn(MadeCall(buy, True, 0.25), MadeCall(look)), turn(), turn(MadeCall(None)))
+    trajectory = played(
+        turn(MadeCall(buy, True, 0.25), MadeCall(look)), turn(), turn(MadeCall(None))
+    )
     assert list(called_tools(trajectory)) == [
         CalledTool(0, "buy", True, 0.25),
         CalledTool(0, "look", False, 1.5),  # it was not measured: half of the turn's time

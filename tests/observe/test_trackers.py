@@ -1,7 +1,7 @@
 """What trackers get of a run: late evaluations, resumed runs, samples, how it ended.
 
-The packages of trackers are not installed here. What stands in for them keeps the rules of the real ones on which
-something depends: W&B drops rows of past steps, and MLflow refuses some names.
+The packages of trackers are not installed here. What stands in for them keeps the rules of the real
+ones on which something depends: W&B drops rows of past steps, and MLflow refuses some names.
 """
 
 import io
@@ -40,7 +40,9 @@ def test_tensorboard_has_what_was_logged(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
-    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]}
+    texts = {
+        tag: events.Tensors(tag)[0].tensor_proto.string_val[0] for tag in events.Tags()["tensors"]
+    }
     assert b"P . O" in texts["samples/held_out/text_summary"]
     assert texts["ended/text_summary"] == b"failed: the loss is nan"
 
@@ -68,7 +70,8 @@ class Cloud:
         return SimpleNamespace(
             log=log,
             define_metric=define_metric,
-            step=step,  # of an offline run, which knows nothing of what was logged before it was resumed
+            # of an offline run, which knows nothing of what was logged before it was resumed
+            step=step,
             summary={},
             finish=lambda exit_code=0: self.exits.append(exit_code),
         )
@@ -88,18 +91,27 @@ def test_wandb_keeps_late_evaluations_over_resumes_in_one_run(tmp_path, monkeypa
     (rows,) = cloud.rows.values()  # one run
     assert [row["step"] for row in rows if "reward" in row] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
     assert [row["step"] for row in rows if "eval/success" in row] == [0, 10, 20]
-    assert [row["samples/held_out"][1][0][0] for row in rows if "samples/held_out" in row] == ["t/0/0"] * 3
+    assert [row["samples/held_out"][1][0][0] for row in rows if "samples/held_out" in row] == [
+        "t/0/0"
+    ] * 3
     assert ("*", "step") in cloud.axes
     assert cloud.exits == [255, 1, 0]
     first = cloud.asked[0]
-    assert (first["project"], first["entity"], first["group"], first["tags"]) == ("lakes", "us", "four", ["a", "b"])
+    assert (first["project"], first["entity"], first["group"], first["tags"]) == (
+        "lakes",
+        "us",
+        "four",
+        ["a", "b"],
+    )
     assert (first["name"], first["config"]) == ("lake", {"seed": "1"})
 
 
 class Store:
     """MLflow with a store: the runs by their ids, and what its server would refuse."""
 
-    MlflowException = type("MlflowException", (Exception,), {"error_code": "RESOURCE_DOES_NOT_EXIST"})
+    MlflowException = type(
+        "MlflowException", (Exception,), {"error_code": "RESOURCE_DOES_NOT_EXIST"}
+    )
 
     def __init__(self, address: str) -> None:
         self.address, self.runs, self.experiments = address, dict[str, Any](), list[str]()
@@ -121,12 +133,18 @@ class Store:
         return self.runs[run_id]
 
     def start_run(
-        self, run_id: str | None = None, run_name: str = "", experiment_id: Any = None, tags: Any = ()
+        self,
+        run_id: str | None = None,
+        run_name: str = "",
+        experiment_id: Any = None,
+        tags: Any = (),
     ) -> Any:
         if run_id is None:
             run_id = f"run{len(self.runs)}"
             data = SimpleNamespace(params={}, tags=dict(tags), metrics=[])
-            info = SimpleNamespace(run_id=run_id, lifecycle_stage="active", name=run_name, experiment=experiment_id)
+            info = SimpleNamespace(
+                run_id=run_id, lifecycle_stage="active", name=run_name, experiment=experiment_id
+            )
             self.runs[run_id] = SimpleNamespace(info=info, data=data, status="RUNNING")
         self.run = self.runs[run_id]
         return self.run
@@ -164,12 +182,20 @@ class Store:
         ("http://tracking", ["reward", "reward/environment", "eval/hard/pass_4"]),
     ],
 )
-def test_mlflow_goes_on_in_the_same_run_and_gets_names_that_its_store_can_hold(tmp_path, monkeypatch, address, names):
+def test_mlflow_goes_on_in_the_same_run_and_gets_names_that_its_store_can_hold(
+    tmp_path, monkeypatch, address, names
+):
     store = Store(address)
-    package(monkeypatch, "mlflow", **{name: getattr(store, name) for name in dir(store) if not name.startswith("_")})
+    package(
+        monkeypatch,
+        "mlflow",
+        **{name: getattr(store, name) for name in dir(store) if not name.startswith("_")},
+    )
     for seed, how in (("1", "failed"), ("2", "completed")):
         tracker = MLflow(
-            tmp_path / "lake", {"seed": seed, **{f"k{i}": i for i in range(150)}}, MLflow.Config(tags=("a", "b=c"))
+            tmp_path / "lake",
+            {"seed": seed, **{f"k{i}": i for i in range(150)}},
+            MLflow.Config(tags=("a", "b=c")),
         )
         tracker.log(3, {"reward": 0.25, "reward/environment": 0.5, "eval/hard/pass@4": 1.0})
         tracker.log_samples("held_out", 3, [SAMPLE])
@@ -186,7 +212,11 @@ def test_mlflow_goes_on_in_the_same_run_and_gets_names_that_its_store_can_hold(t
 @pytest.mark.parametrize("variable", ["MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"])
 def test_mlflow_s_own_variables_name_the_experiment(tmp_path, monkeypatch, variable):
     store = Store("http://tracking")
-    package(monkeypatch, "mlflow", **{name: getattr(store, name) for name in dir(store) if not name.startswith("_")})
+    package(
+        monkeypatch,
+        "mlflow",
+        **{name: getattr(store, name) for name in dir(store) if not name.startswith("_")},
+    )
     monkeypatch.setenv(variable, "7")
     MLflow(tmp_path, {}).close()
     assert store.run.info.experiment is None  # MLflow reads the variable where nothing is asked for
@@ -201,13 +231,17 @@ def test_trackio_finds_a_resumed_run_by_a_name_that_no_other_folder_has(tmp_path
         asked.append((project, more["name"], more["group"], more["resume"]))
         finish = lambda: said.append("finished")  # noqa: E731
         return SimpleNamespace(
-            log=lambda row, step: said.append((step, row)), alert=lambda *told: said.append(told), finish=finish
+            log=lambda row, step: said.append((step, row)),
+            alert=lambda *told: said.append(told),
+            finish=finish,
         )
 
     levels = SimpleNamespace(ERROR="error", INFO="info")
     package(monkeypatch, "trackio", init=init, AlertLevel=levels, Table=lambda columns, data: data)
     for folder in ("a/lake", "a/lake", "b/lake"):
-        tracker = Trackio(tmp_path / folder, {"seed": "1"}, Trackio.Config(project="lakes", group="four"))
+        tracker = Trackio(
+            tmp_path / folder, {"seed": "1"}, Trackio.Config(project="lakes", group="four")
+        )
         tracker.log(3, {"reward": 0.25})
         tracker.log_samples("held_out", 3, [SAMPLE])
         tracker.end("failed", "why")
@@ -231,7 +265,11 @@ def test_every_tracker_gets_the_tags_of_a_run_beside_its_own(tmp_path, monkeypat
 
     package(monkeypatch, "wandb", init=cloud.init)
     monkeypatch.setitem(sys.modules, "mlflow", store)
-    package(monkeypatch, "trackio", init=lambda project, **more: started("trackio", more["config"]["tags"]))
+    package(
+        monkeypatch,
+        "trackio",
+        init=lambda project, **more: started("trackio", more["config"]["tags"]),
+    )
     start = lambda **more: started("comet", more["experiment_config"]["tags"])  # noqa: E731
     package(monkeypatch, "comet_ml", start=start, ExperimentConfig=lambda **more: more)
     monkeypatch.setenv("WANDB_TAGS", "from-shell")
@@ -271,14 +309,19 @@ def test_comet_goes_on_in_the_same_experiment(tmp_path, monkeypatch):
         tracker.log(3, {"reward": 0.25})
         tracker.end("stopped", "by SIGTERM")
     assert asked[0]["experiment_key"] == asked[1]["experiment_key"]
-    assert (asked[0]["project_name"], asked[0]["workspace"], asked[0]["mode"]) == ("lakes", "us", "get_or_create")
+    assert (asked[0]["project_name"], asked[0]["workspace"], asked[0]["mode"]) == (
+        "lakes",
+        "us",
+        "get_or_create",
+    )
     assert asked[0]["experiment_config"]["tags"] == ["a"]
     assert ("log_metrics", ({"reward": 0.25},), {"step": 3}) in said
     assert ("log_other", ("ended", "stopped: by SIGTERM"), {}) in said
 
 
 @pytest.mark.parametrize(
-    ("name", "tracker"), [("wandb", Wandb), ("mlflow", MLflow), ("trackio", Trackio), ("comet_ml", Comet)]
+    ("name", "tracker"),
+    [("wandb", Wandb), ("mlflow", MLflow), ("trackio", Trackio), ("comet_ml", Comet)],
 )
 def test_a_tracker_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch, name, tracker):
     monkeypatch.setitem(sys.modules, name, None)

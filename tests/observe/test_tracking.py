@@ -40,7 +40,9 @@ class ToldTheEnd(Told):
 
 
 def tracking(warnings: list[str], *made: Callable[..., Tracker], **more: Any) -> Tracking:
-    trackers = [Component(f"tracker{number}", make, NoSettings()) for number, make in enumerate(made)]
+    trackers = [
+        Component(f"tracker{number}", make, NoSettings()) for number, make in enumerate(made)
+    ]
     return Tracking(trackers, Path("lake"), {"seed": "1"}, warnings.append, **more)
 
 
@@ -79,14 +81,19 @@ def test_a_tracker_that_hangs_delays_no_step_and_loses_only_what_its_queue_canno
     assert other.steps == list(range(10))
     goes_on.set()
     tracked.end("completed", "")
-    assert hanging.steps in ([0, 1, 2], [0, 1, 2, 3])  # the first one may have left the queue before the others came
+    assert hanging.steps in (
+        [0, 1, 2],
+        [0, 1, 2, 3],
+    )  # the first one may have left the queue before the others came
     assert hanging.ended == ["closed"]
     assert ["too slow: 3 rows" in text for text in warnings] == [True]
 
 
 def test_a_tracker_that_never_ends_is_left_behind():
     warnings, never = list[str](), threading.Event()
-    tracked = tracking(warnings, of(Told(lambda step: never.wait() and None)), end_seconds=0.01, last_seconds=0.01)
+    tracked = tracking(
+        warnings, of(Told(lambda step: never.wait() and None)), end_seconds=0.01, last_seconds=0.01
+    )
     tracked.log(0, {"reward": 0.25})
     tracked.end("completed", "")
     assert len(warnings) == 1
@@ -138,7 +145,11 @@ BOOMS: list[Boom] = []
 
 @pytest.mark.parametrize(
     ("error", "ended"),
-    [(None, "completed"), (ValueError("no such room"), "failed"), (KeyboardInterrupt("SIGTERM"), "stopped")],
+    [
+        (None, "completed"),
+        (ValueError("no such room"), "failed"),
+        (KeyboardInterrupt("SIGTERM"), "stopped"),
+    ],
 )
 def test_a_run_outlives_its_tracker_warns_of_it_and_tells_it_how_it_ended(tmp_path, error, ended):
     folder = tmp_path / "run"
@@ -164,7 +175,12 @@ def test_a_sample_has_the_conversation_and_what_is_unknown_is_none():
     messages = Message("user", "P . O"), Message("assistant", "left" * 10_000, "right?")
     played = Trajectory("t/0/0", Task("lake", 7, id="t"), (), Terminated(), messages)
     sample = sample_of(played, Score(1.0))
-    assert (sample.episode, sample.task, sample.status, sample.score) == ("t/0/0", "t", "terminated", 1.0)
+    assert (sample.episode, sample.task, sample.status, sample.score) == (
+        "t/0/0",
+        "t",
+        "terminated",
+        1.0,
+    )
     assert sample.conversation.startswith("user: P . O\n\nassistant: <think>right?</think>\nleft")
     assert "characters are left out" in sample.conversation
     assert len(sample.conversation) < 21_000

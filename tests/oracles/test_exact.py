@@ -27,7 +27,9 @@ def renderer(shallow_model_dir: Path) -> TemplateRenderer:
     return TemplateRenderer.of_model(shallow_model_dir)
 
 
-def probabilities(model: Path, questions: list[Question], max_tokens: int | None = None) -> list[list[float]]:
+def probabilities(
+    model: Path, questions: list[Question], max_tokens: int | None = None
+) -> list[list[float]]:
     async def main() -> list[list[float]]:
         config = LocalTrainer.Config(device="cpu")
         async with LocalTrainer(config, model, total_steps=1, temperature=TEMPERATURE) as trainer:
@@ -39,7 +41,9 @@ def probabilities(model: Path, questions: list[Question], max_tokens: int | None
 
 
 def by_brute_force(model_dir: Path, renderer: TemplateRenderer) -> dict[str, list[float]]:
-    """The probability of each spelling of all texts of at most two tokens, from the model's own logits."""
+    """The probability of each spelling of all texts of at most two tokens, from the model's own
+    logits.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     prompt = torch.from_numpy(prompt_of(renderer, ASKED).astype("int64"))
     size = len(model.get_output_embeddings().weight)
@@ -71,18 +75,26 @@ def test_the_probability_of_a_text_is_the_sum_over_all_its_spellings(
     assert found == pytest.approx([sum(wanted[text]) for text in asked], rel=1e-4, abs=1e-12)
 
 
-def test_answers_are_sampled_as_often_as_they_are_likely(shallow_model_dir: Path, renderer: TemplateRenderer) -> None:
-    """Pearson's test, for each text that is expected five times or more, and for all others together."""
+def test_answers_are_sampled_as_often_as_they_are_likely(
+    shallow_model_dir: Path, renderer: TemplateRenderer
+) -> None:
+    """Pearson's test, for each text that is expected five times or more, and for all others
+    together.
+    """
     count, longest = 2000, 2
     later = (*ASKED, Message("assistant", "left"), Message("user", "up or down?"))
 
     async def sampled(messages: tuple[Message, ...]) -> Counter[str]:
-        sampling = SamplingParams(max_tokens=longest, temperature=TEMPERATURE, stop_token_ids=renderer.stop_token_ids)
+        sampling = SamplingParams(
+            max_tokens=longest, temperature=TEMPERATURE, stop_token_ids=renderer.stop_token_ids
+        )
         prompt_ids = prompt_of(renderer, messages)
         config = LocalEngine.Config(device="cpu", max_batch=256)
         async with LocalEngine(config, shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(engine.generate(GenerateRequest(f"{n}", prompt_ids, sampling, seed=n)))
+                tasks.create_task(
+                    engine.generate(GenerateRequest(f"{n}", prompt_ids, sampling, seed=n))
+                )
                 for n in range(count)
             ]
         return Counter(renderer.answer_text(task.result().token_ids) for task in asked)
@@ -111,13 +123,17 @@ def test_an_answer_that_is_cut_needs_no_stop_token(renderer: TemplateRenderer) -
     assert [*one, *two] in cut
     assert [*one, *two, stop] not in cut
     assert max(map(len, cut)) == longest
-    assert [completion.tolist() for completion in completions(renderer, "left", 1)] == [[renderer.encode("left")[0]]]
+    assert [completion.tolist() for completion in completions(renderer, "left", 1)] == [
+        [renderer.encode("left")[0]]
+    ]
     assert completions(renderer, "left right", 1) == []
     assert [completion.tolist() for completion in completions(renderer, "")] == [[stop]]
 
 
 def test_a_text_with_too_many_spellings_is_refused(renderer: TemplateRenderer) -> None:
-    with pytest.raises(ConfigError, match=r"'left right.*' can be spelled by more than 4096 token sequences"):
+    with pytest.raises(
+        ConfigError, match=r"'left right.*' can be spelled by more than 4096 token sequences"
+    ):
         completions(renderer, "left right up down " * 4)
     with pytest.raises(ConfigError, match="characters beyond ASCII"):
         completions(renderer, "gauche ou à droite")
@@ -127,7 +143,9 @@ def test_a_prompt_is_the_one_of_an_episode(renderer: TemplateRenderer) -> None:
     conversation = renderer.conversation()
     conversation.prompt(ASKED)
     answer = renderer.answer_ids("left")
-    conversation.answer(Completion(answer, floats([0] * len(answer)), ints([0] * len(answer)), "stop"))
+    conversation.answer(
+        Completion(answer, floats([0] * len(answer)), ints([0] * len(answer)), "stop")
+    )
     shown = conversation.prompt([Message("user", "up or down?")])
     messages = (*ASKED, Message("assistant", "left"), Message("user", "up or down?"))
     assert prompt_of(renderer, messages).tolist() == shown.ids.tolist()
@@ -137,5 +155,7 @@ def test_a_prompt_is_the_one_of_an_episode(renderer: TemplateRenderer) -> None:
     assert "in or out?" in seen
     assert "up" in seen.split("left or right?")[1]
     assert "left" not in seen.split("left or right?")[1]
-    with pytest.raises(ConfigError, match="a question ends with a message that the model is to answer"):
+    with pytest.raises(
+        ConfigError, match="a question ends with a message that the model is to answer"
+    ):
         prompt_of(renderer, messages[:-1])

@@ -13,20 +13,27 @@ from agentrl.oracles.games import ChanceNode, ChoiceNode, Payoff, ZeroSumGame
 def matching_pennies() -> ZeroSumGame:
     """Player 1 does not see what player 0 has chosen, and wins if both have chosen the same."""
     shown = [tuple(Payoff(-1 if own == said else 1) for said in (0, 1)) for own in (0, 1)]
-    return ZeroSumGame(ChoiceNode(0, "first", tuple(ChoiceNode(1, "second", moves) for moves in shown)))
+    return ZeroSumGame(
+        ChoiceNode(0, "first", tuple(ChoiceNode(1, "second", moves) for moves in shown))
+    )
 
 
 def test_who_cannot_see_cannot_answer_each_move_with_another():
     game = matching_pennies()
     assert game.exploitability({"first": (0.5, 0.5), "second": (0.5, 0.5)}) == 0
     assert game.best_response({"first": (1, 0), "second": (0.5, 0.5)}, 1) == 1
-    assert game.nash_conv({"first": (1, 0), "second": (1, 0)}) == 2  # player 1 wins as it is; player 0 would change
+    assert (
+        game.nash_conv({"first": (1, 0), "second": (1, 0)}) == 2
+    )  # player 1 wins as it is; player 0 would change
     assert game.value({"first": (1, 0), "second": (0.25, 0.75)}) == 0.5
 
 
 def test_reach_is_the_probability_of_coming_there():
     coin = ChanceNode(
-        ((0.25, ChoiceNode(0, "a", (Payoff(0), ChoiceNode(1, "b", (Payoff(1), Payoff(2)))))), (0.75, Payoff(5)))
+        (
+            (0.25, ChoiceNode(0, "a", (Payoff(0), ChoiceNode(1, "b", (Payoff(1), Payoff(2)))))),
+            (0.75, Payoff(5)),
+        )
     )
     game = ZeroSumGame(coin)
     assert game.reach({"a": (0.5, 0.5), "b": (1, 0)}) == {"a": 0.25, "b": 0.125}
@@ -41,7 +48,10 @@ def test_what_is_no_strategy_is_refused():
             game.exploitability(given_there)
 
 
-@given(st.lists(st.integers(-3, 3), min_size=16, max_size=16), st.lists(st.floats(0, 1), min_size=6, max_size=6))
+@given(
+    st.lists(st.integers(-3, 3), min_size=16, max_size=16),
+    st.lists(st.floats(0, 1), min_size=6, max_size=6),
+)
 def test_a_best_response_is_the_best_of_all_pure_strategies(payoffs, bold):
     """A deal that player 0 sees and player 1 does not; each acts, and player 0 once more."""
     paid = iter(payoffs)

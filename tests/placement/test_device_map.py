@@ -1,4 +1,6 @@
-"""Placement: lists of devices are read exactly, every map is sound, and what is impossible is refused."""
+"""Placement: lists of devices are read exactly, every map is sound, and what is impossible is
+refused.
+"""
 
 from pathlib import Path
 
@@ -41,13 +43,21 @@ def test_a_list_of_devices_reads_back_to_itself(devices: set[int]) -> None:
         ("9", (9,)),
     ],
 )
-def test_numbers_ranges_and_lists_are_lists_of_devices(written: object, devices: tuple[int, ...]) -> None:
+def test_numbers_ranges_and_lists_are_lists_of_devices(
+    written: object, devices: tuple[int, ...]
+) -> None:
     assert parse_devices(written) == devices
 
 
 @pytest.mark.parametrize(
     ("written", "said"),
-    [("3-0", "write 0-3"), ("0-2,1", "device 1 twice"), ("", "no list of devices"), ("-1", "no list"), ("a", "0-3,6")],
+    [
+        ("3-0", "write 0-3"),
+        ("0-2,1", "device 1 twice"),
+        ("", "no list of devices"),
+        ("-1", "no list"),
+        ("a", "0-3,6"),
+    ],
 )
 def test_what_is_no_list_of_devices_is_refused(written: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -68,7 +78,10 @@ def test_a_placement_is_a_mode_or_lists_and_auto_when_nothing_is_said(tmp_path: 
     assert config(tmp_path, "placement: colocated\n").name == "colocated"
     listed = config(tmp_path, "placement:\n  engine: 0-5\n  trainer: 6,7\n")
     assert listed.lists == {"engine": (0, 1, 2, 3, 4, 5), "trainer": (6, 7)}
-    assert config(tmp_path, "", "placement.engine=0", "placement.trainer=1,2").lists["trainer"] == (1, 2)
+    assert config(tmp_path, "", "placement.engine=0", "placement.trainer=1,2").lists["trainer"] == (
+        1,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,27 +112,56 @@ def listed(engine: str, trainer: str) -> PlacementConfig:
 def test_devices_are_numbered_through_over_nodes_and_lists_make_replicas() -> None:
     two_nodes = Inventory(H100, per_node=8, nodes=2)
     found = only(listed("0-7", "8-15"), PlacementRequest(tensor_parallel=4), two_nodes)
-    assert [(r.devices, r.node) for r in found.of("engine")] == [((0, 1, 2, 3), 0), ((4, 5, 6, 7), 0)]
+    assert [(r.devices, r.node) for r in found.of("engine")] == [
+        ((0, 1, 2, 3), 0),
+        ((4, 5, 6, 7), 0),
+    ]
     assert [(r.devices, r.node) for r in found.of("trainer")] == [((d,), 1) for d in range(8, 16)]
-    assert found.settings() == {"cluster.engines": 2, "engine.tensor_parallel": 4, "trainer.world_size": 8}
+    assert found.settings() == {
+        "cluster.engines": 2,
+        "engine.tensor_parallel": 4,
+        "trainer.world_size": 8,
+    }
     assert {(b.role, b.replica, b.gpus, b.node) for b in found.bundles()} == {
-        ("engine", 0, 4, 0), ("engine", 1, 4, 0), *(("trainer", n, 1, 1) for n in range(8))
-    }  # fmt: skip
+        ("engine", 0, 4, 0),
+        ("engine", 1, 4, 0),
+        *(("trainer", n, 1, 1) for n in range(8)),
+    }
 
 
 @pytest.mark.parametrize(
     ("placement", "asked", "said"),
     [
-        (listed("6-9", "0"), PlacementRequest(tensor_parallel=4), "engine 0 would run on the devices 6-9 of 2 nodes"),
-        (listed("0-2", "8"), PlacementRequest(tensor_parallel=2), "3 devices make no whole replicas of 2"),
+        (
+            listed("6-9", "0"),
+            PlacementRequest(tensor_parallel=4),
+            "engine 0 would run on the devices 6-9 of 2 nodes",
+        ),
+        (
+            listed("0-2", "8"),
+            PlacementRequest(tensor_parallel=2),
+            "3 devices make no whole replicas of 2",
+        ),
         (listed("0-3", "16"), PlacementRequest(), "device 16, and there are 16"),
         (listed("0-3", "8-11"), PlacementRequest(engines=2), "4 replicas, but cluster.engines=2"),
         (listed("0-3", "8-11"), PlacementRequest(ranks=8), "4 replicas, but trainer.world_size=8"),
-        (listed("0-3", "8-9"), PlacementRequest(trainer_grows=False), "lists 2 devices, and this trainer has one"),
-        (PlacementConfig.model_validate({"engine": "0-3"}), PlacementRequest(), "no devices of the trainer"),
+        (
+            listed("0-3", "8-9"),
+            PlacementRequest(trainer_grows=False),
+            "lists 2 devices, and this trainer has one",
+        ),
+        (
+            PlacementConfig.model_validate({"engine": "0-3"}),
+            PlacementRequest(),
+            "no devices of the trainer",
+        ),
         (listed("0", "1"), PlacementRequest(has_engine=False), "this engine runs elsewhere"),
         (PlacementConfig(name="local"), PlacementRequest(ranks=4), "write placement=auto"),
-        (PlacementConfig(name="disaggregated"), PlacementRequest(ranks=16), "no way to lay out .*world_size=16"),
+        (
+            PlacementConfig(name="disaggregated"),
+            PlacementRequest(ranks=16),
+            "no way to lay out .*world_size=16",
+        ),
     ],
 )
 def test_a_map_that_cannot_be_is_refused_with_the_way_out(
@@ -172,4 +214,6 @@ def test_every_map_is_sound(name: str, asked: PlacementRequest, inventory: Inven
         if asked.tensor_parallel > 1 and devices.of("engine"):
             assert devices.tensor_parallel() == asked.tensor_parallel
         used = {device for replica in devices.replicas for device in replica.devices}
-        assert sum(bundle.gpus for bundle in devices.bundles()) == pytest.approx(len(used))  # no more than there is
+        assert sum(bundle.gpus for bundle in devices.bundles()) == pytest.approx(
+            len(used)
+        )  # no more than there is

@@ -1,4 +1,6 @@
-"""What is counted before a run is what there is in one: parameters, a trainer's tensors, activations, the KV cache."""
+"""What is counted before a run is what there is in one: parameters, a trainer's tensors,
+activations, the KV cache.
+"""
 
 import asyncio
 import gc
@@ -47,7 +49,9 @@ def facts(tiny_model_dir: Path) -> ModelFacts:
     return model_facts(tiny_model_dir)
 
 
-def test_parameters_are_counted_as_the_model_has_them(facts: ModelFacts, tiny_model_dir: Path) -> None:
+def test_parameters_are_counted_as_the_model_has_them(
+    facts: ModelFacts, tiny_model_dir: Path
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     assert facts.parameters == sum(p.numel() for p in model.parameters())
     assert facts.blocks == sum(p.numel() for p in model.model.layers.parameters())
@@ -63,11 +67,18 @@ def test_what_is_no_model_or_cannot_be_counted_is_refused(tmp_path: Path) -> Non
         facts_of(unknown, "mixtral")
 
 
-def test_a_trainer_holds_the_bytes_that_were_counted(facts: ModelFacts, tiny_model_dir: Path) -> None:
+def test_a_trainer_holds_the_bytes_that_were_counted(
+    facts: ModelFacts, tiny_model_dir: Path
+) -> None:
     config = LocalTrainer.Config(device="cpu")
     size = 16
     sample = TrainingSample(
-        tuple(range(size)), (0,) + (1,) * (size - 1), (0.0,) * size, (1.0,) * size, (0,) * size, (0,) * size
+        tuple(range(size)),
+        (0,) + (1,) * (size - 1),
+        (0.0,) * size,
+        (1.0,) * size,
+        (0,) * size,
+        (0,) * size,
     )
 
     async def held() -> dict[str, int]:
@@ -77,7 +88,9 @@ def test_a_trainer_holds_the_bytes_that_were_counted(facts: ModelFacts, tiny_mod
             worker: Any = trainer._ranks.workers[0]
             sharding = worker.made.sharding
             weights = list(sharding.model.parameters())
-            moments = [m for state in sharding.optimizer.state.values() for m in state.values() if m.ndim]
+            moments = [
+                m for state in sharding.optimizer.state.values() for m in state.values() if m.ndim
+            ]
             return {
                 "weights": sum(w.nbytes for w in weights),
                 "gradients": sum(w.grad.nbytes for w in weights if w.grad is not None),
@@ -85,18 +98,27 @@ def test_a_trainer_holds_the_bytes_that_were_counted(facts: ModelFacts, tiny_mod
             }
 
     counted = trainer_footprint(facts, config.layout(), ranks=1).parts
-    assert {name: counted[name] for name in ("weights", "gradients", "optimizer")} == asyncio.run(held())
+    assert {name: counted[name] for name in ("weights", "gradients", "optimizer")} == asyncio.run(
+        held()
+    )
 
 
 def test_ranks_hold_their_part_of_what_is_sharded(facts: ModelFacts) -> None:
     def parts(layout: TrainerLayout, ranks: int) -> list[float]:
         counted, alone = (trainer_footprint(facts, layout, n).parts for n in (ranks, 1))
-        return [round(counted[name] / alone[name], 3) for name in ("weights", "gradients", "optimizer")]
+        return [
+            round(counted[name] / alone[name], 3) for name in ("weights", "gradients", "optimizer")
+        ]
 
     assert parts(FsdpTrainer.Config().layout(), 2) == [0.5, 0.5, 0.5]
-    zero = [parts(DeepSpeedTrainer.Config.model_validate({"zero_stage": stage}).layout(), 4) for stage in (1, 2, 3)]
+    zero = [
+        parts(DeepSpeedTrainer.Config.model_validate({"zero_stage": stage}).layout(), 4)
+        for stage in (1, 2, 3)
+    ]
     assert zero == [[1, 1, 0.25], [1, 0.25, 0.25], [0.25, 0.25, 0.25]]
-    moments_and_copy = trainer_footprint(facts, DeepSpeedTrainer.Config().layout(), ranks=1).parts["optimizer"]
+    moments_and_copy = trainer_footprint(facts, DeepSpeedTrainer.Config().layout(), ranks=1).parts[
+        "optimizer"
+    ]
     assert moments_and_copy == (4 + 4 + 4) * facts.parameters
     assert parts(LocalTrainer.Config().layout(), 1) == [1, 1, 1]
 
@@ -108,7 +130,9 @@ def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:
     assert there.host - here.host == here.total - there.total == 16 * facts.parameters // 2
 
 
-def test_gradients_that_are_summed_at_the_last_micro_batch_are_whole_until_then(facts: ModelFacts) -> None:
+def test_gradients_that_are_summed_at_the_last_micro_batch_are_whole_until_then(
+    facts: ModelFacts,
+) -> None:
     layout = FsdpTrainer.Config(keep_gradients=True).layout()
     many, one = (trainer_footprint(facts, layout, 2, micro_batches=n).total for n in (3, 1))
     assert many - one == 4 * facts.parameters
@@ -117,33 +141,62 @@ def test_gradients_that_are_summed_at_the_last_micro_batch_are_whole_until_then(
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
-}  # fmt: skip
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LATENT: dict[str, Any] = {
-    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 12, "head_dim": 8,
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {}, "gemma3_text": {}, "phi3": {}, "olmo2": {}, "granite": {},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
     "smollm3": {},
     "qwen3_moe": {**EXPERTS, "num_experts": 6},
     "mixtral": {**EXPERTS, "num_local_experts": 6},
     "gpt_oss": {**EXPERTS, "num_local_experts": 6},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 6, "first_k_dense_replace": 1},
     "deepseek_v3": {**EXPERTS, **LATENT, "n_routed_experts": 6, "first_k_dense_replace": 1},
-}  # fmt: skip
+}
 
 
 def tiny_of(family: str, layers: int = 2) -> Any:
     """The config of a small model of a family."""
-    return AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], "num_hidden_layers": layers})
+    return AutoConfig.for_model(
+        family, **{**SIZES, **FAMILIES[family], "num_hidden_layers": layers}
+    )
 
 
 def model_of(config: Any, precision: str = "float32") -> Any:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION, dtype=dtype
+    ).eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,8 +229,12 @@ def test_published_models_have_the_parameters_of_those_they_are_named_after(name
 
 def test_a_cache_holds_heads_or_latents_and_of_sliding_layers_only_the_window() -> None:
     plain = facts_of(tiny_of("qwen3"), "qwen3").kv
-    assert plain.numbers(100, 1, compact=True) == 2 * 100 * 2 * (2 * 16)  # layers, tokens, heads of keys, both
-    assert plain.numbers(100, 4, compact=True) == plain.numbers(100, 2, compact=True)  # a head is not divided
+    assert plain.numbers(100, 1, compact=True) == 2 * 100 * 2 * (
+        2 * 16
+    )  # layers, tokens, heads of keys, both
+    assert plain.numbers(100, 4, compact=True) == plain.numbers(
+        100, 2, compact=True
+    )  # a head is not divided
     latent = facts_of(tiny_of("deepseek_v3"), "deepseek_v3").kv
     assert latent.numbers(100, 2, compact=True) == 2 * 100 * (20 + 8)  # whole on each device
     assert latent.numbers(100, 1, compact=False) == 2 * 100 * 8 * (16 + 12)
@@ -191,8 +248,12 @@ def test_a_cache_holds_heads_or_latents_and_of_sliding_layers_only_the_window() 
 
 @contextmanager
 def saved(model: Any) -> Iterator[dict[int, Tensor]]:
-    """By address: all tensors that are kept for the backward pass and are no weights, while this is open."""
-    own = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    """By address: all tensors that are kept for the backward pass and are no weights, while this is
+    open.
+    """
+    own = {
+        weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())
+    }
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -211,7 +272,9 @@ def bytes_saved(config: Any, tokens: int, layout: TrainerLayout) -> int:
     segments = Segments.of([tokens], torch.device("cpu"))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=layout.precision == "autocast")
     with saved(model) as kept, autocast:
-        model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False, segments=segments)
+        model.base_model(
+            input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False, segments=segments
+        )
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -222,7 +285,9 @@ def of_layers(family: str, layout: TrainerLayout, tokens: int = 640) -> tuple[in
     """
     configs = [tiny_of(family, layers) for layers in (3, 2)]
     more, less = (bytes_saved(config, tokens, layout) for config in configs)
-    counted, of_fewer = (activation_bytes(facts_of(config, family), layout, tokens) for config in configs)
+    counted, of_fewer = (
+        activation_bytes(facts_of(config, family), layout, tokens) for config in configs
+    )
     return more - less, counted - of_fewer
 
 
@@ -235,7 +300,9 @@ def test_layers_keep_the_activations_that_were_counted(family: str, precision: A
 
 def test_autocast_keeps_casts_beside_what_is_cast() -> None:
     kept, counted = of_layers("qwen3", TrainerLayout("autocast", 128, 1, "none"))
-    counted += 2 * facts_of(tiny_of("qwen3"), "qwen3").block  # the casts of weights, which are counted elsewhere
+    counted += (
+        2 * facts_of(tiny_of("qwen3"), "qwen3").block
+    )  # the casts of weights, which are counted elsewhere
     assert kept <= counted <= 1.15 * kept  # norms of heads keep less
 
 
@@ -265,17 +332,24 @@ def test_a_step_peaks_at_the_bytes_that_were_counted(family: str, recompute: Any
     recompute_blocks(model, recompute)
 
     def peak(tokens: int) -> int:
-        segments, ids_1T = Segments.of([tokens], torch.device("cpu")), torch.zeros(1, tokens, dtype=torch.long)
+        segments, ids_1T = (
+            Segments.of([tokens], torch.device("cpu")),
+            torch.zeros(1, tokens, dtype=torch.long),
+        )
 
         def step() -> None:
-            model.base_model(input_ids=ids_1T, use_cache=False, segments=segments).last_hidden_state.sum().backward()
+            model.base_model(
+                input_ids=ids_1T, use_cache=False, segments=segments
+            ).last_hidden_state.sum().backward()
 
         step()  # makes the gradients
         return peak_of(step)
 
     def counted(tokens: int) -> int:
         hidden = head_bytes(replace(facts, vocab=0), layout, tokens)
-        return activation_bytes(facts, layout, tokens) + max(layer_bytes(facts, layout, tokens), hidden)
+        return activation_bytes(facts, layout, tokens) + max(
+            layer_bytes(facts, layout, tokens), hidden
+        )
 
     assert counted(1280) - counted(640) == pytest.approx(peak(1280) - peak(640), rel=0.08)
 
@@ -301,7 +375,9 @@ class Bare(torch.nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, precision: Any) -> None:
+def test_logits_take_the_bytes_at_the_peak_that_were_counted(
+    facts: ModelFacts, precision: Any
+) -> None:
     tokens, vocab = 64, 30_000
     model = Bare(vocab, torch.bfloat16 if precision == "bfloat16" else torch.float32)
     nothing_T = torch.zeros(tokens)
@@ -331,7 +407,9 @@ def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, 
     assert peak_of(step) == pytest.approx(counted, rel=0.03)
 
 
-def test_a_local_engine_holds_the_cache_that_was_counted(facts: ModelFacts, tiny_model_dir: Path) -> None:
+def test_a_local_engine_holds_the_cache_that_was_counted(
+    facts: ModelFacts, tiny_model_dir: Path
+) -> None:
     requests, length = 8, 256  # the cache grows by powers of two: these fill it
     config = LocalEngine.Config(max_batch=requests, device="cpu")
 
@@ -339,7 +417,9 @@ def test_a_local_engine_holds_the_cache_that_was_counted(facts: ModelFacts, tiny
         async with LocalEngine(config, tiny_model_dir) as engine:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(requests):
-                    request = GenerateRequest(str(number), (5,) * length, SamplingParams(max_tokens=1))
+                    request = GenerateRequest(
+                        str(number), (5,) * length, SamplingParams(max_tokens=1)
+                    )
                     tasks.create_task(engine.generate(request))
             assert engine._model is not None
             return engine._model.kv_bytes
@@ -357,9 +437,13 @@ def test_an_engine_with_a_share_of_its_device_fills_it_with_cache(facts: ModelFa
     assert given.parts["weights"] == facts.parameters  # two bytes for each, on two devices
 
 
-@pytest.mark.parametrize("config", ["GPT2Config", "GPTNeoXConfig", "OPTConfig", "Starcoder2Config", "PhiConfig"])
+@pytest.mark.parametrize(
+    "config", ["GPT2Config", "GPTNeoXConfig", "OPTConfig", "Starcoder2Config", "PhiConfig"]
+)
 def test_a_norm_with_a_bias_is_counted_as_one_without(config: str) -> None:
-    made = getattr(transformers, config)(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+    made = getattr(transformers, config)(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99
+    )
     facts = facts_of(made, config)
     norms = 1 if config == "PhiConfig" else 2
     assert facts.largest.norms == norms * 64

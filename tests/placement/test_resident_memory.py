@@ -1,4 +1,6 @@
-"""What the planner counts for a step is what the process really takes: its resident memory, on CPUs."""
+"""What the planner counts for a step is what the process really takes: its resident memory, on
+CPUs.
+"""
 
 import json
 import os
@@ -13,7 +15,8 @@ from agentrl.models.facts import facts_of
 from agentrl.placement.footprint import trainer_footprint
 from agentrl.trainers.local import LocalTrainer
 
-# A process of its own: what imports take is counted before, and the peak of the step alone by Linux.
+# A process of its own: what imports take is counted before, and the peak of the step alone by
+# Linux.
 PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
@@ -50,34 +53,58 @@ asyncio.run(main())
 """
 
 LARGE: dict[str, Any] = {
-    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 """276 million parameters, which take 1.1 GB."""
 SMALL: dict[str, Any] = {
-    **LARGE, "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
-}  # fmt: skip
+    **LARGE,
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+}
 
 
-def compared(tmp_path: Path, sizes: dict[str, Any], recompute: str, length: int) -> tuple[float, float]:
-    """The increase of resident memory over that after imports at the peak of a step, and what is counted for it."""
+def compared(
+    tmp_path: Path, sizes: dict[str, Any], recompute: str, length: int
+) -> tuple[float, float]:
+    """The increase of resident memory over that after imports at the peak of a step, and what is
+    counted for it.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    settings = {"activation_checkpointing": recompute, "micro_batch_tokens": length, "device": "cpu"}
+    settings = {
+        "activation_checkpointing": recompute,
+        "micro_batch_tokens": length,
+        "device": "cpu",
+    }
     given = (json.dumps(one) for one in (sizes, settings, length, 64))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), *given],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # memory that is free goes back to Linux at once
+        env={
+            **os.environ,
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        },  # memory that is free goes back to Linux at once
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     layout = LocalTrainer.Config.model_validate(settings).layout()
-    counted = trainer_footprint(facts_of(config, "model"), layout, 1, micro_batches=2, longest=length)
+    counted = trainer_footprint(
+        facts_of(config, "model"), layout, 1, micro_batches=2, longest=length
+    )
     return json.loads(done.stdout.splitlines()[-1])["peak"], counted.total
 
 

@@ -55,7 +55,9 @@ class SleepyTrainer:
 def placed(time_shared: bool) -> PlacedCluster:
     """A plan of two roles of 100 and 200 bytes."""
     awake = {"engine": SimpleNamespace(total=100), "trainer": SimpleNamespace(total=200)}
-    plan = SimpleNamespace(devices=SimpleNamespace(time_shared=time_shared), loads=(SimpleNamespace(awake=awake),))
+    plan = SimpleNamespace(
+        devices=SimpleNamespace(time_shared=time_shared), loads=(SimpleNamespace(awake=awake),)
+    )
     config = SimpleNamespace(placement=SimpleNamespace(switch_seconds=60.0))
     return PlacedCluster(cast(Any, config), cast(Any, None), cast(Any, plan))
 
@@ -75,7 +77,10 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
             log.append("generating")
 
     run_virtual(main)
-    to_training, to_generating = ["engine sleeps", "trainer wakes"], ["trainer sleeps", "engine wakes"]
+    to_training, to_generating = (
+        ["engine sleeps", "trainer wakes"],
+        ["trainer sleeps", "engine wakes"],
+    )
     assert log == [
         *("engine sleeps", "trainer begins", "trainer sleeps", "engine wakes", "generating"),
         *(*to_training, "training", *to_generating, "generating", "trainer ends"),

@@ -1,4 +1,6 @@
-"""Roles that share devices: never both awake, every switch ends in a state that has a name, and sleep loses nothing."""
+"""Roles that share devices: never both awake, every switch ends in a state that has a name, and
+sleep loses nothing.
+"""
 
 import asyncio
 import gc
@@ -19,7 +21,15 @@ from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import now, run_virtual
-from agentrl.placement.time_share import DeviceSharing, NoSharing, Sleeper, State, Tenant, TimeSharing, free_on_cpu
+from agentrl.placement.time_share import (
+    DeviceSharing,
+    NoSharing,
+    Sleeper,
+    State,
+    Tenant,
+    TimeSharing,
+    free_on_cpu,
+)
 from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
@@ -54,7 +64,9 @@ class Device:
 
 @dataclass
 class Fake:
-    """A `Sleeper` that takes memory of a device while it is awake; `wrong` says what goes wrong at which call."""
+    """A `Sleeper` that takes memory of a device while it is awake; `wrong` says what goes wrong at
+    which call.
+    """
 
     name: str
     device: Device
@@ -91,12 +103,21 @@ class Fake:
 
 
 def shared(
-    total: int = 10, engine: Mapping[tuple[str, int], str] | None = None, trainer: Any = None, needs: int = 8
+    total: int = 10,
+    engine: Mapping[tuple[str, int], str] | None = None,
+    trainer: Any = None,
+    needs: int = 8,
 ) -> tuple[TimeSharing, Fake, Fake]:
     device = Device(total * GIB)
-    one, other = Fake("engine", device, 8 * GIB, dict(engine or {})), Fake("trainer", device, 8 * GIB, trainer or {})
+    one, other = (
+        Fake("engine", device, 8 * GIB, dict(engine or {})),
+        Fake("trainer", device, 8 * GIB, trainer or {}),
+    )
     share = TimeSharing(
-        Tenant("engine", [one], 8 * GIB), Tenant("trainer", [other], needs * GIB), device.free, DEADLINE
+        Tenant("engine", [one], 8 * GIB),
+        Tenant("trainer", [other], needs * GIB),
+        device.free,
+        DEADLINE,
     )
     return share, one, other
 
@@ -123,7 +144,10 @@ def test_a_switch_whose_memory_is_taken_by_another_is_refused_and_undone() -> No
     engine.device.taken["somebody else"] = 3 * GIB  # 7 of 10 are free when the engine sleeps
 
     async def main() -> None:
-        with pytest.raises(TimeShareError, match=r"trainer needs 8.00 GiB to wake, and 7.00 are free.*generating now"):
+        with pytest.raises(
+            TimeShareError,
+            match=r"trainer needs 8.00 GiB to wake, and 7.00 are free.*generating now",
+        ):
             async with share.training():
                 pytest.fail("it began")
         assert (engine.awake, trainer.awake) == (True, False)
@@ -132,7 +156,9 @@ def test_a_switch_whose_memory_is_taken_by_another_is_refused_and_undone() -> No
 
 
 WRONG = st.dictionaries(
-    st.tuples(st.sampled_from(["sleep", "wake"]), st.integers(1, 3)), st.sampled_from(["fails", "hangs"]), max_size=3
+    st.tuples(st.sampled_from(["sleep", "wake"]), st.integers(1, 3)),
+    st.sampled_from(["fails", "hangs"]),
+    max_size=3,
 )
 
 
@@ -163,7 +189,9 @@ def test_whatever_goes_wrong_both_are_never_awake_and_the_state_is_what_is_so(
     assert engine.device.most <= 8 * GIB
     assert set(seen) <= {"training"}
     troubles = [*engine_wrong.values(), *trainer_wrong.values()]
-    assert share.state != "lost" or tight or troubles not in ([], ["fails"])  # one failure alone is undone
+    assert (
+        share.state != "lost" or tight or troubles not in ([], ["fails"])
+    )  # one failure alone is undone
 
 
 def test_what_misses_its_deadline_is_lost_and_nothing_is_switched_after_it() -> None:
@@ -173,7 +201,9 @@ def test_what_misses_its_deadline_is_lost_and_nothing_is_switched_after_it() -> 
         with pytest.raises(TimeShareError, match="trainer did not wake within 10 s") as caught:
             async with share.training():
                 pytest.fail("it began")
-        assert isinstance(caught.value.__cause__.__cause__ if caught.value.__cause__ else None, DeadlineError)
+        assert isinstance(
+            caught.value.__cause__.__cause__ if caught.value.__cause__ else None, DeadlineError
+        )
         assert now() <= DEADLINE + 2
         with pytest.raises(TimeShareError, match="the state is lost"):
             async with share.training():
@@ -196,7 +226,9 @@ def test_roles_with_devices_of_their_own_change_nothing() -> None:
 
 def request(number: int, tokens: int = 24) -> GenerateRequest:
     prompt = tuple(10 + number + i for i in range(6))
-    return GenerateRequest(f"r{number}", prompt, SamplingParams(max_tokens=tokens, temperature=1.0), seed=number)
+    return GenerateRequest(
+        f"r{number}", prompt, SamplingParams(max_tokens=tokens, temperature=1.0), seed=number
+    )
 
 
 async def answers(engine: Engine, numbers: Sequence[int]) -> list[Completion]:
@@ -224,13 +256,19 @@ Made = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 @pytest.mark.slow
-def test_an_engine_that_slept_goes_on_with_the_same_tokens_and_logprobs(shallow_model_dir: Path) -> None:
+def test_an_engine_that_slept_goes_on_with_the_same_tokens_and_logprobs(
+    shallow_model_dir: Path,
+) -> None:
     async def main() -> None:
-        make: Made = partial(LocalEngine, LocalEngine.Config(device="cpu", max_batch=4), shallow_model_dir)
+        make: Made = partial(
+            LocalEngine, LocalEngine.Config(device="cpu", max_batch=4), shallow_model_dir
+        )
         async with make() as engine:
             undisturbed = await answers(engine, range(6))
         async with make() as engine, asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(answers(engine, range(6)))  # four at once: two still wait when it sleeps
+            asked = tasks.create_task(
+                answers(engine, range(6))
+            )  # four at once: two still wait when it sleeps
             await napping(engine)
             slept = await asked
             again = await answers(engine, range(6))
@@ -273,7 +311,9 @@ def test_new_weights_that_come_while_an_engine_sleeps_take_effect(shallow_model_
 
 def test_a_local_engine_that_sleeps_has_given_its_cache_back(shallow_model_dir: Path) -> None:
     async def main() -> None:
-        async with LocalEngine(LocalEngine.Config(device="cpu", max_batch=8), shallow_model_dir) as engine:
+        async with LocalEngine(
+            LocalEngine.Config(device="cpu", max_batch=8), shallow_model_dir
+        ) as engine:
             await answers(engine, range(8))
             model: Any = engine._model
             assert model.kv_bytes > 0
@@ -292,7 +332,10 @@ def test_a_simulated_engine_that_sleeps_makes_no_token_and_loses_none() -> None:
     config = SimulatedEngine.Config(seconds_per_token=1.0, prefill_seconds_per_token=0.0)
 
     async def main() -> None:
-        async with SimulatedEngine(config, length_of=lambda request: 10) as engine, asyncio.TaskGroup() as tasks:
+        async with (
+            SimulatedEngine(config, length_of=lambda request: 10) as engine,
+            asyncio.TaskGroup() as tasks,
+        ):
             asked = tasks.create_task(engine.generate(request(1)))
             await asyncio.sleep(4)
             await engine.sleep()
@@ -308,11 +351,15 @@ def test_a_simulated_engine_that_sleeps_makes_no_token_and_loses_none() -> None:
 
 
 def test_in_the_simulator_turns_cost_the_overlap_that_own_devices_have() -> None:
-    rollout = RolloutConfig.model_validate({"groups_per_step": 4, "group_size": 4, "max_staleness": 1})
+    rollout = RolloutConfig.model_validate(
+        {"groups_per_step": 4, "group_size": 4, "max_staleness": 1}
+    )
 
     def seconds(time_shared: bool) -> float:
         simulation = SimulationConfig(
-            engine=SimulatedEngine.Config(slots=64, seconds_per_token=0.05, answer_tokens=Constant(value=50)),
+            engine=SimulatedEngine.Config(
+                slots=64, seconds_per_token=0.05, answer_tokens=Constant(value=50)
+            ),
             train_seconds=Constant(value=20.0),
             time_shared=time_shared,
             switch_seconds=2.0 if time_shared else 0.0,
@@ -322,8 +369,11 @@ def test_in_the_simulator_turns_cost_the_overlap_that_own_devices_have() -> None
         return report.seconds
 
     generating = 8 * 50 * 0.05  # of an episode: eight turns
-    assert seconds(False) == pytest.approx(7 * 20, rel=0.05)  # generated beside training, but for the first batch
-    # In turns, two batches are generated side by side, as a staleness of one allows, and then trained on.
+    assert seconds(False) == pytest.approx(
+        7 * 20, rel=0.05
+    )  # generated beside training, but for the first batch
+    # In turns, two batches are generated side by side, as a staleness of one allows, and then
+    # trained on.
     assert seconds(True) == pytest.approx(3 * generating + 6 * (20 + 2), rel=0.05)
 
 
@@ -340,7 +390,12 @@ def test_engines_are_sleepers(shallow_model_dir: Path) -> None:
 def batch() -> TrainBatch:
     size = 16
     sample = TrainingSample(
-        tuple(range(size)), (0,) + (1,) * (size - 1), (0.0,) * size, (1.0,) * size, (0,) * size, (0,) * size
+        tuple(range(size)),
+        (0,) + (1,) * (size - 1),
+        (0.0,) * size,
+        (1.0,) * size,
+        (0,) * size,
+        (0,) * size,
     )
     return collate([sample, sample])
 
@@ -374,11 +429,15 @@ def taking_turns(trainer: GroupTrainer) -> DeviceSharing:
     "make",
     [
         partial(LocalTrainer, LocalTrainer.Config(device="cpu")),
-        pytest.param(partial(FsdpTrainer, FsdpTrainer.Config(world_size=2)), marks=pytest.mark.slow),
+        pytest.param(
+            partial(FsdpTrainer, FsdpTrainer.Config(world_size=2)), marks=pytest.mark.slow
+        ),
     ],
     ids=["local", "fsdp"],
 )
-def test_a_trainer_that_takes_turns_ends_with_the_same_weights(make: Any, shallow_model_dir: Path) -> None:
+def test_a_trainer_that_takes_turns_ends_with_the_same_weights(
+    make: Any, shallow_model_dir: Path
+) -> None:
     async def main() -> None:
         alone = await trained(make(shallow_model_dir, total_steps=3))
         shared = await trained(make(shallow_model_dir, total_steps=3), taking_turns)
@@ -390,7 +449,9 @@ def test_a_trainer_that_takes_turns_ends_with_the_same_weights(make: Any, shallo
 
 def test_a_trainer_that_sleeps_holds_no_gradients(shallow_model_dir: Path) -> None:
     async def main() -> None:
-        async with LocalTrainer(LocalTrainer.Config(device="cpu"), shallow_model_dir, total_steps=1) as trainer:
+        async with LocalTrainer(
+            LocalTrainer.Config(device="cpu"), shallow_model_dir, total_steps=1
+        ) as trainer:
             await trainer.step(batch(), LOSS, 1.0)
             assert trainer._ranks is not None
             worker: Any = trainer._ranks.workers[0]
@@ -408,16 +469,23 @@ def test_an_engine_and_a_trainer_take_turns_through_whole_steps(shallow_model_di
 
     async def steps(time_shared: bool) -> list[tuple[int, ...]]:
         engine = LocalEngine(LocalEngine.Config(device="cpu", max_batch=4), shallow_model_dir)
-        trainer = LocalTrainer(LocalTrainer.Config(device="cpu", lr=1e-2), shallow_model_dir, total_steps=3)
+        trainer = LocalTrainer(
+            LocalTrainer.Config(device="cpu", lr=1e-2), shallow_model_dir, total_steps=3
+        )
         seen = []
         async with engine, trainer:
             share: DeviceSharing = NoSharing()
             if time_shared:
                 await trainer.sleep()
                 free = free_on_cpu
-                share = TimeSharing(Tenant("engine", [engine], 1), Tenant("trainer", [trainer], 1), free, 60)
+                share = TimeSharing(
+                    Tenant("engine", [engine], 1), Tenant("trainer", [trainer], 1), free, 60
+                )
             for version in (1, 2, 3):
-                seen += [tuple(completion.token_ids.tolist()) for completion in await answers(engine, range(2))]
+                seen += [
+                    tuple(completion.token_ids.tolist())
+                    for completion in await answers(engine, range(2))
+                ]
                 async with share.training():
                     await trainer.step(batch(), LOSS, 1.0)
                 await engine.update_weights(await trainer.weights(), version)

@@ -1,4 +1,6 @@
-"""The plan before a run: it fits, says why, refuses what cannot be, says what would, and agrees with measured runs."""
+"""The plan before a run: it fits, says why, refuses what cannot be, says what would, and agrees
+with measured runs.
+"""
 
 import json
 import shutil
@@ -31,7 +33,10 @@ H100 = gpu_named("H100")
 SLOW = pytest.mark.slow
 OFFERED = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
 ON_ONE_DEVICE = ("placement=auto", "placement.engine=0-3", "placement.trainer=3")
-SMALL = ("rollout.groups_per_step=8", "rollout.group_size=4")  # quick to simulate; memory is what it was
+SMALL = (
+    "rollout.groups_per_step=8",
+    "rollout.group_size=4",
+)  # quick to simulate; memory is what it was
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +76,9 @@ def test_shipped_configs_get_a_map_that_respects_memory(name: str) -> None:
     plan = planned(inventory, name, *SMALL)
     assert plan.devices.mode == mode
     assert plan.devices.time_shared == (mode == "colocated")
-    assert {load.device for load in plan.loads} == {d for r in plan.devices.replicas for d in r.devices}
+    assert {load.device for load in plan.loads} == {
+        d for r in plan.devices.replicas for d in r.devices
+    }
     for load in plan.loads:
         assert 0 < load.peak <= load.limit < inventory.kind.memory
         assert load.host <= load.host_limit
@@ -115,17 +122,29 @@ def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> N
 
 def test_only_adapters_pass_through_the_memory_of_the_first_rank_s_host() -> None:
     whole = planned(Inventory(H100, 8), "qwen3_8b", *SMALL)
-    lora = planned(Inventory(H100, 8), "qwen3_8b", *SMALL, "trainer.lora={rank: 8, alpha: 16, targets: all-linear}")
+    lora = planned(
+        Inventory(H100, 8),
+        "qwen3_8b",
+        *SMALL,
+        "trainer.lora={rank: 8, alpha: 16, targets: all-linear}",
+    )
     weights = 4 * whole.facts.parameters
     assert whole.loads[0].host - whole.loads[1].host == weights
     assert 0 < lora.loads[0].host - lora.loads[1].host < 0.02 * weights
 
 
-def test_a_context_beyond_the_positions_of_the_model_is_refused_unless_its_config_extends_them(tmp_path: Path) -> None:
+def test_a_context_beyond_the_positions_of_the_model_is_refused_unless_its_config_extends_them(
+    tmp_path: Path,
+) -> None:
     told = refused(Inventory(H100, 8), "qwen3_8b", *SMALL, "engine.max_context=131072")
     assert "engine.max_context=131072, but Qwen/Qwen3-8B knows 40960 positions" in told
     values = json.loads((PUBLISHED / "Qwen" / "Qwen3-8B" / "config.json").read_text())
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**values, "rope_scaling": yarn}))
     assert model_facts(tmp_path).max_positions == 131072
 
@@ -144,7 +163,9 @@ def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
 
 
 @pytest.mark.parametrize("another", ["env.agents.south=frozen", "recipe=distill"])
-def test_an_engine_of_a_frozen_agent_or_a_teacher_is_counted_beside_that_of_the_policy(another: str) -> None:
+def test_an_engine_of_a_frozen_agent_or_a_teacher_is_counted_beside_that_of_the_policy(
+    another: str,
+) -> None:
     inventory, fraction = Inventory(H100, 8), "engine.memory_fraction=0.4"
     alone = planned(inventory, "colocated_8gpu", *SMALL, fraction)
     both = planned(inventory, "colocated_8gpu", *SMALL, fraction, another)
@@ -159,7 +180,9 @@ def test_the_command_prints_the_plan_and_gives_it_as_json(agentrl: Callable[...,
     assert plan["mode"] == "colocated"
     assert {d for replica in plan["replicas"] for d in replica["devices"]} == set(range(8))
     assert all(load["peak"] <= load["limit"] for load in plan["memory"])
-    said = agentrl("plan", "examples/frozen_lake.yaml", "rollout.groups_per_step=1", "--gpus", "0").stdout
+    said = agentrl(
+        "plan", "examples/frozen_lake.yaml", "rollout.groups_per_step=1", "--gpus", "0"
+    ).stdout
     for part in ("map: local", "memory of each device", "predicted step", "why"):
         assert part in said
 
@@ -171,27 +194,42 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
     assert "GiB on device 0" in done.stderr
     assert "which has 79.2 (75.2 usable)" in done.stderr
     way = done.stderr.split("What would fit:\n")[1].splitlines()[0].split()
-    assert planned(Inventory(gpu_named("A100")), "colocated_8gpu", *SMALL, large, *way).devices.mode == "local"
+    assert (
+        planned(Inventory(gpu_named("A100")), "colocated_8gpu", *SMALL, large, *way).devices.mode
+        == "local"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "inventory", "overrides"),
     [
         ("disaggregated_16gpu", Inventory(H100, 2), ("placement=auto",)),
-        pytest.param("disaggregated_16gpu", Inventory(H100, 8), ("placement=auto", "trainer=local"), marks=SLOW),
+        pytest.param(
+            "disaggregated_16gpu",
+            Inventory(H100, 8),
+            ("placement=auto", "trainer=local"),
+            marks=SLOW,
+        ),
         pytest.param("disaggregated_16gpu", Inventory(H100, 8), ON_ONE_DEVICE, marks=SLOW),
         ("colocated_8gpu", Inventory(H100, 8), ("engine.kv_cache_gib=0.1",)),
         ("frozen_lake", Inventory(host(cores=2, memory=GIB // 4)), ()),
         pytest.param("qwen3_32b", Inventory(H100, 8), (), marks=SLOW),
     ],
-)  # fmt: skip
-def test_what_is_said_to_fit_does(name: str, inventory: Inventory, overrides: tuple[str, ...]) -> None:
+)
+def test_what_is_said_to_fit_does(
+    name: str, inventory: Inventory, overrides: tuple[str, ...]
+) -> None:
     said = refused(inventory, name, *overrides).split("What would fit:\n")[1].splitlines()
     ways = [way.split() for way in said if "=" in way]
     assert ways
     for way in ways:
         assert planned(inventory, name, *SMALL, *overrides, *way).loads
-    offers = {str(offer): offer for kind in GPUS.values() for count in OFFERED if (offer := Inventory(kind, *count))}
+    offers = {
+        str(offer): offer
+        for kind in GPUS.values()
+        for count in OFFERED
+        if (offer := Inventory(kind, *count))
+    }
     for offer in [offers[way.strip()] for way in said if "=" not in way]:
         assert planned(offer, name, *SMALL, *overrides).loads
 
@@ -199,19 +237,25 @@ def test_what_is_said_to_fit_does(name: str, inventory: Inventory, overrides: tu
 def test_what_would_fit_names_each_kind_of_saving_once_and_more_devices() -> None:
     said = refused(Inventory(H100, 2), "qwen3_8b").split("What would fit:\n  ")[1].split("\n  ")
     settings, devices = said[:-1], said[-1]
-    assert {"trainer.activation_offload=true", "trainer.moments=bfloat16", "trainer.optimizer_offload=true"} <= set(
-        settings
-    )
+    assert {
+        "trainer.activation_offload=true",
+        "trainer.moments=bfloat16",
+        "trainer.optimizer_offload=true",
+    } <= set(settings)
     assert "trainer.moments=int8" not in settings
     assert sum("micro_batch_tokens" in way for way in settings) == 1
     assert devices == "4 x H100 with 79.1 GiB each"
     wasteful = "trainer.activation_checkpointing=none", "trainer.micro_batch_tokens=65536"
-    assert "trainer.activation_checkpointing=full" in refused(Inventory(H100, 4), "qwen3_8b", *wasteful)
+    assert "trainer.activation_checkpointing=full" in refused(
+        Inventory(H100, 4), "qwen3_8b", *wasteful
+    )
 
 
 def test_moments_of_fewer_bytes_are_counted() -> None:
     optimizer = [
-        planned(Inventory(H100, 8), "qwen3_8b", *SMALL, f"trainer.moments={moments}").loads[0].awake["trainer"]
+        planned(Inventory(H100, 8), "qwen3_8b", *SMALL, f"trainer.moments={moments}")
+        .loads[0]
+        .awake["trainer"]
         for moments in ("float32", "bfloat16", "int8")
     ]
     whole, half, quarter = [size.parts["optimizer"] for size in optimizer]
@@ -233,7 +277,9 @@ def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(PUBLISHED / "Qwen" / "Qwen3-1.7B", folder)
-    assert planned(Inventory(H100, 8), "colocated_8gpu", *SMALL, f"model={folder}").facts.name == str(folder)
+    assert planned(
+        Inventory(H100, 8), "colocated_8gpu", *SMALL, f"model={folder}"
+    ).facts.name == str(folder)
     overrides = f"model={folder}", f"run_dir={tmp_path / 'run'}", "env=frozen_lake"
     done = agentrl("train", "examples/colocated_8gpu.yaml", *overrides)
     assert done.returncode == 2
@@ -242,11 +288,15 @@ def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
 
 
 def drawn(layers: int, hidden: int, vocab: int, experts: int) -> ModelFacts:
-    """A decoder with MLPs of four times its hidden size: one in each layer, or several of which a token uses one."""
+    """A decoder with MLPs of four times its hidden size: one in each layer, or several of which a
+    token uses one.
+    """
     attention, mlp = 4 * hidden**2, 8 * hidden**2
     block = attention + max(1, experts) * mlp
     heads = Heads(hidden // 64, max(1, hidden // 256), 64, 64)
-    kept = Kept(24 * hidden, 2 * hidden, 12 * hidden, hidden, 10 * hidden, heads.queries, 9 * hidden)
+    kept = Kept(
+        24 * hidden, 2 * hidden, 12 * hidden, hidden, 10 * hidden, heads.queries, 9 * hidden
+    )
     return ModelFacts(
         name="drawn",
         parameters=layers * block + vocab * hidden,
@@ -280,14 +330,29 @@ shapes = st.builds(
 @examples(60)
 @given(
     shapes,
-    st.builds(Inventory, st.sampled_from(list(GPUS.values())), st.sampled_from([1, 2, 4, 8]), st.integers(1, 2)),
+    st.builds(
+        Inventory,
+        st.sampled_from(list(GPUS.values())),
+        st.sampled_from([1, 2, 4, 8]),
+        st.integers(1, 2),
+    ),
     st.sampled_from(["auto", "colocated", "disaggregated"]),
-    st.sampled_from([("colocated_8gpu", ""), ("disaggregated_16gpu", ""), ("colocated_8gpu", "trainer=deepspeed")]),
+    st.sampled_from(
+        [
+            ("colocated_8gpu", ""),
+            ("disaggregated_16gpu", ""),
+            ("colocated_8gpu", "trainer=deepspeed"),
+        ]
+    ),
 )
 def test_a_map_that_is_taken_never_overfills_a_device(
     facts: ModelFacts, inventory: Inventory, mode: str, of: tuple[str, str]
 ) -> None:
-    chosen = config(of[0], f"placement={mode}") if not of[1] else config("frozen_lake", f"placement={mode}", of[1])
+    chosen = (
+        config(of[0], f"placement={mode}")
+        if not of[1]
+        else config("frozen_lake", f"placement={mode}", of[1])
+    )
     stages, work = stages_of(chosen, facts), workload(chosen.rollout, chosen.simulation)
     try:
         found = device_maps(chosen.placement, placement_request_of(chosen), inventory)
@@ -306,14 +371,19 @@ def test_a_map_that_is_taken_never_overfills_a_device(
 
 @pytest.mark.slow
 def test_more_of_a_device_never_makes_a_step_slower() -> None:
-    seconds = [planned(Inventory(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds for n in (2, 8)]
+    seconds = [
+        planned(Inventory(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds
+        for n in (2, 8)
+    ]
     assert seconds[1] < seconds[0]
     faster = replace(H100, flops=2 * H100.flops, bandwidth=2 * H100.bandwidth)
     assert planned(Inventory(faster, 8), "colocated_8gpu", *SMALL).step.seconds < seconds[1]
 
 
 def test_auto_takes_the_fastest_of_the_maps_that_fit_and_says_so() -> None:
-    plan = planned(Inventory(H100, 4), "colocated_8gpu", *SMALL, "placement=auto", "rollout.max_staleness=2")
+    plan = planned(
+        Inventory(H100, 4), "colocated_8gpu", *SMALL, "placement=auto", "rollout.max_staleness=2"
+    )
     simulated = [found.step.seconds for found in plan.considered if found.step]
     assert plan.step.seconds == min(simulated)
     assert len(simulated) > 1
@@ -325,7 +395,9 @@ def test_training_flop_are_six_for_each_weight_and_token() -> None:
     chosen = config("colocated_8gpu", "trainer.activation_checkpointing=none")
     facts = model_of(chosen)
     work = workload(chosen.rollout, chosen.simulation)
-    everything_sampled = replace(work, sampled=2.0, observed=0.0)  # attention to one token adds next to nothing
+    everything_sampled = replace(
+        work, sampled=2.0, observed=0.0
+    )  # attention to one token adds next to nothing
     flop = stages_of(chosen, facts).train_flop(everything_sampled)
     tokens = everything_sampled.tokens
     once_more = 2 * facts.embedding * tokens  # the backward pass computes the logits again
@@ -343,10 +415,17 @@ def run(tmp_path: Path) -> Path:
     chosen = config("frozen_lake", "rollout.groups_per_step=8", f"run_dir={folder}")
     (folder / "config.yaml").write_text(chosen.to_yaml())
     row = {
-        "seconds/rollout": 4.0, "seconds/train": 9.0, "seconds/weights": 0.02,
-        "turns": 5.0, "sampled_tokens": 64 * 10.0, "prompt_tokens": 64 * 150.0,
-    }  # fmt: skip
-    rows = [{"step": 0, **row, "seconds/rollout": 60.0}, *({"step": step, **row} for step in (1, 2, 3))]
+        "seconds/rollout": 4.0,
+        "seconds/train": 9.0,
+        "seconds/weights": 0.02,
+        "turns": 5.0,
+        "sampled_tokens": 64 * 10.0,
+        "prompt_tokens": 64 * 150.0,
+    }
+    rows = [
+        {"step": 0, **row, "seconds/rollout": 60.0},
+        *({"step": step, **row} for step in (1, 2, 3)),
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -354,7 +433,12 @@ def run(tmp_path: Path) -> Path:
 def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
     laptop = Inventory(host(cores=2, memory=16 * GIB))
     found = measured(run)
-    assert (found.steps, found.work.turns, found.work.sampled, found.work.observed) == (3, 5.0, 10.0, 150.0)
+    assert (found.steps, found.work.turns, found.work.sampled, found.work.observed) == (
+        3,
+        5.0,
+        10.0,
+        150.0,
+    )
     same = with_measured(found.config, found, laptop)
     step = make_plan(same, laptop, model_of(same)).step
     assert step.train == pytest.approx(9.0, rel=0.02)
@@ -375,12 +459,16 @@ def test_a_folder_that_has_measured_nothing_is_refused(tmp_path: Path, run: Path
 def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
     agentrl: Callable[..., Any], tmp_path: Path
 ) -> None:
-    done = agentrl("train", "examples/frozen_lake.yaml", "placement=colocated", f"run_dir={tmp_path / 'run'}")
+    done = agentrl(
+        "train", "examples/frozen_lake.yaml", "placement=colocated", f"run_dir={tmp_path / 'run'}"
+    )
     assert done.returncode == 2
     assert "puts everything on the first device: write placement=local" in done.stderr
     assert not (tmp_path / "run").exists()
     laptop = Inventory(host(cores=2, memory=64 * GIB))
     check_placement(config("frozen_lake"), laptop)
     check_placement(config("frozen_lake", "model=Qwen/Qwen3-1.7B"), laptop)
-    with pytest.raises(ConfigError, match=r"need 152\.6 GiB on CPU x2 with 64\.0 GiB and no GPU"):  # 16 + 4 bytes each
+    with pytest.raises(
+        ConfigError, match=r"need 152\.6 GiB on CPU x2 with 64\.0 GiB and no GPU"
+    ):  # 16 + 4 bytes each
         check_placement(config("frozen_lake", "model=Qwen/Qwen3-8B"), laptop)

@@ -1,5 +1,6 @@
-"""Plug-ins of the runs in `test_crossings.py`, copied beside their configs as `parts.py`: environments of each kind, a
-program, a player, rewards and a tracker. What a model says by chance is worth something here half of the time.
+"""Plug-ins of the runs in `test_crossings.py`, copied beside their configs as `parts.py`:
+environments of each kind, a program, a player, rewards and a tracker. What a model says by chance
+is worth something here half of the time.
 """
 
 import asyncio
@@ -38,7 +39,13 @@ class Words(TextEnv):
     def step(self, action: str) -> Any:
         self.turn += 1
         over, won = self.turn == 3, worth(action)
-        return f"You said {len(action)} letters.", won, over, False, {"success": bool(won), **place()}
+        return (
+            f"You said {len(action)} letters.",
+            won,
+            over,
+            False,
+            {"success": bool(won), **place()},
+        )
 
 
 class Tools(ToolEnv):
@@ -60,7 +67,9 @@ class Tools(ToolEnv):
 
     def reply(self, text: str) -> ToolResult:
         self.replies += 1
-        return ToolResult("Go on.", worth(text), terminated=self.replies == 2, success=bool(worth(text)))
+        return ToolResult(
+            "Go on.", worth(text), terminated=self.replies == 2, success=bool(worth(text))
+        )
 
 
 class Duel(TextEnv):
@@ -82,13 +91,18 @@ class Duel(TextEnv):
         if len(self.said) < 4:
             return f"You hear {len(action)} letters.", 0.0, False, False, info
         lead = sum(worth(said) * (-1) ** number for number, said in enumerate(self.said))
-        info |= {"rewards": {"north": lead, "south": -lead}, "success": {"north": lead > 0, "south": lead < 0}}
+        info |= {
+            "rewards": {"north": lead, "south": -lead},
+            "success": {"north": lead > 0, "south": lead < 0},
+        }
         return "It is over.", -lead, True, False, info
 
 
 async def program(task: Any, base_url: str, api_key: str) -> float:
     """Asks twice."""
-    messages = [{"role": "user", "content": f"Say something about {Random(task.seed).randrange(100)}."}]
+    messages = [
+        {"role": "user", "content": f"Say something about {Random(task.seed).randrange(100)}."}
+    ]
     for _ in range(2):
         said = await asyncio.to_thread(_answer, base_url, api_key, messages)
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
@@ -98,7 +112,9 @@ async def program(task: Any, base_url: str, api_key: str) -> float:
 def _answer(base_url: str, api_key: str, messages: list[dict[str, str]]) -> str:
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+    ) as answer:
         said: str = json.load(answer)["choices"][0]["message"]["content"] or ""
     return said
 
@@ -110,7 +126,9 @@ def player(shown: Any, rng: Random) -> str:
 
 def odd(trajectory: Any) -> float:
     """A reward of one's own."""
-    return worth("".join(message.content for message in trajectory.messages if message.role == "assistant"))
+    return worth(
+        "".join(message.content for message in trajectory.messages if message.role == "assistant")
+    )
 
 
 class Tracker:

@@ -1,7 +1,8 @@
-"""Runs in which settings cross: the factors of `test_crossings.py`, and what becomes of a row of them.
+"""Runs in which settings cross: the factors of `test_crossings.py`, and what becomes of a row of
+them.
 
-A value of a factor is a piece of a config. A row has one of each factor; its config is either refused, by one sentence
-and before any work, or its run ends well and can be resumed.
+A value of a factor is a piece of a config. A row has one of each factor; its config is either
+refused, by one sentence and before any work, or its run ends well and can be resumed.
 """
 
 import json
@@ -110,10 +111,18 @@ FACTORS: Mapping[str, Mapping[str, Piece]] = {
         "agent": {"env": {"name": "agent:parts:program"}},
         "multi-agent": {"env": {"name": "parts:Duel", **GOLD}},
         "frozen opponent": {
-            "env": {"name": "parts:Duel", **GOLD, "agents": {"south": {"name": "frozen", "refresh": 1}}}
+            "env": {
+                "name": "parts:Duel",
+                **GOLD,
+                "agents": {"south": {"name": "frozen", "refresh": 1}},
+            }
         },
         "scripted opponent": {
-            "env": {"name": "parts:Duel", **GOLD, "agents": {"south": {"name": "scripted", "player": "parts:player"}}}
+            "env": {
+                "name": "parts:Duel",
+                **GOLD,
+                "agents": {"south": {"name": "scripted", "player": "parts:player"}},
+            }
         },
         "wrapped": {"env": {**WORDS, "wrappers": [{"name": "time_limit", "turns": 5}]}},
         "mixture": {"env": [WORDS, {"name": "qa", "tasks": QUESTIONS}]},
@@ -134,10 +143,16 @@ FACTORS: Mapping[str, Mapping[str, Piece]] = {
         "tool_use": {"reward": "tool_use"},
         "monitor": {"reward": {"name": "monitor", "formula": "G !look"}},
         "judge": {"reward": {"name": "judge", "criteria": {"clear": "It is clear."}, **JUDGE}},
-        "judge_pairwise": {"reward": {"name": "judge_pairwise", "better": "Which is clearer?", **JUDGE}},
-        "reward_model": {"reward": {"name": "reward_model", "path": "../shared/reward_model", "device": "cpu"}},
+        "judge_pairwise": {
+            "reward": {"name": "judge_pairwise", "better": "Which is clearer?", **JUDGE}
+        },
+        "reward_model": {
+            "reward": {"name": "reward_model", "path": "../shared/reward_model", "device": "cpu"}
+        },
         "function": {"reward": "parts:odd"},
-        "list": {"reward": ["environment", {"name": "parts:odd", "weight": 0.5, "isolation": "process"}]},
+        "list": {
+            "reward": ["environment", {"name": "parts:odd", "weight": 0.5, "isolation": "process"}]
+        },
     },
     "context": {
         "full": {},
@@ -149,10 +164,15 @@ FACTORS: Mapping[str, Mapping[str, Piece]] = {
     "evaluation": {
         "none": {},
         "ends": {"evaluation": {"tasks": 2}},
-        "every step": {"evaluation": {"tasks": 2, "every": 1}, "checkpoint": {"best": "eval/success"}},
+        "every step": {
+            "evaluation": {"tasks": 2, "every": 1},
+            "checkpoint": {"best": "eval/success"},
+        },
         "own engines": {"evaluation": {"tasks": 2, "every": 1, "engines": 1}},
         "overlap": {"evaluation": {"tasks": 2, "every": 1, "overlap": True}},
-        "suite": {"evaluation": {"suites": [{"name": "more", "env": WORDS, "tasks": 2, "samples": 2}]}},
+        "suite": {
+            "evaluation": {"suites": [{"name": "more", "env": WORDS, "tasks": 2, "samples": 2}]}
+        },
     },
     "tracker": {
         "none": {},
@@ -207,17 +227,30 @@ FACTORS: Mapping[str, Mapping[str, Piece]] = {
 }
 BASE_ROW: Row = {factor: next(iter(values)) for factor, values in FACTORS.items()}
 STILL = ("sft demonstrations", "sft recordings", "dpo", "reward_model")
-"""Recipes in which the model does not play: most settings are of no use to them, so pairs of these show nothing."""
+"""Recipes in which the model does not play: most settings are of no use to them, so pairs of these
+show nothing.
+"""
 PLAYED = tuple(recipe for recipe in FACTORS["recipe"] if recipe not in STILL)
 OF_ONE_AGENT = ("text", "tools", "qa", "wrapped", "frozen opponent", "scripted opponent")
 TRAINING = ("policy_gradient", "imitating", "archer", "self_play", "sft rejection", "iterative_dpo")
 ONLY_AT_THE_START: Sequence[tuple[Row, str]] = (
-    *(({"recipe": recipe, "engine": "openai"}, "engine=openai samples from a model") for recipe in TRAINING),
+    *(
+        ({"recipe": recipe, "engine": "openai"}, "engine=openai samples from a model")
+        for recipe in TRAINING
+    ),
     *(({"recipe": "self_play", "env": env}, "recipe=self_play") for env in OF_ONE_AGENT),
-    *(({"env": "qa", "tasks": tasks}, "env=qa asks what the rows of a file say") for tasks in ("seeded", "levels")),
-    *(({"env": "agent", "reward": reward}, f"with the reward {reward}") for reward in ("exact", "math", "code")),
+    *(
+        ({"env": "qa", "tasks": tasks}, "env=qa asks what the rows of a file say")
+        for tasks in ("seeded", "levels")
+    ),
+    *(
+        ({"env": "agent", "reward": reward}, f"with the reward {reward}")
+        for reward in ("exact", "math", "code")
+    ),
 )
-"""What is refused only when a run starts, because the config alone does not tell, and how the sentence begins."""
+"""What is refused only when a run starts, because the config alone does not tell, and how the
+sentence begins.
+"""
 
 
 def config_of(row: Row, judge: str = "http://127.0.0.1:9") -> dict[str, Any]:
@@ -232,7 +265,9 @@ def config_of(row: Row, judge: str = "http://127.0.0.1:9") -> dict[str, Any]:
 def _merge(into: dict[str, Any], piece: Piece) -> None:
     for key, value in piece.items():
         there = into.get(key)
-        if isinstance(there, list) and isinstance(value, Mapping):  # what all entries of a mixture have
+        if isinstance(there, list) and isinstance(
+            value, Mapping
+        ):  # what all entries of a mixture have
             for entry in there:
                 _merge(entry, value)
         elif isinstance(value, list) and isinstance(there, Mapping):
@@ -251,7 +286,8 @@ def _merge(into: dict[str, Any], piece: Piece) -> None:
 class Outcome:
     """What became of a row. `said`: the sentence of a refusal, or what is wrong.
 
-    `ended`: what a model says by chance was never worth anything, and groups of equal members were filtered.
+    `ended`: what a model says by chance was never worth anything, and groups of equal members were
+    filtered.
     """
 
     kind: Literal["accepted", "ended", "refused", "wrong"]
@@ -275,8 +311,9 @@ def validated(row: Row) -> Outcome:
 def blamed(row: Row, outcome: Callable[[Row], Outcome]) -> tuple[dict[str, str], Outcome]:
     """The choices of a row that is not accepted that are why, and what becomes of them alone.
 
-    The row is brought near to `BASE_ROW` as long as it is not accepted. What is left is to blame, and so is what has
-    become as there, where another value would be accepted: then it has to stay as it was.
+    The row is brought near to `BASE_ROW` as long as it is not accepted. What is left is to blame,
+    and so is what has become as there, where another value would be accepted: then it has to stay
+    as it was.
     """
     kept: set[str] = set()
     while True:
@@ -323,9 +360,11 @@ for line in sys.stdin:
 
 
 class Runs:
-    """Starts runs one after another in a process that has imported what they need; one that hangs costs that process.
+    """Starts runs one after another in a process that has imported what they need; one that hangs
+    costs that process.
 
-    The models, rows, pairs and episodes that they read are made in `folder`/shared. A context manager.
+    The models, rows, pairs and episodes that they read are made in `folder`/shared. A context
+    manager.
     """
 
     def __init__(self, folder: Path, judge: str, *, seconds: float = SECONDS) -> None:
@@ -340,11 +379,20 @@ class Runs:
         create_tiny_model(shared / "model", seed=0)
         create_tiny_model(shared / "teacher", seed=1)
         test = {"call": "f", "args": [], "returns": 1}
-        rows = [{"prompt": f"Say {number}.", "answer": str(number), "tests": [test]} for number in range(40)]
+        rows = [
+            {"prompt": f"Say {number}.", "answer": str(number), "tests": [test]}
+            for number in range(40)
+        ]
         (shared / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        pairs = [{"prompt": f"Say {number}.", "chosen": "left", "rejected": "right"} for number in range(8)]
+        pairs = [
+            {"prompt": f"Say {number}.", "chosen": "left", "rejected": "right"}
+            for number in range(8)
+        ]
         (shared / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-        for recipe, kept, name in (("policy_gradient", ".", "run"), ("reward_model", "reward_model", "reward_model")):
+        for recipe, kept, name in (
+            ("policy_gradient", ".", "run"),
+            ("reward_model", "reward_model", "reward_model"),
+        ):
             made = self.tried({**BASE_ROW, "recipe": recipe}, f"making {name}")
             assert made.kind == "accepted", made.said
             (self._folder / f"making {name}" / "run" / kept).rename(shared / name)
@@ -354,14 +402,18 @@ class Runs:
         self._end()
 
     def tried(self, row: Row, name: str) -> Outcome:
-        """What becomes of a run of this row in the folder `name`: two steps, of which it repeats the second."""
+        """What becomes of a run of this row in the folder `name`: two steps, of which it repeats
+        the second.
+        """
         if (told := validated(row)).kind != "accepted":
             return told
         folder = self._folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         shutil.copy(Path(__file__).with_name("crossing_parts.py"), folder / "parts.py")
-        (folder / "run.yaml").write_text(yaml.safe_dump(config_of(row, self._judge), sort_keys=False))
+        (folder / "run.yaml").write_text(
+            yaml.safe_dump(config_of(row, self._judge), sort_keys=False)
+        )
         begun = self._train(folder, "run.yaml")
         if begun.kind != "accepted":
             return begun
@@ -373,7 +425,10 @@ class Runs:
         # Which members come first depends on what takes how long, and so does what is stale.
         same = row["staleness"] == "none" and row["members"] == "exact"
         if same and (distance := _distance(weights, _weights(folder))) > 0.01:
-            return Outcome("wrong", f"the resumed run is {distance:.3f} steps from the run that was not stopped")
+            return Outcome(
+                "wrong",
+                f"the resumed run is {distance:.3f} steps from the run that was not stopped",
+            )
         if unseen := ignored(row, folder / "run"):
             return Outcome("wrong", f"nothing is to be seen of {', '.join(unseen)}")
         return begun
@@ -392,7 +447,11 @@ class Runs:
             return Outcome("accepted")
         sentence = said[said.index("error: ") :].removeprefix("error: ").strip()
         began = [name for name in (*FINAL, "metrics.jsonl") if _is_there(folder / "run" / name)]
-        return Outcome("wrong", f"refused after {began[0]}: {sentence}") if began else Outcome("refused", sentence)
+        return (
+            Outcome("wrong", f"refused after {began[0]}: {sentence}")
+            if began
+            else Outcome("refused", sentence)
+        )
 
     def _asked(self, command: Sequence[str]) -> int | None:
         """The exit status of a command; None if it has none in time."""
@@ -401,7 +460,9 @@ class Runs:
         assert process.stdout is not None
         process.stdin.write(json.dumps(command) + "\n")
         process.stdin.flush()
-        if select.select([process.stdout], [], [], self._seconds)[0] and (answer := process.stdout.readline()):
+        if select.select([process.stdout], [], [], self._seconds)[0] and (
+            answer := process.stdout.readline()
+        ):
             status: int = json.loads(answer)
             return status
         if process.poll() is None:
@@ -418,9 +479,18 @@ class Runs:
 
 
 def _working() -> "subprocess.Popen[str]":
-    """Where runs are started. Modules are compiled once, also where a machine says that none are to be kept."""
-    found = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # by workers of Ray too
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": found}
+    """Where runs are started. Modules are compiled once, also where a machine says that none are to
+    be kept.
+    """
+    found = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )  # by workers of Ray too
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPATH": found,
+    }
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", WORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=variables
@@ -436,29 +506,51 @@ def ignored(row: Row, run: Path) -> list[str]:
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written, log = config_of(row), (run.parent / "0.log").read_text()
     noted = log.partition("does not use ")[2].partition("\n")[0].split(", ")
-    seen = {"tracker": _tracked(row, run), "trainer": row["trainer"] != "lora" or _has(run, "step_000002/adapter")}
+    seen = {
+        "tracker": _tracked(row, run),
+        "trainer": row["trainer"] != "lora" or _has(run, "step_000002/adapter"),
+    }
     if row["recipe"] not in STILL:
-        episodes = [row for file in (run / "trajectories").glob("step_*") for row in pq.read_table(file).to_pylist()]
+        episodes = [
+            row
+            for file in (run / "trajectories").glob("step_*")
+            for row in pq.read_table(file).to_pylist()
+        ]
         seen |= {
             "evaluation": _evaluated(row, metrics),
             "reward": _rewarded(row, episodes),
-            "isolation": _isolated(row, episodes, json.loads((run / "status.json").read_text())["pid"]),
-            "context": row["context"] != "scratchpad" or "<scratchpad>" in episodes[0]["messages"][0]["content"],
+            "isolation": _isolated(
+                row, episodes, json.loads((run / "status.json").read_text())["pid"]
+            ),
+            "context": (
+                row["context"] != "scratchpad"
+                or "<scratchpad>" in episodes[0]["messages"][0]["content"]
+            ),
         }
     else:
-        seen |= {section: section in noted for section in ("evaluation", "algorithm", "reward") if section in written}
+        seen |= {
+            section: section in noted
+            for section in ("evaluation", "algorithm", "reward")
+            if section in written
+        }
     return [factor for factor, is_seen in seen.items() if not is_seen]
 
 
 def _has(run: Path, name: str) -> bool:
-    return (run / "checkpoints" / name).exists() or not (run / "checkpoints" / "step_000002").exists()
+    return (run / "checkpoints" / name).exists() or not (
+        run / "checkpoints" / "step_000002"
+    ).exists()
 
 
 def _tracked(row: Row, run: Path) -> bool:
     own = (run / "tracked.jsonl").read_text() if (run / "tracked.jsonl").exists() else ""
     events = any((run / "tensorboard").glob("events*"))
     closed = own.count('"closed"') == (2 if row["tracker"] in ("own", "both") else 0)
-    return events == (row["tracker"] in ("tensorboard", "both")) and closed and ("step" in own) == bool(own)
+    return (
+        events == (row["tracker"] in ("tensorboard", "both"))
+        and closed
+        and ("step" in own) == bool(own)
+    )
 
 
 def _evaluated(row: Row, metrics: Sequence[Mapping[str, Any]]) -> bool:
@@ -470,14 +562,21 @@ def _evaluated(row: Row, metrics: Sequence[Mapping[str, Any]]) -> bool:
 
 def _rewarded(row: Row, episodes: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the parts of the scores are those of the reward."""
-    names = {"function": {"odd"}, "list": {"environment", "odd"}}.get(row["reward"], {row["reward"]})
-    return all({part.partition("/")[0] for part in json.loads(episode["parts"])} >= names for episode in episodes)
+    names = {"function": {"odd"}, "list": {"environment", "odd"}}.get(
+        row["reward"], {row["reward"]}
+    )
+    return all(
+        {part.partition("/")[0] for part in json.loads(episode["parts"])} >= names
+        for episode in episodes
+    )
 
 
 def _isolated(row: Row, episodes: Sequence[Mapping[str, Any]], controller: int) -> bool:
     """Whether environments that tell where they are were where they belong."""
     told = [json.loads(turn["info"]) for episode in episodes for turn in episode["turns"]]
-    places = {(place["process"] == controller, place["main"]) for place in told if "process" in place}
+    places = {
+        (place["process"] == controller, place["main"]) for place in told if "process" in place
+    }
     if row["cluster"] == "workers":
         return not any(here for here, _ in places)
     wanted = {"inline": {(True, True)}, "thread": {(True, False)}, "process": {(False, True)}}
@@ -488,8 +587,14 @@ def _weights(folder: Path) -> dict[str, FloatArray]:
     """What a run has learned."""
     run = folder / "run"
     places = (*sorted((run / "checkpoints").glob("step_*"))[-1:], *(run / name for name in FINAL))
-    files = [file for place in places if place.is_dir() for file in sorted(place.glob("*.safetensors"))]
-    return {f"{file.parent.name}/{name}": value for file in files for name, value in load_file(file).items()}
+    files = [
+        file for place in places if place.is_dir() for file in sorted(place.glob("*.safetensors"))
+    ]
+    return {
+        f"{file.parent.name}/{name}": value
+        for file in files
+        for name, value in load_file(file).items()
+    }
 
 
 def _distance(first: Mapping[str, FloatArray], second: Mapping[str, FloatArray]) -> float:
@@ -503,7 +608,9 @@ def _distance(first: Mapping[str, FloatArray], second: Mapping[str, FloatArray])
 
 @dataclass
 class Tally:
-    """How many runs were accepted, or ended by a filter; the refusals with their choices; and what was wrong."""
+    """How many runs were accepted, or ended by a filter; the refusals with their choices; and what
+    was wrong.
+    """
 
     accepted: int = 0
     ended: int = 0
@@ -512,8 +619,8 @@ class Tally:
 
 
 def crossed(runs: Runs, coverage: Coverage, done: Path, *, most: int | None = None) -> Tally:
-    """Try rows until no pair is open, or `most` runs. Their outcomes are added to the file `done`, whose are not tried
-    again: what was stopped goes on where it was.
+    """Try rows until no pair is open, or `most` runs. Their outcomes are added to the file `done`,
+    whose are not tried again: what was stopped goes on where it was.
     """
     tally, outcome = Tally(), cache_of(validated)
     for choices, _ in ONLY_AT_THE_START:

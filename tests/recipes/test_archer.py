@@ -1,4 +1,6 @@
-"""The recipe `archer` as a user runs it: nothing is lost when it is killed, and later uses of a task are counted."""
+"""The recipe `archer` as a user runs it: nothing is lost when it is killed, and later uses of a
+task are counted.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,10 @@ evaluation: {tasks: 0}
 checkpoint: {every: 1}
 trackers: []
 """
-REWARD = "def wordy(trajectory):\n    return sum(len(m.content) for m in trajectory.messages[2::2]) / 20\n"
+REWARD = (
+    "def wordy(trajectory):\n    return sum(len(m.content) for m in trajectory.messages[2::2]) /"
+    " 20\n"
+)
 
 
 @pytest.fixture
@@ -36,13 +41,18 @@ def run_yaml(tmp_path: Path) -> Path:
     [
         ("algorithm.name=turn_ppo", r"algorithm=turn_ppo has none: set algorithm=archer"),
         ("recipe.critic_warmup=4", r"the run has 4 steps, so the policy would never learn"),
-        ("rollout.staleness_rule=segment", r"recipe=archer uses tasks again only when they have been trained on whole"),
+        (
+            "rollout.staleness_rule=segment",
+            r"recipe=archer uses tasks again only when they have been trained on whole",
+        ),
         ("recipe.replay=0", r"recipe.replay: .*greater than 0"),
         ("algorithm.kl_reward=0.1", r"algorithm.kl_reward"),
         ("batch_processing.normalize=batch", r"'archer' asks a critic: leave it out"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_anything_starts(run_yaml: Path, override: str, said: str) -> None:
+def test_settings_that_do_not_fit_are_refused_before_anything_starts(
+    run_yaml: Path, override: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(run_yaml, [override])
 
@@ -56,11 +66,15 @@ def uses(run: Path, tasks: int) -> list[tuple[str, int | None, int]]:
     """The fate of each task, the step that trained on it first, and how often it was used."""
     with read_ledger(run / "ledger.sqlite") as ledger:
         records = [ledger.task(number) for number in range(tasks)]
-    return [(str(record.fate), record.step, record.uses) for record in records if record is not None]
+    return [
+        (str(record.fate), record.step, record.uses) for record in records if record is not None
+    ]
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_learns_what_one_that_was_not_learns(tmp_path: Path, run_yaml: Path) -> None:
+def test_a_run_that_is_killed_learns_what_one_that_was_not_learns(
+    tmp_path: Path, run_yaml: Path
+) -> None:
     for name in ("whole", "killed"):
         (folder(tmp_path, name) / "lengths.py").write_text(REWARD)
     whole_in, killed_in = tmp_path / "whole", tmp_path / "killed"
@@ -71,7 +85,10 @@ def test_a_run_that_is_killed_learns_what_one_that_was_not_learns(tmp_path: Path
     killed = train("--resume", "run", cwd=killed_in)
     assert killed["weights_sha256"] == whole["weights_sha256"]
     learned = [
-        [(row["critic/loss"], row["critic/earlier_episodes"], row["loss"]) for row in rows(name / "run")]
+        [
+            (row["critic/loss"], row["critic/earlier_episodes"], row["loss"])
+            for row in rows(name / "run")
+        ]
         for name in (whole_in, killed_in)
     ]
     assert learned[0] == learned[1]
@@ -82,9 +99,13 @@ def test_a_run_that_is_killed_learns_what_one_that_was_not_learns(tmp_path: Path
     assert all(policy[1:])
     counted = uses(whole_in / "run", 8)
     assert uses(killed_in / "run", 8) == counted
-    assert [(fate, step) for fate, step, _ in counted] == [("trained", number // 2) for number in range(8)]
+    assert [(fate, step) for fate, step, _ in counted] == [
+        ("trained", number // 2) for number in range(8)
+    ]
     used = [times for _, _, times in counted]
-    assert all(3 <= times <= 5 for times in used[:2])  # both updates of the second step draw both, and the third's may
+    assert all(
+        3 <= times <= 5 for times in used[:2]
+    )  # both updates of the second step draw both, and the third's may
     assert all(times <= 5 for times in used)
     assert used[-2:] == [1, 1]
 

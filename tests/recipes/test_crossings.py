@@ -1,19 +1,21 @@
-"""Settings crossed in pairs: each is refused by one sentence that names them, or its run ends well and can be resumed.
+"""Settings crossed in pairs: each is refused by one sentence that names them, or its run ends well
+and can be resumed.
 
-The factors are in `crossings.py`: recipe, engine, cluster, trainer, isolation, kind of environment, tasks, reward,
-context, history, evaluation, tracker, staleness rule, algorithm, processing of batches, sampling, update of weights,
-extra members. A row of one value each is a run of two steps, which goes back to the checkpoint after the first and
-makes the second one again.
+The factors are in `crossings.py`: recipe, engine, cluster, trainer, isolation, kind of environment,
+tasks, reward, context, history, evaluation, tracker, staleness rule, algorithm, processing of
+batches, sampling, update of weights, extra members. A row of one value each is a run of two steps,
+which goes back to the checkpoint after the first and makes the second one again.
 
-All pairs are tried on the config. A share of the rows is run in CI, without Ray, vLLM, FSDP and DeepSpeed, and all of
-them in `make long`: with AGENTRL_CROSSINGS=FOLDER it keeps the outcomes there, and goes on where it was stopped.
-AGENTRL_SEED=N makes other rows.
+All pairs are tried on the config. A share of the rows is run in CI, without Ray, vLLM, FSDP and
+DeepSpeed, and all of them in `make long`: with AGENTRL_CROSSINGS=FOLDER it keeps the outcomes
+there, and goes on where it was stopped. AGENTRL_SEED=N makes other rows.
 
-On 25 November 237 rows were run: 173 of recipes that play, without what takes long to start, which left 193 of 4495
-pairs open, and 64 of the others. 206 ended well, 2 were ended by the filter of groups, 6 were refused. Seven kinds
-were wrong: tasks that failed together for one reason ended in a traceback (a reward without gold, the budget of
-filtered groups); a suite without the agents of `env.agents` was refused in the middle; self-play of a program failed
-as an environment; engine=openai was refused after the imitation; a resumed run evaluated what was not due; recordings
+On 25 November 237 rows were run: 173 of recipes that play, without what takes long to start, which
+left 193 of 4495 pairs open, and 64 of the others. 206 ended well, 2 were ended by the filter of
+groups, 6 were refused. Seven kinds were wrong: tasks that failed together for one reason ended in a
+traceback (a reward without gold, the budget of filtered groups); a suite without the agents of
+`env.agents` was refused in the middle; self-play of a program failed as an environment;
+engine=openai was refused after the imitation; a resumed run evaluated what was not due; recordings
 were imitated without a metric; sections that a recipe does not use were ignored without a word.
 """
 
@@ -76,9 +78,12 @@ def judge() -> Iterator[str]:
     """The address of a judge."""
 
     def verdict(call: JudgeCall) -> JudgeReply:
-        # By what is judged alone: a resumed run asks in another order, and each call has a random key.
+        # By what is judged alone: a resumed run asks in another order, and each call has a random
+        # key.
         level = zlib.crc32(json.dumps(call.data).encode()) % 7
-        return JudgeReply.json({"better": "first"} if '"better"' in call.user else {"levels": {"clear": level}})
+        return JudgeReply.json(
+            {"better": "first"} if '"better"' in call.user else {"levels": {"clear": level}}
+        )
 
     loop, server = asyncio.new_event_loop(), JudgeServer(verdict)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -109,7 +114,10 @@ def runs(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]
 
 def crossing(recipes: tuple[str, ...], *, without: frozenset[str] = frozenset()) -> Coverage:
     """All pairs of these recipes; where the model does not play, only those of the recipe itself."""
-    factors = {factor: [value for value in values if value not in without] for factor, values in FACTORS.items()}
+    factors = {
+        factor: [value for value in values if value not in without]
+        for factor, values in FACTORS.items()
+    }
     factors["recipe"] = list(recipes)
 
     def shows(pair: Combination) -> bool:
@@ -121,9 +129,9 @@ def crossing(recipes: tuple[str, ...], *, without: frozenset[str] = frozenset())
 def told(tally: Tally, coverage: Coverage) -> str:
     lines = [f"{row}: {said}" for row, said in tally.wrong]
     return (
-        f"seed {SEED}: {tally.accepted} runs accepted, {tally.ended} ended by a filter, "
-        f"{len(tally.refused)} combinations refused, {len(tally.wrong)} wrong, {len(coverage.open)} pairs open\n"
-        + "\n".join(lines)
+        f"seed {SEED}: {tally.accepted} runs accepted, {tally.ended} ended by a filter,"
+        f" {len(tally.refused)} combinations refused, {len(tally.wrong)} wrong,"
+        f" {len(coverage.open)} pairs open\n" + "\n".join(lines)
     )
 
 
@@ -141,7 +149,10 @@ def test_every_pair_of_settings_is_accepted_or_refused_by_a_sentence_that_names_
         choices, refusal = blamed(row, outcome)
         assert refusal.kind == "refused", (choices, refusal.said)
         assert "\n" not in refusal.said, (choices, refusal.said)
-        assert any(name in refusal.said for factor in choices for name in SETTINGS[factor]), (choices, refusal.said)
+        assert any(name in refusal.said for factor in choices for name in SETTINGS[factor]), (
+            choices,
+            refusal.said,
+        )
         coverage.refuse(choices)
 
 
@@ -173,23 +184,35 @@ def test_what_only_the_start_can_tell_is_refused_before_any_work(runs: Runs) -> 
     "choices",
     [
         pytest.param({"evaluation": "ends"}, id="a resumed run evaluates only what is due"),
-        pytest.param({"recipe": "dpo", "evaluation": "ends"}, id="a recipe names the sections that it does not use"),
         pytest.param(
-            {"env": "frozen opponent", "evaluation": "suite"}, id="the policy plays a suite without the agents alone"
+            {"recipe": "dpo", "evaluation": "ends"},
+            id="a recipe names the sections that it does not use",
+        ),
+        pytest.param(
+            {"env": "frozen opponent", "evaluation": "suite"},
+            id="the policy plays a suite without the agents alone",
         ),
     ],
 )
-def test_what_once_was_wrong(runs: Runs, choices: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_what_once_was_wrong(
+    runs: Runs, choices: dict[str, str], request: pytest.FixtureRequest
+) -> None:
     outcome = runs.tried({**BASE_ROW, **choices}, request.node.callspec.id)
     assert outcome.kind == "accepted", outcome.said
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipes", [PLAYED, STILL], ids=["played", "still"])
-def test_all_pairs_end_well_and_can_be_resumed(runs: Runs, tmp_path: Path, recipes: tuple[str, ...]) -> None:
+def test_all_pairs_end_well_and_can_be_resumed(
+    runs: Runs, tmp_path: Path, recipes: tuple[str, ...]
+) -> None:
     folder = Path(os.environ.get("AGENTRL_CROSSINGS", tmp_path))
     coverage = crossing(recipes)
-    tally = crossed(runs, coverage, folder / f"crossings-{SEED}-{'played' if recipes is PLAYED else 'still'}.jsonl")
+    tally = crossed(
+        runs,
+        coverage,
+        folder / f"crossings-{SEED}-{'played' if recipes is PLAYED else 'still'}.jsonl",
+    )
     print(told(tally, coverage))
     assert not tally.wrong, told(tally, coverage)
     assert not coverage.open

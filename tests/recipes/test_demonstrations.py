@@ -41,7 +41,8 @@ def config_with(tmp_path: Path, hang: float, bound: int) -> RunConfig:
     path = tmp_path / "run.yaml"
     deadlines = "deadlines: {reset: 0.02}"
     path.write_text(
-        f"env: {{name: '{HERE}:Flaky', options: {{hang: {hang}}}}}\nrollout: {{max_failed_tasks: {bound}, {deadlines}}}"
+        f"env: {{name: '{HERE}:Flaky', options: {{hang: {hang}}}}}\nrollout: {{max_failed_tasks:"
+        f" {bound}, {deadlines}}}"
     )
     return load_config(path).config
 
@@ -63,7 +64,10 @@ def test_demonstrations_that_fail_are_left_out_and_counted(
 def test_too_many_failed_demonstrations_end_the_run(
     tmp_path: Path, tiny_model_dir: Path, hang: float, bound: int
 ) -> None:
-    with pytest.raises(EnvError, match=rf"of 40 demonstrations failed, .*reset.* \(rollout.max_failed_tasks={bound}\)"):
+    with pytest.raises(
+        EnvError,
+        match=rf"of 40 demonstrations failed, .*reset.* \(rollout.max_failed_tasks={bound}\)",
+    ):
         asyncio.run(demonstrate(config_with(tmp_path, hang, bound), SHOWN, tiny_model_dir))
 
 
@@ -78,10 +82,16 @@ def say_often(env: Flaky, rng: random.Random, words: int = 1) -> str:
     return " ".join(["yes"] * words)
 
 
-def test_a_player_takes_its_options_and_is_refused_with_others(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_player_takes_its_options_and_is_refused_with_others(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     shown = DemonstrationsConfig(player=f"{HERE}:say_often", episodes=1, options={"words": 3})
     (played,) = asyncio.run(demonstrate(config_with(tmp_path, 0, 0), shown, tiny_model_dir))
-    assert [message.content for message in played.messages if message.role == "assistant"] == ["yes yes yes"]
+    assert [message.content for message in played.messages if message.role == "assistant"] == [
+        "yes yes yes"
+    ]
     wrong = DemonstrationsConfig(player=f"{HERE}:say_often", episodes=1, options={"word": 3})
-    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'word'. Its options: words"):
+    with pytest.raises(
+        ConfigError, match=r"unexpected keyword argument 'word'. Its options: words"
+    ):
         asyncio.run(demonstrate(config_with(tmp_path, 0, 0), wrong, tiny_model_dir))

@@ -1,4 +1,6 @@
-"""The recipe distill: a teacher's engine scores what the policy sampled, and the policy comes nearer to it."""
+"""The recipe distill: a teacher's engine scores what the policy sampled, and the policy comes
+nearer to it.
+"""
 
 import asyncio
 import json
@@ -51,7 +53,9 @@ def written(folder: Path, recipe: str) -> Path:
 
 def two_models(folder: Path) -> Path:
     for name, seed in (("student", 0), ("teacher", 1)):
-        create_tiny_model(folder / name, corpus=["Guess a number from 1 to 4. higher lower right"], seed=seed)
+        create_tiny_model(
+            folder / name, corpus=["Guess a number from 1 to 4. higher lower right"], seed=seed
+        )
     return folder
 
 
@@ -61,7 +65,9 @@ def weights_of(folder: Path) -> str:
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if "reference_kl" in row]
 
 
@@ -70,7 +76,9 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def divergence(student: Path, teacher: Path) -> float:
-    """KL(student || teacher) of the next token, over the whole vocabulary: the mean of all prompts of the game."""
+    """KL(student || teacher) of the next token, over the whole vocabulary: the mean of all prompts
+    of the game.
+    """
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     opening = [
         {"role": "system", "content": "Guess the secret number. Answer with one number."},
@@ -81,7 +89,10 @@ def divergence(student: Path, teacher: Path) -> float:
         for guess, hint in product("1234", ("higher", "lower"))
         if (guess, hint) not in (("1", "lower"), ("4", "higher"))
     ]
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (student, teacher)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (student, teacher)
+    ]
     found = []
     for messages in (opening, *([*opening, *hint] for hint in hints)):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -98,16 +109,25 @@ def any_digit(env: Env, rng: Random) -> str:
 
 
 def imitating(player: str) -> str:
-    return f"demonstrations: {{player: '{player}', episodes: 128, episodes_per_step: 8, lr: 2.0e-3}}"
+    return (
+        f"demonstrations: {{player: '{player}', episodes: 128, episodes_per_step: 8, lr: 2.0e-3}}"
+    )
 
 
 @pytest.mark.slow
 def test_a_policy_comes_nearer_to_its_teacher(tmp_path: Path, agentrl: Callable[..., Done]) -> None:
     recipe = f"{{name: sft, {imitating('agentrl.envs.guess_number:weak_player')}}}"
-    done = agentrl("train", "run.yaml", "run_dir=teaching", cwd=written(tmp_path, f"recipe: {recipe}\nmodel: tiny\n"))
+    done = agentrl(
+        "train",
+        "run.yaml",
+        "run_dir=teaching",
+        cwd=written(tmp_path, f"recipe: {recipe}\nmodel: tiny\n"),
+    )
     assert done.returncode == 0, done.stderr
     student, teacher = tmp_path / "teaching" / "model", tmp_path / "teaching" / "demonstrations"
-    recipe = f"{{name: distill, teacher: {{model: {teacher}}}, {imitating(f'{__name__}:any_digit')}}}"
+    recipe = (
+        f"{{name: distill, teacher: {{model: {teacher}}}, {imitating(f'{__name__}:any_digit')}}}"
+    )
     written(tmp_path, f"recipe: {recipe}\nmodel: {student}\n")
     done = agentrl("train", "run.yaml", "steps=8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -121,7 +141,9 @@ def test_a_policy_comes_nearer_to_its_teacher(tmp_path: Path, agentrl: Callable[
 def test_a_policy_learns_from_an_earlier_self_and_a_run_that_goes_on_has_the_same_one(
     tmp_path: Path, agentrl: Callable[..., Done]
 ) -> None:
-    """With the reward alone to learn from, the policy leaves the teacher, who follows at every second version."""
+    """With the reward alone to learn from, the policy leaves the teacher, who follows at every
+    second version.
+    """
     two_models(tmp_path)
     settings = "{name: distill, reward_weight: 1.0, teacher: {refresh: 2}}"
     written(tmp_path, f"recipe: {settings}\nmodel: student\n")
@@ -168,7 +190,9 @@ def test_a_teacher_s_engine_that_dies_is_restarted_and_changes_nothing(
         done = agentrl("train", "run.yaml", "steps=2", f"run_dir=run{deaths}", engine, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert (MortalEngine.made, MortalEngine.deaths) == (1 + deaths, 0)
-        found.append(json.loads((tmp_path / f"run{deaths}" / "summary.json").read_text())["weights_sha256"])
+        found.append(
+            json.loads((tmp_path / f"run{deaths}" / "summary.json").read_text())["weights_sha256"]
+        )
     assert found[0] == found[1]
 
 
@@ -183,7 +207,9 @@ class OneByOne:
         self.requests.append(request)
         self.now += 1
         self.most = max(self.most, self.now)
-        await asyncio.sleep(1 + len(self.requests) % 3)  # they do not end in the order in which they began
+        await asyncio.sleep(
+            1 + len(self.requests) % 3
+        )  # they do not end in the order in which they began
         self.now -= 1
         return Scores(request.token_ids[request.start :].astype(np.float32), self.version)
 
@@ -205,7 +231,9 @@ def test_only_so_many_samples_are_scored_at_once_and_each_loss_token_gets_its_ow
 
 def test_what_goes_wrong_with_a_teacher_ends_the_step_with_its_reason() -> None:
     batch = collate(random_samples(500, seed=1, count=20))
-    with pytest.raises(DeadlineError, match=r"score did not answer .* 0\.5 s \(rollout\.deadlines\.score"):
+    with pytest.raises(
+        DeadlineError, match=r"score did not answer .* 0\.5 s \(rollout\.deadlines\.score"
+    ):
         run_virtual(lambda: asked(OneByOne(), batch, seconds=0.5))
 
     class Changing(OneByOne):
@@ -230,7 +258,9 @@ def test_what_goes_wrong_with_a_teacher_ends_the_step_with_its_reason() -> None:
         ) as router:
             await asked(router, batch)
 
-    with pytest.raises(EngineDeadError, match=r"engine 0 could not be restarted: no device \(3 times in a row\)"):
+    with pytest.raises(
+        EngineDeadError, match=r"engine 0 could not be restarted: no device \(3 times in a row\)"
+    ):
         run_virtual(main)
 
 
@@ -240,13 +270,18 @@ def test_a_teacher_s_engine_and_a_trainer_give_the_same_advantages(
 ) -> None:
     """Of samples of several turns, some of which go on with a trajectory that forked."""
     samples = [replace(sample, support=None) for sample in random_samples(300, seed=3, count=12)]
-    batch = collate(replace(sample, continues=number % 3 == 1) for number, sample in enumerate(samples))
+    batch = collate(
+        replace(sample, continues=number % 3 == 1) for number, sample in enumerate(samples)
+    )
     algorithm = Distill(Distill.Config(normalizer=1.0))
 
     async def main() -> tuple[TrainBatch, TrainBatch]:
         async with (
             LocalTrainer(
-                LocalTrainer.Config(device="cpu"), tiny_model_dir, total_steps=1, temperature=temperature
+                LocalTrainer.Config(device="cpu"),
+                tiny_model_dir,
+                total_steps=1,
+                temperature=temperature,
             ) as trainer,
             Router([LocalEngine(LocalEngine.Config(device="cpu"), tiny_model_dir)]) as router,
         ):
@@ -271,16 +306,31 @@ def config_of(**sections: Any) -> RunConfig:
     [
         (
             {"recipe": {"teacher": {"engine": {"name": "openai", "url": "http://127.0.0.1:1"}}}},
-            "engine 'openai' has no method `score`.*engine=local or engine=vllm, or train with algorithm=distill",
+            (
+                "engine 'openai' has no method `score`.*engine=local or engine=vllm, or train with"
+                " algorithm=distill"
+            ),
         ),
         (
-            {"recipe": {"teacher": {"engine": "vllm"}}, "rollout": {"sampling": {"temperature": 0.7}}},
-            r"engine 'vllm' scores tokens at temperature 1 only, and rollout\.sampling\.temperature is 0\.7",
+            {
+                "recipe": {"teacher": {"engine": "vllm"}},
+                "rollout": {"sampling": {"temperature": 0.7}},
+            },
+            (
+                r"engine 'vllm' scores tokens at temperature 1 only, and"
+                r" rollout\.sampling\.temperature is 0\.7"
+            ),
         ),
         ({"recipe": {"teacher": {"engine": {"max_bach": 4}}}}, "max_batch"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "rollout.sampling leaves tokens out"),
-        ({"recipe": {"reward_weight": 0.5}, "rollout": {"group_size": 1}}, "compares the members of a group"),
-        ({"recipe": {"teacher": {"refresh": 3}}, "checkpoint": {"every": 10}}, r"refresh \(3\) must divide"),
+        (
+            {"recipe": {"reward_weight": 0.5}, "rollout": {"group_size": 1}},
+            "compares the members of a group",
+        ),
+        (
+            {"recipe": {"teacher": {"refresh": 3}}, "checkpoint": {"every": 10}},
+            r"refresh \(3\) must divide",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_starts(
@@ -299,7 +349,9 @@ def test_the_section_algorithm_is_not_asked_about_a_recipe_with_its_own() -> Non
     """Not whether it could compare the members of a group of one, nor which helpers it needs."""
     config = config_of(rollout={"group_size": 1}, algorithm={"name": "grpo", "kl": 0.1})
     assert config.reference is None
-    with pytest.raises(ConfigError, match="the recipe 'distill', as configured, asks none"):  # though ppo has a critic
+    with pytest.raises(
+        ConfigError, match="the recipe 'distill', as configured, asks none"
+    ):  # though ppo has a critic
         config_of(rollout={"staleness_rule": "segment"}, algorithm={"name": "ppo"})
 
 
@@ -316,14 +368,20 @@ def test_a_teacher_with_other_tokens_is_refused_before_anything_starts(
     assert not (tmp_path / "run" / "trajectories").exists()
 
 
-def test_a_teacher_for_shorter_conversations_is_refused(tmp_path: Path, agentrl: Callable[..., Done]) -> None:
+def test_a_teacher_for_shorter_conversations_is_refused(
+    tmp_path: Path, agentrl: Callable[..., Done]
+) -> None:
     written(two_models(tmp_path), DISTILL)
     done = agentrl("train", "run.yaml", "recipe.teacher.engine.max_context=64", cwd=tmp_path)
     assert done.returncode != 0
-    assert "the teacher's engine takes at most 64 tokens, and the policy's 2048" in " ".join(done.stderr.split())
+    assert "the teacher's engine takes at most 64 tokens, and the policy's 2048" in " ".join(
+        done.stderr.split()
+    )
 
 
-def test_a_sample_that_the_teacher_s_engines_die_of_carries_no_loss_and_the_others_are_taught() -> None:
+def test_a_sample_that_the_teacher_s_engines_die_of_carries_no_loss_and_the_others_are_taught() -> (
+    None
+):
     batch = collate(random_samples(500, seed=1, count=20))
     first = next(number for number, count in enumerate(batch.loss_tokens_M) if count)
     lethal = batch.split([1] * batch.num_samples)[first]

@@ -1,4 +1,6 @@
-"""The recipe dpo: conversations become the tokens that a model would have read and written, and pairs are learned."""
+"""The recipe dpo: conversations become the tokens that a model would have read and written, and
+pairs are learned.
+"""
 
 import json
 from pathlib import Path
@@ -17,10 +19,19 @@ RENDERER = TemplateRenderer(ByteTokenizer())
 
 
 def test_a_conversation_is_laid_out_as_it_would_have_been_played() -> None:
-    said = [Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "Bye")]
+    said = [
+        Message("system", "Be kind."),
+        Message("user", "Hi"),
+        Message("assistant", "Hello"),
+        Message("user", "Bye"),
+    ]
     trajectory = spoken([*said, Message("assistant", "See you")], RENDERER)
     assert len(trajectory.turns) == 2
-    whole = [t for turn in trajectory.turns for t in (*turn.prompt_ids.tolist(), *turn.completion.token_ids.tolist())]
+    whole = [
+        t
+        for turn in trajectory.turns
+        for t in (*turn.prompt_ids.tolist(), *turn.completion.token_ids.tolist())
+    ]
     text = RENDERER.decode(trajectory.turns[1].prompt_ids)
     assert "Bye" in text
     assert "Hello" not in text
@@ -48,10 +59,14 @@ run_dir: run
 """)
     command = Command("train", "dpo.yaml", cwd=tmp_path, log=tmp_path / "run.log")
     assert command.wait(300) == 0, command.output
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "preference_loss" in row]
     assert len(steps) == 9  # 18 pairs, 8 at a time, three times
-    assert steps[0]["preference_loss"] == pytest.approx(0.6931, abs=1e-3)  # both are as likely as at first
+    assert steps[0]["preference_loss"] == pytest.approx(
+        0.6931, abs=1e-3
+    )  # both are as likely as at first
     assert steps[-1]["preference_loss"] < 0.5 * steps[0]["preference_loss"]
     assert steps[-1]["accuracy"] == rows[-1]["eval/preference_accuracy"] == 1
     assert (tmp_path / "run" / "dpo" / "model.safetensors").is_file()

@@ -62,7 +62,9 @@ def test_an_episode_that_fails_for_another_reason_is_played_once(config: RunConf
     assert runner.attempts == 12
 
 
-def test_a_server_that_does_not_come_back_fails_the_episodes_after_the_patience(config: RunConfig) -> None:
+def test_a_server_that_does_not_come_back_fails_the_episodes_after_the_patience(
+    config: RunConfig,
+) -> None:
     played, ended = play(config, Runner(1e9))
     assert all(isinstance(one.status, Failed) for one in played)
     assert 600 < ended < 700

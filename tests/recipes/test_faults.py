@@ -1,7 +1,9 @@
-"""Rows of the fault matrix that need no cluster: a full disk, replies that cannot be used. `make chaos` runs them all.
+"""Rows of the fault matrix that need no cluster: a full disk, replies that cannot be used. `make
+chaos` runs them all.
 
-The other rows are tests of their own: a second process, damaged checkpoints and ledgers (test_runs.py), restarts of a
-server (tests/remote/test_chaos.py), and deaths and hangs of workers (tests/cluster/test_chaos.py).
+The other rows are tests of their own: a second process, damaged checkpoints and ledgers
+(test_runs.py), restarts of a server (tests/remote/test_chaos.py), and deaths and hangs of workers
+(tests/cluster/test_chaos.py).
 """
 
 import json
@@ -49,7 +51,13 @@ class Flawed(TextEnv):
     def step(self, action: str) -> StepResult:
         self.turns += 1
         replies: list[Any] = [
-            ("go on", self.rng.random() + len(action) % 2, self.turns == 3, False, {"success": self.turns == 3}),
+            (
+                "go on",
+                self.rng.random() + len(action) % 2,
+                self.turns == 3,
+                False,
+                {"success": self.turns == 3},
+            ),
             ("go on", None, False, False, {}),
             ("go on", float("nan"), False, False, {}),
             ("half of a pair: \ud83d", 0.0, False, False, {}),
@@ -119,11 +127,20 @@ def some(kib: int, slow: bool) -> Any:
 
 
 @pytest.mark.skipif(not can_mount(), reason="this machine does not let a user mount a disk")
-@pytest.mark.parametrize("kib", [some(kib, slow=kib == 64) for kib in (0, 8, 24, 40, 64, 128, 256, 1024, 2048)])
-def test_a_full_disk_ends_a_run_with_a_sentence_and_with_room_it_goes_on(begun: Path, tmp_path: Path, kib: int) -> None:
+@pytest.mark.parametrize(
+    "kib", [some(kib, slow=kib == 64) for kib in (0, 8, 24, 40, 64, 128, 256, 1024, 2048)]
+)
+def test_a_full_disk_ends_a_run_with_a_sentence_and_with_room_it_goes_on(
+    begun: Path, tmp_path: Path, kib: int
+) -> None:
     shutil.copytree(begun / "run", tmp_path / "run")
     (tmp_path / "disk").mkdir()
-    variables = {"DISK": str(tmp_path / "disk"), "PYTHON": sys.executable, "ROOM": f"{kib}K", "OMP_NUM_THREADS": "1"}
+    variables = {
+        "DISK": str(tmp_path / "disk"),
+        "PYTHON": sys.executable,
+        "ROOM": f"{kib}K",
+        "OMP_NUM_THREADS": "1",
+    }
     subprocess.run(
         ["unshare", "-rm", "sh", "-c", DISK],
         cwd=tmp_path,
@@ -140,4 +157,7 @@ def test_a_full_disk_ends_a_run_with_a_sentence_and_with_room_it_goes_on(begun: 
     assert (tmp_path / "again.rc").read_text() == "0\n", again
     settled(tmp_path / "after", 4)
     whole = json.loads((begun / "whole" / "summary.json").read_text())
-    assert json.loads((tmp_path / "after" / "summary.json").read_text())["weights_sha256"] == whole["weights_sha256"]
+    assert (
+        json.loads((tmp_path / "after" / "summary.json").read_text())["weights_sha256"]
+        == whole["weights_sha256"]
+    )

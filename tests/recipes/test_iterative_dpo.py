@@ -1,4 +1,6 @@
-"""The recipe iterative_dpo: pairs are made of what was played, learned from, and left with the lineage of the model."""
+"""The recipe iterative_dpo: pairs are made of what was played, learned from, and left with the
+lineage of the model.
+"""
 
 import json
 import shutil
@@ -18,7 +20,16 @@ from agentrl.models.tiny import create_tiny_model
 from agentrl.recipes.iterative_dpo import IterativeDpoSettings, Ranking, rank
 from agentrl.recipes.lineage import read_lineage, verified_lineage
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences, write_preferences
-from agentrl.trajectory import Group, Message, Score, Status, Task, Terminated, Trajectory, Truncated
+from agentrl.trajectory import (
+    Group,
+    Message,
+    Score,
+    Status,
+    Task,
+    Terminated,
+    Trajectory,
+    Truncated,
+)
 from tests.commands import Command
 from tests.ledger.ledger_queries import trained_tasks
 from tests.recipes.test_runs import folder, kill_during, start
@@ -51,7 +62,9 @@ def said(ranking: Ranking) -> list[tuple[str, str]]:
     return [(p.chosen[1].content, p.rejected[1].content) for p, _ in ranking.preferences()]
 
 
-def test_a_group_gives_its_best_against_its_worst_or_all_that_differ_and_equal_ones_nothing() -> None:
+def test_a_group_gives_its_best_against_its_worst_or_all_that_differ_and_equal_ones_nothing() -> (
+    None
+):
     groups = [group("a", [0.0, 1.0, 0.5]), group("b", [1.0, 1.0]), group("c", [0.0, 2.0])]
     ranking = ranked(*groups)
     assert said(ranking) == [("a 1", "a 0"), ("c 1", "c 0")]
@@ -59,7 +72,12 @@ def test_a_group_gives_its_best_against_its_worst_or_all_that_differ_and_equal_o
     assert len(ranking.trajectories) == 4  # the others are not computed
     every = ranked(*groups, pairs="all", labels="soft")
     assert said(every) == [("a 1", "a 2"), ("a 1", "a 0"), ("a 2", "a 0"), ("c 1", "c 0")]
-    assert [round(remarks["label"], 3) for _, remarks in every.preferences()] == [0.622, 0.731, 0.622, 0.881]
+    assert [round(remarks["label"], 3) for _, remarks in every.preferences()] == [
+        0.622,
+        0.731,
+        0.622,
+        0.881,
+    ]
 
 
 def test_agents_are_compared_with_themselves_and_masked_episodes_with_none() -> None:
@@ -85,7 +103,10 @@ def test_the_pairs_that_are_left_can_be_read_as_preferences(tmp_path: Path) -> N
         ("rollout.group_size=1", "there would be no pairs"),
         ("rollout.max_staleness=1", r"write rollout\.max_staleness=0"),
         ("rollout.staleness_rule=segment", "compares whole ones"),
-        ("trainer.minibatches=2", "iterative_dpo weighs pairs before each update.*set pairs_per_step"),
+        (
+            "trainer.minibatches=2",
+            "iterative_dpo weighs pairs before each update.*set pairs_per_step",
+        ),
         ("batch_processing.normalize=batch", "leave it out"),
     ],
 )
@@ -101,12 +122,21 @@ def test_what_cannot_be_learned_from_pairs_is_refused_before_anything_starts(
 def test_only_the_first_model_as_reference_takes_a_second_model(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("env: guess_number\nrecipe: iterative_dpo\n")
     assert load_config(tmp_path / "run.yaml").config.reference is None
-    assert load_config(tmp_path / "run.yaml", ["recipe.reference=first"]).config.reference is not None
+    assert (
+        load_config(tmp_path / "run.yaml", ["recipe.reference=first"]).config.reference is not None
+    )
 
 
 def test_the_schedule_ends_with_the_updates_of_all_pairs(tmp_path: Path) -> None:
-    settings = ["steps=3", "rollout.groups_per_step=5", "rollout.group_size=4", "recipe.pairs_per_step=8"]
-    (tmp_path / "run.yaml").write_text("env: guess_number\nrecipe: {name: iterative_dpo, epochs: 2}\n")
+    settings = [
+        "steps=3",
+        "rollout.groups_per_step=5",
+        "rollout.group_size=4",
+        "recipe.pairs_per_step=8",
+    ]
+    (tmp_path / "run.yaml").write_text(
+        "env: guess_number\nrecipe: {name: iterative_dpo, epochs: 2}\n"
+    )
     for pairs, updates in (("best_worst", 3 * 2 * 1), ("all", 3 * 2 * 4)):
         config = load_config(tmp_path / "run.yaml", [*settings, f"recipe.pairs={pairs}"]).config
         assert config.recipe.settings.most_updates(config) == updates
@@ -146,20 +176,30 @@ run_dir: run
 
 def low(run: Path, steps: int) -> float:
     """The share of the held-out episodes in which the model said 1, 2, 3 or 4."""
-    rows = pq.read_table(run / "trajectories" / f"held_out_{steps:06d}.parquet", columns=["messages"]).to_pylist()
+    rows = pq.read_table(
+        run / "trajectories" / f"held_out_{steps:06d}.parquet", columns=["messages"]
+    ).to_pylist()
     answers = [row["messages"][2]["content"] for row in rows]
     return sum(answer in ("1", "2", "3", "4") for answer in answers) / len(answers)
 
 
 @pytest.mark.slow
-def test_a_trained_reward_model_is_obeyed_more_with_every_iteration_and_the_lineage_is_proved(tmp_path: Path) -> None:
-    create_tiny_model(tmp_path / "model", corpus=[f"{RULES} {QUESTION} higher lower right {NUMBERS}"])
+def test_a_trained_reward_model_is_obeyed_more_with_every_iteration_and_the_lineage_is_proved(
+    tmp_path: Path,
+) -> None:
+    create_tiny_model(
+        tmp_path / "model", corpus=[f"{RULES} {QUESTION} higher lower right {NUMBERS}"]
+    )
     rng = Random(0)
     rows = []
     for _ in range(400):  # what is said of a number does not matter; the lower number is preferred
         less, more = sorted(rng.sample(range(1, 17), 2))
         chosen, rejected = (
-            [*ASKED, {"role": "assistant", "content": f"{number}"}, {"role": "user", "content": rng.choice(HINTS)}]
+            [
+                *ASKED,
+                {"role": "assistant", "content": f"{number}"},
+                {"role": "user", "content": rng.choice(HINTS)},
+            ]
             for number in (less, more)
         )
         rows.append({"chosen": chosen, "rejected": rejected})
@@ -171,7 +211,11 @@ def test_a_trained_reward_model_is_obeyed_more_with_every_iteration_and_the_line
     run = tmp_path / "run"
     assert low(run, 0) < 0.5
     assert low(run, 3) > low(run, 0) + 0.3
-    steps = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "pairs" in row]
+    steps = [
+        row
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "pairs" in row
+    ]
     assert [row["reward"] for row in steps] == sorted(row["reward"] for row in steps)
     assert max(row["logprob_gap_max"] for row in steps) < 1e-3
 
@@ -202,7 +246,9 @@ def test_a_trained_reward_model_is_obeyed_more_with_every_iteration_and_the_line
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"iteration_000001 are not those with which .*iteration_000002 was"):
+    with pytest.raises(
+        CheckpointError, match=r"iteration_000001 are not those with which .*iteration_000002 was"
+    ):
         verified_lineage(newest)
 
 
@@ -233,7 +279,9 @@ def descent(run: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_goes_on_with_its_iteration_and_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_with_its_iteration_and_ends_as_one_that_was_not(
+    tmp_path: Path,
+) -> None:
     whole, killed = folder(tmp_path, "whole"), folder(tmp_path, "killed")
     for where in (whole, killed):
         (where / "small.yaml").write_text(SMALL)
@@ -244,13 +292,18 @@ def test_a_run_that_is_killed_goes_on_with_its_iteration_and_ends_as_one_that_wa
     command = start("--resume", "run", cwd=killed)
     assert command.wait(300) == 0, command.output
     assert descent(killed / "run") == descent(whole / "run")
-    with Ledger(whole / "run" / "ledger.sqlite") as a, Ledger(killed / "run" / "ledger.sqlite") as b:
+    with (
+        Ledger(whole / "run" / "ledger.sqlite") as a,
+        Ledger(killed / "run" / "ledger.sqlite") as b,
+    ):
         assert trained_tasks(a) == trained_tasks(b)
         uses = [[ledger.task(number).uses for number in range(9)] for ledger in (a, b)]
         assert uses[0] == uses[1]
         assert set(uses[0]) <= {1, 2}
     chain = verified_lineage(killed / "run" / "iterations" / "iteration_000003")
-    assert {(one.folder / one.lineage.reference.folder).resolve() for one in chain if one.lineage} == {chain[-1].folder}
+    assert {
+        (one.folder / one.lineage.reference.folder).resolve() for one in chain if one.lineage
+    } == {chain[-1].folder}
 
     # Killed between the checkpoint and the folder, and gone back to an earlier checkpoint.
     shutil.rmtree(killed / "run" / "iterations" / "iteration_000003")

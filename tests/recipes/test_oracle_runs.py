@@ -1,4 +1,6 @@
-"""Runs on problems with exact answers, as a user starts them: the exact metrics are those of what was sampled."""
+"""Runs on problems with exact answers, as a user starts them: the exact metrics are those of what
+was sampled.
+"""
 
 import json
 from collections.abc import Callable
@@ -31,8 +33,12 @@ def rows(agentrl: Callable[..., Any], folder: Path, *settings: str) -> list[dict
 
 
 @pytest.mark.slow
-def test_the_exact_return_is_that_of_the_episodes_that_are_sampled(agentrl: Callable[..., Any], tmp_path: Path) -> None:
-    """A policy that hardly moves, with a critic: the mean of 64 episodes is within four standard errors."""
+def test_the_exact_return_is_that_of_the_episodes_that_are_sampled(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A policy that hardly moves, with a critic: the mean of 64 episodes is within four standard
+    errors.
+    """
     settings = [
         "env.options.problem=stopping",
         "env.options.other=-0.5",
@@ -61,8 +67,13 @@ def test_a_policy_without_memory_is_never_worth_more_than_a_half_in_the_t_maze(
 
 
 @pytest.mark.long
-def test_only_a_policy_that_remembers_solves_the_t_maze(agentrl: Callable[..., Any], tmp_path: Path) -> None:
-    for name, settings, low, high in (("full", [], 0.95, 1.0), ("memoryless", [MEMORYLESS], 0.45, 0.5)):
+def test_only_a_policy_that_remembers_solves_the_t_maze(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name, settings, low, high in (
+        ("full", [], 0.95, 1.0),
+        ("memoryless", [MEMORYLESS], 0.45, 0.5),
+    ):
         (tmp_path / name).mkdir()
         last = rows(agentrl, tmp_path / name, "trackers=[]", "run_dir=run", *settings)[-1]
         assert low <= last["exact/return"] <= high + 1e-6

@@ -41,7 +41,9 @@ class Trainer:
 
 
 class Launches:
-    """The launches of a run, whose evaluations are of the versions `played`; those in `hangs` never end."""
+    """The launches of a run, whose evaluations are of the versions `played`; those in `hangs` never
+    end.
+    """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> None:
         self.config = folder / "run.yaml"
@@ -54,7 +56,9 @@ class Launches:
         monkeypatch.setattr(evaluating, "evaluate", self._evaluate)
 
     async def _evaluate(self, rollouts: RolloutAssembly) -> evaluating.Evaluation:
-        version = self.step if rollouts.engine is None else cast(Engine, rollouts.engine).policy_version
+        version = (
+            self.step if rollouts.engine is None else cast(Engine, rollouts.engine).policy_version
+        )
         if version in self.hangs and rollouts.engine is None:
             raise asyncio.CancelledError  # training waits for it, and is killed here
         if version in self.hangs:
@@ -62,12 +66,25 @@ class Launches:
         self.played.append(version)
         return evaluating.Evaluation((), ())
 
-    def launch(self, start: int, steps: Sequence[int], *, settings: Sequence[str] = ()) -> dict[str, Any]:
-        """Go on after `start` steps to each of `steps`, and be killed if an evaluation hangs. Returns the summary."""
+    def launch(
+        self, start: int, steps: Sequence[int], *, settings: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Go on after `start` steps to each of `steps`, and be killed if an evaluation hangs.
+        Returns the summary.
+        """
         loaded = load_config(self.config, [*self.settings, *settings])
         own = cast(Any, Engine() if loaded.config.evaluation.engines else None)
-        names = {"config": loaded.config, "runner": None, "reward": None, "frozen": {}, "engine": None, "model": None}
-        parts = SimpleNamespace(trainer=Trainer(), evaluation_engine=own, sharing=NoSharing(), **names)
+        names = {
+            "config": loaded.config,
+            "runner": None,
+            "reward": None,
+            "frozen": {},
+            "engine": None,
+            "model": None,
+        }
+        parts = SimpleNamespace(
+            trainer=Trainer(), evaluation_engine=own, sharing=NoSharing(), **names
+        )
 
         async def trains(run: Run) -> None:
             async with evaluations(run, cast(TrainingAssembly, parts), start) as evaluated:
@@ -85,7 +102,9 @@ class Launches:
                 if self.hangs:
                     raise KilledError  # what is in the files then is what a killed run leaves
 
-        with Run(loaded, Console(file=StringIO()), resume=(self.folder / "config.yaml").exists()) as run:
+        with Run(
+            loaded, Console(file=StringIO()), resume=(self.folder / "config.yaml").exists()
+        ) as run:
             with suppress(KilledError, asyncio.CancelledError):
                 asyncio.run(asyncio.wait_for(trains(run), 20))
             return dict(run._summarised())

@@ -1,4 +1,6 @@
-"""What `agentrl gateway` has recorded, and how `recipe: sft` and `recipe: dpo` learn it: by its exact tokens."""
+"""What `agentrl gateway` has recorded, and how `recipe: sft` and `recipe: dpo` learn it: by its
+exact tokens.
+"""
 
 import asyncio
 import json
@@ -22,7 +24,16 @@ from agentrl.recipes.dpo import spoken
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.recordings import RecordingsConfig, read_recordings, recorded
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.trajectory import SEGMENT, Message, Score, Status, Task, Terminated, ToolCall, Trajectory
+from agentrl.trajectory import (
+    SEGMENT,
+    Message,
+    Score,
+    Status,
+    Task,
+    Terminated,
+    ToolCall,
+    Trajectory,
+)
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import find_runs
 from tests.commands import Command
@@ -55,10 +66,17 @@ def imitated(config: RecordingsConfig, renderer: TemplateRenderer = RENDERER) ->
 def test_the_exact_tokens_come_back(tmp_path: Path) -> None:
     answer = Message("assistant", f"Let me see.\n{CALL.render()}", "It adds.", (CALL,))
     result = Message("tool", "5", tool_call_id="call-1")
-    played = replace(said("a", "left"), messages=(Message("user", "2 + 3?"), answer, result), agent="x")
+    played = replace(
+        said("a", "left"), messages=(Message("user", "2 + 3?"), answer, result), agent="x"
+    )
     folder = written(tmp_path, trajectories=[(played, 0.5)])
     ((back, score),) = read_recordings(folder / "trajectories")
-    assert (back.id, back.agent, back.task, score) == ("a", "x", Task("gateway", 3, {}, "which"), 0.5)
+    assert (back.id, back.agent, back.task, score) == (
+        "a",
+        "x",
+        Task("gateway", 3, {}, "which"),
+        0.5,
+    )
     assert back.messages == played.messages
     assert back.turns == played.turns
 
@@ -75,12 +93,16 @@ def test_a_least_score_chooses_what_is_imitated(tmp_path: Path) -> None:
         for least in (None, 0.0, 0.5)
     }
     assert chosen == {None: ["good", "bad", "unknown"], 0.0: ["good", "bad"], 0.5: ["good"]}
-    with pytest.raises(ConfigError, match=r"no conversation of .* score of at least 2.0: of 3, the best has 1"):
+    with pytest.raises(
+        ConfigError, match=r"no conversation of .* score of at least 2.0: of 3, the best has 1"
+    ):
         imitated(RecordingsConfig(path=folder, least_score=2))
 
 
 def test_an_episode_that_was_trained_in_parts_is_imitated_once(tmp_path: Path) -> None:
-    folder = written(tmp_path, trajectories=[(said("a", "left", status=SEGMENT), 0.0), (said("a", "left"), 1.0)])
+    folder = written(
+        tmp_path, trajectories=[(said("a", "left", status=SEGMENT), 0.0), (said("a", "left"), 1.0)]
+    )
     (one,) = imitated(RecordingsConfig(path=folder))
     assert len(one.turns) == 1
 
@@ -93,8 +115,12 @@ def test_what_cannot_be_imitated_is_said(tmp_path: Path) -> None:
         imitated(RecordingsConfig(path=tmp_path))
 
 
-def test_tokens_of_another_tokenizer_are_refused_by_sft_and_said_again_by_dpo(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run", trajectories=[(said("a", "left"), 1.0), (said("b", "right"), 0.0)])
+def test_tokens_of_another_tokenizer_are_refused_by_sft_and_said_again_by_dpo(
+    tmp_path: Path,
+) -> None:
+    folder = written(
+        tmp_path / "run", trajectories=[(said("a", "left"), 1.0), (said("b", "right"), 0.0)]
+    )
     create_tiny_model(tmp_path / "model", corpus=["Which way? left right up down"])
     other = renderer_of(tmp_path / "model", RendererConfig())
     with pytest.raises(ConfigError, match="another tokenizer"):
@@ -106,7 +132,12 @@ def test_tokens_of_another_tokenizer_are_refused_by_sft_and_said_again_by_dpo(tm
 
 
 ASKED = {"left": "Where is the sun in the morning?", "right": "Where is it in the evening?"}
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}},
+    }
+]
 
 
 @pytest.mark.slow
@@ -120,7 +151,9 @@ trainer: {device: cpu}
 trackers: []
 """)
     (tmp_path / "gateway.log").touch()
-    served = Command("gateway", "run.yaml", "--record", "said", cwd=tmp_path, log=tmp_path / "gateway.log")
+    served = Command(
+        "gateway", "run.yaml", "--record", "said", cwd=tmp_path, log=tmp_path / "gateway.log"
+    )
     play(address_of(served))
     served.send_signal(signal.SIGINT)
     assert served.wait(PATIENCE_SECONDS) == 0, served.output
@@ -133,7 +166,9 @@ trackers: []
     (run,) = find_runs([tmp_path / "said"])
     assert EpisodeIndex(run).page(EpisodeQuery())["total"] == 6
 
-    losses = learned(tmp_path, "sft", "recordings: {path: said, epochs: 20, episodes_per_step: 6, lr: 3.0e-3}")
+    losses = learned(
+        tmp_path, "sft", "recordings: {path: said, epochs: 20, episodes_per_step: 6, lr: 3.0e-3}"
+    )
     assert losses[-1] < 0.5 * losses[0]
     assert (tmp_path / "sft" / "sft" / "model.safetensors").is_file()
     learned(tmp_path, "dpo", "preferences: {path: said, held_out: 0, pairs_per_step: 4}")
@@ -157,15 +192,21 @@ def play(url: str) -> None:
             key = f"{question[-8:]}-{reward}"
             with openai.OpenAI(base_url=url, api_key=key, timeout=PATIENCE_SECONDS) as client:
                 messages = [{"role": "user", "content": question}]
-                client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, max_tokens=8)  # type: ignore[call-overload]
+                client.chat.completions.create(
+                    model="policy", messages=messages, tools=TOOLS, max_tokens=8
+                )  # type: ignore[call-overload]
             headers = {"authorization": f"Bearer {key}"}
-            httpx.post(f"{url}/rewards", json={"reward": reward}, headers=headers).raise_for_status()
+            httpx.post(
+                f"{url}/rewards", json={"reward": reward}, headers=headers
+            ).raise_for_status()
 
 
 def learned(folder: Path, recipe: str, settings: str) -> list[float]:
     """The losses that a run of a recipe prints."""
     config = (folder / "run.yaml").read_text()
-    (folder / f"{recipe}.yaml").write_text(f"{config}recipe:\n  name: {recipe}\n  {settings}\nrun_dir: {recipe}\n")
+    (folder / f"{recipe}.yaml").write_text(
+        f"{config}recipe:\n  name: {recipe}\n  {settings}\nrun_dir: {recipe}\n"
+    )
     command = Command("train", f"{recipe}.yaml", cwd=folder, log=folder / f"{recipe}.log")
     assert command.wait(PATIENCE_SECONDS) == 0, command.output
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+) nats", command.output)]

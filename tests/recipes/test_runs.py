@@ -56,7 +56,9 @@ def wait_for_a_step(command: Command, metrics: Path) -> None:
 def train(*arguments: str, cwd: Path) -> dict:
     command = start(*arguments, cwd=cwd)
     assert command.wait(300) == 0, command.output
-    assert "Traceback" not in command.output  # nor does anything go wrong at the very end, which has no effect
+    assert (
+        "Traceback" not in command.output
+    )  # nor does anything go wrong at the very end, which has no effect
     return json.loads((cwd / "run" / "summary.json").read_text())
 
 
@@ -79,10 +81,14 @@ def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     assert summary["largest_staleness"] <= bound
     for fates in (summary["tasks"], summary["episodes"]):
         assert fates["open"] == 0
-        assert fates["total"] == sum(fates[fate] for fate in ("trained", "filtered", "stale", "cancelled", "failed"))
+        assert fates["total"] == sum(
+            fates[fate] for fate in ("trained", "filtered", "stale", "cancelled", "failed")
+        )
     assert summary["tasks"]["trained"] == 24
     assert summary["episodes"]["trained"] == 96
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == list(range(6))
     if bound == 0:
@@ -90,11 +96,21 @@ def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     assert all(row["logprob_gap_mean"] <= row["logprob_gap_max"] for row in steps)
     assert [row["step"] for row in rows if "eval/success" in row] == [0, 6]
     written = {path.name for path in (tmp_path / "run").iterdir()}
-    assert written >= {"config.yaml", "metrics.jsonl", "ledger.sqlite", "summary.json", "reward_curve.png"}
+    assert written >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "ledger.sqlite",
+        "summary.json",
+        "reward_curve.png",
+    }
     assert written >= {"trajectories", "checkpoints"}
     episodes = pq.read_table(tmp_path / "run" / "trajectories" / "step_000000.parquet").to_pylist()
     assert len(episodes) == 16
-    assert all(len(turn["token_ids"]) == len(turn["logprobs"]) for episode in episodes for turn in episode["turns"])
+    assert all(
+        len(turn["token_ids"]) == len(turn["logprobs"])
+        for episode in episodes
+        for turn in episode["turns"]
+    )
 
 
 STRAGGLER = """
@@ -129,14 +145,25 @@ def steps_done():
 
 def versions_of(part: dict[str, Any]) -> list[int]:
     """Of the tokens that are new in a part of an episode."""
-    return [version for turn in part["turns"][part["trained_turns"] :] for version in turn["policy_versions"]]
+    return [
+        version
+        for turn in part["turns"][part["trained_turns"] :]
+        for version in turn["policy_versions"]
+    ]
 
 
 @pytest.mark.slow
-def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_none_of_them(tmp_path):
+def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_none_of_them(
+    tmp_path,
+):
     (tmp_path / "slow.py").write_text(STRAGGLER)
     own = ["env.name=file:slow.py:Slow", "algorithm=turn_ppo", "rollout.staleness_rule=segment"]
-    sizes = ["rollout.max_staleness=1", "rollout.groups_per_step=2", "rollout.group_size=1", "evaluation.tasks=0"]
+    sizes = [
+        "rollout.max_staleness=1",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=1",
+        "evaluation.tasks=0",
+    ]
     summary = train(*SMALL, *own, *sizes, "env.options={}", "run_dir=run", cwd=tmp_path)
     assert summary["largest_staleness"] <= 1
     assert summary["tasks"]["trained"] == 12
@@ -145,8 +172,11 @@ def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_n
         for file in sorted((tmp_path / "run" / "trajectories").glob("*.parquet"))
         for row in pq.read_table(file).to_pylist()
     ]
-    # On a busy machine other episodes may be cut too, and the straggler a second time when it goes on.
-    straggler = next(row["id"] for row in episodes if json.loads(row["turns"][0]["info"])["straggles"])
+    # On a busy machine other episodes may be cut too, and the straggler a second time when it goes
+    # on.
+    straggler = next(
+        row["id"] for row in episodes if json.loads(row["turns"][0]["info"])["straggles"]
+    )
     parts = [row for row in episodes if row["id"] == straggler]
     first, last = parts[0], parts[-1]
     assert (first["step"], len(first["turns"]), first["trained_turns"]) == (1, 1, 0)
@@ -159,7 +189,10 @@ def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_n
     # A part that is too old by the time it is cut carries no loss, and is none that was trained on.
     fresh = [part for part in parts[:-1] if max(versions_of(part)) >= part["step"] - 1]
     assert parts[0] in fresh
-    cuts = [(part["trained_turns"], len(part["turns"]) - part["trained_turns"], part["step"]) for part in fresh]
+    cuts = [
+        (part["trained_turns"], len(part["turns"]) - part["trained_turns"], part["step"])
+        for part in fresh
+    ]
     with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
         number = ledger.task_named(first["task"]).number
         assert [(s.first, s.turns, s.step) for s in ledger.segments(number)] == cuts
@@ -168,7 +201,9 @@ def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_n
 @pytest.mark.long
 def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_others(tmp_path):
     sums = [
-        train(*SMALL, "run_dir=run", "steps=3", f"seed={seed}", cwd=folder(tmp_path, name))["weights_sha256"]
+        train(*SMALL, "run_dir=run", "steps=3", f"seed={seed}", cwd=folder(tmp_path, name))[
+            "weights_sha256"
+        ]
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     assert sums[0] == sums[1] != sums[2]
@@ -187,7 +222,13 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
     tmp_path, monkeypatch, bound, kills, isolation
 ):
     steps = kills + 3
-    settings = [*SMALL, "run_dir=run", f"steps={steps}", f"rollout.max_staleness={bound}", f"env.isolation={isolation}"]
+    settings = [
+        *SMALL,
+        "run_dir=run",
+        f"steps={steps}",
+        f"rollout.max_staleness={bound}",
+        f"env.isolation={isolation}",
+    ]
     settings += ["checkpoint.every=1"]
     outside = folder(tmp_path, "outside")
     monkeypatch.setenv("TMPDIR", str(outside))
@@ -202,23 +243,40 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
     killed = train("--resume", "run", cwd=killed_in)
     assert list(outside.iterdir()) == []
     assert not (killed_in / "run" / "tmp").exists()
-    with Ledger(tmp_path / "whole" / "run" / "ledger.sqlite") as a, Ledger(killed_in / "run" / "ledger.sqlite") as b:
+    with (
+        Ledger(tmp_path / "whole" / "run" / "ledger.sqlite") as a,
+        Ledger(killed_in / "run" / "ledger.sqlite") as b,
+    ):
         assert trained_tasks(a) == trained_tasks(b)
         assert b.task_fates().settled
         assert b.episode_fates().settled
-    rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows if "reward" in row] == list(range(steps))
     if bound == 0 and isolation == "inline":
-        # At staleness 0 the weights are those of the run that was not killed, too. Environments in processes answer at
-        # any time, so the engine batches their requests differently, which changes the last bits of logprobs.
+        # At staleness 0 the weights are those of the run that was not killed, too. Environments in
+        # processes answer at any time, so the engine batches their requests differently, which
+        # changes the last bits of logprobs.
         assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.slow
 def test_a_killed_run_of_a_mixture_of_experts_ends_with_the_weights_of_one_that_was_not(tmp_path):
     make_model("Qwen3-MoE", tmp_path / "model")
-    settings = [*SMALL, "run_dir=run", f"model={tmp_path / 'model'}", "steps=4", "evaluation.tasks=0"]
-    settings += ["checkpoint.every=1", "rollout.budget.turns=2", "rollout.max_staleness=0", "env.isolation=inline"]
+    settings = [
+        *SMALL,
+        "run_dir=run",
+        f"model={tmp_path / 'model'}",
+        "steps=4",
+        "evaluation.tasks=0",
+    ]
+    settings += [
+        "checkpoint.every=1",
+        "rollout.budget.turns=2",
+        "rollout.max_staleness=0",
+        "env.isolation=inline",
+    ]
     settings += ["rollout.sampling.max_tokens=8", "engine.max_context=2048"]
     whole = train(*settings, cwd=folder(tmp_path, "whole"))
     killed_in = folder(tmp_path, "killed")
@@ -227,20 +285,29 @@ def test_a_killed_run_of_a_mixture_of_experts_ends_with_the_weights_of_one_that_
     assert command.poll() == -signal.SIGKILL, command.output
     killed = train("--resume", "run", cwd=killed_in)
     assert killed["weights_sha256"] == whole["weights_sha256"]
-    rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     # Each step has changed the weights, by the bonus for entropy alone where all rewards are equal.
     assert [row["grad_norm"] > 0 for row in rows if "reward" in row] == [True] * 4
 
 
 @pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_nothing_twice(tmp_path):
-    whole = train(*SMALL, "run_dir=run", "steps=3", "evaluation.tasks=0", "checkpoint.every=1", cwd=tmp_path)
+def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_nothing_twice(
+    tmp_path,
+):
+    whole = train(
+        *SMALL, "run_dir=run", "steps=3", "evaluation.tasks=0", "checkpoint.every=1", cwd=tmp_path
+    )
     weights = tmp_path / "run" / "checkpoints" / "step_000003" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-8192:-4096] = bytes(4096)
     weights.write_bytes(content)
     again = train("--resume", "run", cwd=tmp_path)
-    assert "step_000003 is damaged (model.safetensors is not as it was written)" in (tmp_path / "run.log").read_text()
+    assert (
+        "step_000003 is damaged (model.safetensors is not as it was written)"
+        in (tmp_path / "run.log").read_text()
+    )
     back = train("--resume", "run", "--step", "2", cwd=tmp_path)
     for resumed in (again, back):
         assert resumed["weights_sha256"] == whole["weights_sha256"]
@@ -275,7 +342,10 @@ def test_a_run_killed_while_it_writes_a_checkpoint_and_trains_goes_on_from_the_o
     killed_in = folder(tmp_path, "killed")
     with (killed_in / "run.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", WRITING, "train", *settings], cwd=killed_in, stdout=log, stderr=log
+            [sys.executable, "-c", WRITING, "train", *settings],
+            cwd=killed_in,
+            stdout=log,
+            stderr=log,
         )
     limit, metrics = time.monotonic() + PATIENCE_SECONDS, killed_in / "run" / "metrics.jsonl"
     while not (metrics.exists() and '"step": 2, "reward"' in metrics.read_text()):
@@ -292,8 +362,8 @@ def test_a_run_killed_while_it_writes_a_checkpoint_and_trains_goes_on_from_the_o
 
 
 def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> None:
-    """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before. All
-    that it has started ends with it.
+    """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does
+    not end before. All that it has started ends with it.
     """
     metrics = run / "metrics.jsonl"
     limit = time.monotonic() + PATIENCE_SECONDS
@@ -312,7 +382,14 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_sigterm_ends_a_run_as_ctrl_c_does_also_one_in_the_background(tmp_path, background):
-    command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path, background=background)
+    command = start(
+        *SMALL,
+        "run_dir=run",
+        "steps=1000",
+        "evaluation.tasks=0",
+        cwd=tmp_path,
+        background=background,
+    )
     wait_for_a_step(command, tmp_path / "run" / "metrics.jsonl")
     command.send_signal(signal.SIGTERM)
     assert command.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM, command.output
@@ -345,7 +422,9 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
 @pytest.mark.vllm
 @pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_same_config_trains_on_vllm(tmp_path, bound, monkeypatch):
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # as users have it: what vLLM compiles agrees with the trainer
+    monkeypatch.delenv(
+        "TORCHDYNAMO_DISABLE"
+    )  # as users have it: what vLLM compiles agrees with the trainer
     settings = ["engine=vllm", "engine.max_batch=16", "steps=3", f"rollout.max_staleness={bound}"]
     summary = train(*SMALL, "run_dir=run", *settings, cwd=tmp_path)
     assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12
@@ -356,35 +435,51 @@ def test_the_same_config_trains_on_vllm(tmp_path, bound, monkeypatch):
 
 @pytest.mark.slow
 def test_with_truncated_sampling_the_trainer_computes_what_the_engine_sampled_from(tmp_path):
-    truncated = ("rollout.sampling.top_p=0.8", "rollout.sampling.min_p=0.001", "evaluation.top_p=0.5")
+    truncated = (
+        "rollout.sampling.top_p=0.8",
+        "rollout.sampling.min_p=0.001",
+        "evaluation.top_p=0.5",
+    )
     train(*SMALL, "run_dir=run", "rollout.max_staleness=0", "steps=2", *truncated, cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     gaps = [row["logprob_gap_max"] for row in rows if "reward" in row]
     assert len(gaps) == 2
     assert max(gaps) < 1e-3  # over the whole vocabulary it would be -log(0.8) at least
 
 
 def test_an_engine_that_cannot_take_new_weights_is_refused_before_anything_starts(tmp_path):
-    (tmp_path / "run.yaml").write_text("env: frozen_lake\nengine: {name: openai, url: 'http://127.0.0.1:1'}\n")
+    (tmp_path / "run.yaml").write_text(
+        "env: frozen_lake\nengine: {name: openai, url: 'http://127.0.0.1:1'}\n"
+    )
     config = load_config(tmp_path / "run.yaml", []).config
 
     async def main() -> None:
         async with assemble_training(config, Grpo(), tmp_path):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match=r"can neither take new weights.*evaluate with engine=openai"):
+    with pytest.raises(
+        ConfigError, match=r"can neither take new weights.*evaluate with engine=openai"
+    ):
         asyncio.run(main())
 
 
-def test_an_engine_that_does_not_say_which_experts_it_chose_is_refused_before_anything_starts(tmp_path):
-    (tmp_path / "run.yaml").write_text("env: frozen_lake\nengine: vllm\nrollout: {compare_routing: true}\n")
+def test_an_engine_that_does_not_say_which_experts_it_chose_is_refused_before_anything_starts(
+    tmp_path,
+):
+    (tmp_path / "run.yaml").write_text(
+        "env: frozen_lake\nengine: vllm\nrollout: {compare_routing: true}\n"
+    )
     config = load_config(tmp_path / "run.yaml", []).config
 
     async def main() -> None:
         async with assemble_training(config, Grpo(), tmp_path):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match=r"compare_routing: engine 'vllm' does not say .* write engine=local"):
+    with pytest.raises(
+        ConfigError, match=r"compare_routing: engine 'vllm' does not say .* write engine=local"
+    ):
         asyncio.run(main())
 
 
@@ -399,18 +494,34 @@ evaluation: {tasks: 2}
 trackers: []
 """)
     train("own.yaml", "run_dir=run", cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["loss"] > 0 for row in rows if "nll" in row] == [True, True]
 
 
 @pytest.mark.slow
 def test_a_policy_comes_nearer_to_a_teacher_that_a_trainer_computes(tmp_path):
     for name, seed in (("student", 0), ("teacher", 1)):
-        create_tiny_model(tmp_path / name, corpus=["You cross a frozen lake: left, right, up or down."], seed=seed)
-    settings = ["algorithm={name: distill, teacher: teacher}", "model.name=student", "trainer.lr=3e-3", "steps=6"]
-    less = ["rollout.groups_per_step=2", "rollout.budget.turns=2", "evaluation.tasks=0", "checkpoint.every=6"]
+        create_tiny_model(
+            tmp_path / name, corpus=["You cross a frozen lake: left, right, up or down."], seed=seed
+        )
+    settings = [
+        "algorithm={name: distill, teacher: teacher}",
+        "model.name=student",
+        "trainer.lr=3e-3",
+        "steps=6",
+    ]
+    less = [
+        "rollout.groups_per_step=2",
+        "rollout.budget.turns=2",
+        "evaluation.tasks=0",
+        "checkpoint.every=6",
+    ]
     train(SMALL[0], *SMALL[1:], "algorithm={}", *settings, *less, "run_dir=run", cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     kl = [row["reference_kl"] for row in rows if "reference_kl" in row]
     assert len(kl) == 6
     assert sum(kl[-2:]) < 0.7 * sum(kl[:2])

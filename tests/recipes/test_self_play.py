@@ -1,4 +1,6 @@
-"""Self-play as a user runs it: who plays whom is recorded, a killed run meets the same opponents, play gets better."""
+"""Self-play as a user runs it: who plays whom is recorded, a killed run meets the same opponents,
+play gets better.
+"""
 
 import json
 from pathlib import Path
@@ -39,7 +41,9 @@ def opponents_of(run: Path) -> dict[int, list]:
     """Who played each recorded episode, by step."""
     files = sorted((run / "trajectories").glob("step_*.parquet"))
     return {
-        step: [(row["id"], row["agent"], row["opponent"]) for row in pq.read_table(file).to_pylist()]
+        step: [
+            (row["id"], row["agent"], row["opponent"]) for row in pq.read_table(file).to_pylist()
+        ]
         for step, file in enumerate(files)
     }
 
@@ -56,14 +60,18 @@ def test_a_run_gets_nearer_to_optimal_play_and_records_whom_the_policy_played(tm
         assert {version for _, _, version in against} <= set(range(step)[-2:])
         seats = [agent for _, agent, _ in against]
         assert seats.count("north") == seats.count("south")
-        assert len({episode for episode, *_ in against}) == len(against), "an opponent's words are not trained on"
+        assert len({episode for episode, *_ in against}) == len(against), (
+            "an opponent's words are not trained on"
+        )
         for version in {version for _, _, version in against}:
             for agent in ("north", "south"):
                 assert 0 <= row[f"opponents/{version}/{agent}/success"] <= 1
         assert {"baseline/kuhn_poker/north", "baseline/kuhn_poker/south"} <= row.keys()
     assert any(row["opponents/share"] > 0 for row in rows)
     snapshots = {path.name for path in (tmp_path / "run" / "opponents").iterdir()}
-    assert snapshots == {f"version_00000{n}" for n in (5, 6, 7, 8)}  # two, the newest, and what the checkpoint needs
+    assert snapshots == {
+        f"version_00000{n}" for n in (5, 6, 7, 8)
+    }  # two, the newest, and what the checkpoint needs
 
 
 @pytest.mark.parametrize(
@@ -81,7 +89,10 @@ def test_a_killed_run_meets_the_same_opponents_and_ends_in_the_same_weights(tmp_
     killed = train("--resume", "run", cwd=killed_in)
     runs = [tmp_path / name / "run" for name in ("whole", "killed")]
     assert opponents_of(runs[0]) == opponents_of(runs[1])
-    exact = [[(row["exact/exploitability"], row["baseline/kuhn_poker/north"]) for row in rows_of(run)] for run in runs]
+    exact = [
+        [(row["exact/exploitability"], row["baseline/kuhn_poker/north"]) for row in rows_of(run)]
+        for run in runs
+    ]
     assert exact[0] == exact[1]
     with Ledger(runs[0] / "ledger.sqlite") as a, Ledger(runs[1] / "ledger.sqlite") as b:
         assert trained_tasks(a) == trained_tasks(b)
@@ -92,7 +103,9 @@ def test_a_killed_run_meets_the_same_opponents_and_ends_in_the_same_weights(tmp_
 @pytest.mark.slow
 def test_opponents_stay_within_the_staleness_bound_of_nothing(tmp_path):
     """Games against snapshots while the trainer works: the policy's own tokens keep the bound."""
-    summary = train(*SMALL, "run_dir=run", "steps=4", "recipe.latest=0", "rollout.max_staleness=1", cwd=tmp_path)
+    summary = train(
+        *SMALL, "run_dir=run", "steps=4", "recipe.latest=0", "rollout.max_staleness=1", cwd=tmp_path
+    )
     assert summary["largest_staleness"] <= 1
     assert summary["episodes"]["open"] == 0
     assert summary["tasks"]["trained"] == 32
@@ -105,7 +118,9 @@ def config_of(tmp_path: Path, *overrides: str):
 
 def test_games_that_teach_nothing_are_refused_before_anything_starts(tmp_path, agentrl):
     config = config_of(tmp_path, "rollout.group_size=3")
-    with pytest.raises(ConfigError, match=r"rollout.group_size is 3.*with 2 seats a group needs 4.*algorithm=rae"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.group_size is 3.*with 2 seats a group needs 4.*algorithm=rae"
+    ):
         check_matches(Matches(config.recipe.settings, ["north", "south"]), config)
     config = config_of(tmp_path, "rollout.group_size=1", "algorithm=rae")
     check_matches(Matches(config.recipe.settings, ["north", "south"]), config)
@@ -114,7 +129,9 @@ def test_games_that_teach_nothing_are_refused_before_anything_starts(tmp_path, a
     config = config_of(tmp_path, "recipe.seats=[west]")
     with pytest.raises(ConfigError, match=r"recipe.seats names west.*it plays north, south"):
         check_matches(Matches(config.recipe.settings, ["north", "south"]), config)
-    done = agentrl("train", "game.yaml", "env=guess_number", "run_dir=run", "trackers=[]", cwd=tmp_path)
+    done = agentrl(
+        "train", "game.yaml", "env=guess_number", "run_dir=run", "trackers=[]", cwd=tmp_path
+    )
     assert done.returncode == 2
     assert "guess_number names no agents" in " ".join((done.stderr + done.stdout).split())
 
@@ -122,6 +139,13 @@ def test_games_that_teach_nothing_are_refused_before_anything_starts(tmp_path, a
 @pytest.mark.long
 @pytest.mark.parametrize("roles", [True, False])
 def test_self_play_gets_nearer_to_optimal_play(tmp_path, roles):
-    train(EXAMPLE, f"algorithm.roles={roles}", "run_dir=run", "evaluation.tasks=0", "trackers=[]", cwd=tmp_path)
+    train(
+        EXAMPLE,
+        f"algorithm.roles={roles}",
+        "run_dir=run",
+        "evaluation.tasks=0",
+        "trackers=[]",
+        cwd=tmp_path,
+    )
     found = [row["exact/exploitability"] for row in rows_of(tmp_path / "run")]
     assert sum(found[-5:]) / 5 < 0.6 * found[0]

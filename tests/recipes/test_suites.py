@@ -38,7 +38,9 @@ def path(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n}) + "\n" for n in range(5)))
     path = tmp_path / "run.yaml"
-    path.write_text(CONFIG.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {tmp_path / 'run'}\n")
+    path.write_text(
+        CONFIG.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {tmp_path / 'run'}\n"
+    )
     return path
 
 
@@ -49,7 +51,10 @@ def path(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         ("evaluation.suites.1.name=envs", "envs is the name of other metrics"),
         ("checkpoint.every=2", r"must divide that of the suite wide \(1\)"),
         ("evaluation.suites.0.samlpes=3", "Did you mean 'samples'"),
-        ("evaluation.suites.1.reward=lenght", r"evaluation.suites.1.reward.name: no reward named 'lenght'"),
+        (
+            "evaluation.suites.1.reward=lenght",
+            r"evaluation.suites.1.reward.name: no reward named 'lenght'",
+        ),
         ("checkpoint.best=eval/wild/success", "names the suite 'wild'; there is wide, questions"),
         ("checkpoint.best=eval/wide/turns", "write eval/success"),
         ("evaluation={overlap: true, engines: 1}", "leave one of both out"),
@@ -58,7 +63,9 @@ def path(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_wrong_suite_is_refused(path: Path, override: str, why: str) -> None:
     if not why:
-        text = path.read_text().replace("env: {name: guess_number, options: {high: 4}}", "env: [frozen_lake, qa]", 1)
+        text = path.read_text().replace(
+            "env: {name: guess_number, options: {high: 4}}", "env: [frozen_lake, qa]", 1
+        )
         path.write_text(text.replace("env: qa, data", "data"))
         override, why = "seed=0", "name that of questions in its env"
     with pytest.raises(ConfigError, match=why):
@@ -74,19 +81,28 @@ def test_suites_are_played_at_their_steps_saved_kept_and_compared(path: Path, ag
     wide = {row["step"]: row for row in rows if "eval/wide/success" in row}
     assert list(wide) == [0, 1, 2]
     assert [row["step"] for row in rows if "eval/questions/reward" in row] == [0, 2]
-    assert (wide[0]["eval/wide/tasks"], wide[0]["eval/wide/episodes"], wide[0]["eval/wide/turns"]) == (3, 12, 1)
+    assert (
+        wide[0]["eval/wide/tasks"],
+        wide[0]["eval/wide/episodes"],
+        wide[0]["eval/wide/turns"],
+    ) == (3, 12, 1)
     assert {f"eval/wide/pass@{k}" for k in (1, 2, 4)} <= wide[0].keys()
     last = next(row for row in rows if row["step"] == 2 and "eval/questions/reward" in row)
     assert last["eval/questions/tasks"] == 5
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["suites"]["wide"]["after"]["tasks"], summary["suites"]["wide"]["after"]["pass_tasks"]) == (3, 3)
+    assert (
+        summary["suites"]["wide"]["after"]["tasks"],
+        summary["suites"]["wide"]["after"]["pass_tasks"],
+    ) == (3, 3)
     assert (summary["episodes_after"], summary["failed_after"]) == (2, 0)
     assert "wide: success" in done.stdout
     reports = sorted(file.name for file in (run / "evaluations").iterdir())
-    assert reports == [f"held_out_{n:06d}.json" for n in (0, 2)] + [f"questions_{n:06d}.json" for n in (0, 2)] + [
-        f"wide_{n:06d}.json" for n in (0, 1, 2)
-    ]
-    done = agentrl("eval", str(run), "--suite", "wide", "--show", "0", "--report", str(path.with_name("again")))
+    assert reports == [f"held_out_{n:06d}.json" for n in (0, 2)] + [
+        f"questions_{n:06d}.json" for n in (0, 2)
+    ] + [f"wide_{n:06d}.json" for n in (0, 1, 2)]
+    done = agentrl(
+        "eval", str(run), "--suite", "wide", "--show", "0", "--report", str(path.with_name("again"))
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     again = json.loads((path.with_name("again") / "wide_000002.json").read_text())
     assert again == json.loads((run / "evaluations" / "wide_000002.json").read_text())
@@ -98,7 +114,9 @@ def test_suites_are_played_at_their_steps_saved_kept_and_compared(path: Path, ag
 
 
 @pytest.mark.slow
-def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_step(path: Path, agentrl: Any) -> None:
+def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_step(
+    path: Path, agentrl: Any
+) -> None:
     results, checksums = {}, {}
     for name, overrides in {
         "beside": ["evaluation.engines=1"],
@@ -111,12 +129,18 @@ def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_s
         assert done.returncode == 0, done.stdout + done.stderr
         checksums[name] = json.loads((run / "summary.json").read_text())["weights_sha256"]
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        evaluated = [{key: row[key] for key in row if key == "step" or "eval/" in key} for row in rows]
+        evaluated = [
+            {key: row[key] for key in row if key == "step" or "eval/" in key} for row in rows
+        ]
         results[name] = sorted(json.dumps(row, sort_keys=True) for row in evaluated if len(row) > 1)
         assert not list(run.glob("evaluation_weights/version_*"))
-        phases = {json.loads(line)["phase"] for line in (run / "timeline.jsonl").read_text().splitlines()}
+        phases = {
+            json.loads(line)["phase"] for line in (run / "timeline.jsonl").read_text().splitlines()
+        }
         assert ("evaluation" in phases) == (name == "in_turn")
-    assert checksums["beside"] == checksums["in_turn"] == checksums["none"] == checksums["overlapping"]
+    assert (
+        checksums["beside"] == checksums["in_turn"] == checksums["none"] == checksums["overlapping"]
+    )
     assert results["beside"] == results["in_turn"] == results["overlapping"]
     assert len(results["beside"]) == 2 + 2 + 4
 
@@ -142,7 +166,9 @@ def test_a_model_behind_an_endpoint_is_evaluated_as_the_same_model_in_the_proces
     for folder in ("endpoint", "in_process"):
         assert sorted(file.name for file in path.with_name(folder).iterdir()) == names
     for name in names:
-        assert (path.with_name("endpoint") / name).read_text() == (path.with_name("in_process") / name).read_text()
+        assert (path.with_name("endpoint") / name).read_text() == (
+            path.with_name("in_process") / name
+        ).read_text()
 
 
 HOLDING = """
@@ -176,8 +202,12 @@ def test_a_run_killed_while_it_is_evaluated_has_each_result_once_when_it_was_res
     assert agentrl(*settings, f"run_dir={whole}").returncode == 0
     process = subprocess.Popen([sys.executable, "-c", HOLDING, *settings, f"run_dir={killed}"])
     limit = time.monotonic() + PATIENCE_SECONDS
-    awaited = killed / "checkpoints" / "step_000001"  # written while steps go on, and kept until it has its results
-    while not (awaited.exists() and (killed / file).exists() and reached in (killed / file).read_text()):
+    awaited = (
+        killed / "checkpoints" / "step_000001"
+    )  # written while steps go on, and kept until it has its results
+    while not (
+        awaited.exists() and (killed / file).exists() and reached in (killed / file).read_text()
+    ):
         assert process.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.05)

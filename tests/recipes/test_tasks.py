@@ -55,7 +55,9 @@ class Widening:
     observed: Sequence[tuple[str, int, str]] = []
     """(split, index, id of the task) of all outcomes in this process."""
 
-    def __init__(self, config: Config, env: str, seed: int, split: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: Config, env: str, seed: int, split: str, options: Mapping[str, Any]
+    ) -> None:
         self.high, self.split = config.high, split
         self.seeded = SeededTasks(config, env, seed, split, options)
 
@@ -73,7 +75,9 @@ def test_a_curriculum_is_named_by_the_config_and_learns_the_same_outcomes_again_
     tmp_path: Path, agentrl: Any, tiny_model_dir: Path
 ) -> None:
     path = tmp_path / "widening.yaml"
-    path.write_text(CONFIG.format(module=__name__) + f"model: {tiny_model_dir}\nrun_dir: {tmp_path / 'run'}\n")
+    path.write_text(
+        CONFIG.format(module=__name__) + f"model: {tiny_model_dir}\nrun_dir: {tmp_path / 'run'}\n"
+    )
     Widening.observed = []
     done = agentrl("train", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -92,7 +96,9 @@ def test_a_file_of_questions_is_trained_on_once_an_epoch_and_a_run_does_not_go_o
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data, run = tmp_path / "data.jsonl", tmp_path / "run"
-    data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n, "id": n}) + "\n" for n in range(17)))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "answer": n, "id": n}) + "\n" for n in range(17))
+    )
     path = tmp_path / "questions.yaml"
     path.write_text(QUESTIONS.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
     done = agentrl("train", str(path))
@@ -102,7 +108,11 @@ def test_a_file_of_questions_is_trained_on_once_an_epoch_and_a_run_does_not_go_o
     with read_ledger(run / "ledger.sqlite") as ledger:
         played = [task.options["prompt"] for _, task, _ in ledger.outcomes()]
     assert len(played) == len(set(played)) == 16  # one of 17 is held out
-    [row] = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] == 4]
+    [row] = [
+        row
+        for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if row["step"] == 4
+    ]
     assert row["eval/episodes"] == 1
     data.write_text(data.read_text().replace("3?", "33?"))
     done = agentrl("train", "--resume", str(run), "steps=5")
@@ -121,7 +131,9 @@ def test_a_mixture_trains_each_environment_in_its_own_way_and_goes_on_with_the_s
         run, path = tmp_path / name, tmp_path / f"{name}.yaml"
         path.write_text(MIXED.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
         for number, steps in enumerate(launches):
-            done = agentrl("train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}")
+            done = agentrl(
+                "train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}"
+            )
             assert done.returncode == 0, done.stdout + done.stderr
         with read_ledger(run / "ledger.sqlite") as ledger:
             outcomes = list(ledger.outcomes())
@@ -129,9 +141,15 @@ def test_a_mixture_trains_each_environment_in_its_own_way_and_goes_on_with_the_s
         assert {len(rewards) for _, task, rewards in outcomes if task.env == "qa"} == {3}
     assert tasks["whole"] == tasks["resumed"]
     assert [task.env for task in tasks["whole"]] == ["guess_number", "guess_number", "qa"] * 4
-    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    ]
     step = next(row for row in rows if "loss" in row)
-    assert (step["envs/qa/groups"], step["envs/qa/episodes"], step["envs/guess_number/groups"]) == (1, 3, 2)
+    assert (step["envs/qa/groups"], step["envs/qa/episodes"], step["envs/guess_number/groups"]) == (
+        1,
+        3,
+        2,
+    )
     assert step["envs/qa/tokens"] <= 6
     assert step["envs/guess_number/turns"] <= 2
     [held_out] = [row for row in rows if row["step"] == 4 and "eval/success" in row]
@@ -158,7 +176,9 @@ def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
         run, path = tmp_path / name, tmp_path / f"{name}.yaml"
         path.write_text(LEVELS.format() + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
         for number, steps in enumerate(launches):
-            done = agentrl("train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}")
+            done = agentrl(
+                "train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}"
+            )
             assert done.returncode == 0, done.stdout + done.stderr
         with read_ledger(run / "ledger.sqlite") as ledger:
             outcomes = list(ledger.outcomes())

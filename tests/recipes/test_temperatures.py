@@ -27,14 +27,17 @@ def run_of(folder: Path, model: Path, temperature: float) -> Run:
     path = folder / "run.yaml"
     folder.mkdir()
     path.write_text(
-        f"env: guess_number\nmodel: {model}\ntrackers: []\nrun_dir: {folder / 'run'}\ntrainer: {{device: cpu}}\n"
-        f"rollout: {{sampling: {{temperature: {temperature}}}}}\n"
+        f"env: guess_number\nmodel: {model}\ntrackers: []\nrun_dir: {folder / 'run'}\ntrainer:"
+        f" {{device: cpu}}\nrollout: {{sampling: {{temperature: {temperature}}}}}\n"
     )
     return Run(load_config(path), Console(file=StringIO()))
 
 
 def conversations(renderer: TemplateRenderer) -> Sequence[Trajectory]:
-    return [spoken([Message("user", "Which way?"), Message("assistant", answer)], renderer) for answer in SAID]
+    return [
+        spoken([Message("user", "Which way?"), Message("assistant", answer)], renderer)
+        for answer in SAID
+    ]
 
 
 def weights(folder: Path) -> bytes:
@@ -49,7 +52,9 @@ def nats(model: Path, shown: Sequence[Trajectory], temperature: float) -> float:
         (turn,) = trajectory.turns
         ids = np.concatenate([turn.prompt_ids, turn.completion.token_ids])
         with torch.no_grad():
-            logits_TV = policy(torch.tensor(ids, dtype=torch.long)[None]).logits[0].double() / temperature
+            logits_TV = (
+                policy(torch.tensor(ids, dtype=torch.long)[None]).logits[0].double() / temperature
+            )
         logprobs_TV = logits_TV.log_softmax(-1)
         begin = len(turn.prompt_ids)
         found += [float(logprobs_TV[at - 1, ids[at]]) for at in range(begin, len(ids))]
@@ -57,8 +62,8 @@ def nats(model: Path, shown: Sequence[Trajectory], temperature: float) -> float:
 
 
 def imitated(folder: Path, model: Path, sampled: float, **how: Any) -> tuple[bytes, float, float]:
-    """The weights after three steps in a run that samples at this temperature, the loss of the first step, and what it
-    should be.
+    """The weights after three steps in a run that samples at this temperature, the loss of the
+    first step, and what it should be.
     """
     said: list[str] = []
     chosen = DemonstrationsConfig(player="x:y", episodes_per_step=3, epochs=3, **how)
@@ -73,7 +78,9 @@ def imitated(folder: Path, model: Path, sampled: float, **how: Any) -> tuple[byt
     )
 
 
-def test_imitation_is_the_same_at_every_sampling_temperature(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_imitation_is_the_same_at_every_sampling_temperature(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     one, loss, expected = imitated(tmp_path / "one", tiny_model_dir, 1.0)
     assert loss == pytest.approx(expected, abs=6e-4)
     assert imitated(tmp_path / "half", tiny_model_dir, 0.5) == (one, loss, expected)

@@ -35,7 +35,12 @@ def served(
 ) -> Iterator[EnvServer]:
     """The server while it listens; `limits` are those of `ServerLimits`."""
     server = _QuickServer(
-        factory, name=name, token=token, limits=ServerLimits(**limits), protocols=(add_openenv,), options=options
+        factory,
+        name=name,
+        token=token,
+        limits=ServerLimits(**limits),
+        protocols=(add_openenv,),
+        options=options,
     )
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -1,4 +1,6 @@
-"""A training run whose environments live on two servers, of which one stops for a while and the other is killed."""
+"""A training run whose environments live on two servers, of which one stops for a while and the
+other is killed.
+"""
 
 import json
 import os
@@ -26,7 +28,9 @@ STEPS = 6
 
 
 class Noted(TextEnv):
-    """Four turns. Each is written down where it happens; its info tells of which episode it is, and the how many-th."""
+    """Four turns. Each is written down where it happens; its info tells of which episode it is, and
+    the how many-th.
+    """
 
     isolation = "thread"
 
@@ -40,7 +44,12 @@ class Noted(TextEnv):
         time.sleep(0.03)
         with Path(os.environ["NOTES"]).open("a") as notes:
             notes.write(f"{self.episode} {self.turn}\n")
-        info = {"episode": self.episode, "turn": self.turn, "server": os.environ["SERVER"], "success": True}
+        info = {
+            "episode": self.episode,
+            "turn": self.turn,
+            "server": os.environ["SERVER"],
+            "success": True,
+        }
         return "up or down?", self.rng.random() + len(action) % 2, self.turn == 4, False, info
 
 
@@ -83,7 +92,14 @@ def training(folder: Path, *urls: str, retries: int = 6) -> Iterator["subprocess
         "run_dir=run",
     ]
     (folder / "run.yaml").write_text("seed: 0\nenv: frozen_lake\n")
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", "run.yaml", *settings]
+    command = [
+        sys.executable,
+        "-c",
+        "from agentrl.cli import main; main()",
+        "train",
+        "run.yaml",
+        *settings,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -96,11 +112,15 @@ def training(folder: Path, *urls: str, retries: int = 6) -> Iterator["subprocess
 
 def steps_done(run: Path) -> int:
     metrics = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
     return sum("reward" in row for row in rows)
 
 
-def wait_for(what: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 180) -> None:
+def wait_for(
+    what: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 180
+) -> None:
     limit = time.monotonic() + seconds
     while not what():
         assert process.poll() is None, process.communicate()[0]
@@ -122,7 +142,9 @@ def turns_of(run: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_step_is_lost_or_doubled(tmp_path):
+def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_step_is_lost_or_doubled(
+    tmp_path,
+):
     notes, run = tmp_path / "notes", tmp_path / "run"
     with ExitStack() as stack:
         one, two = (stack.enter_context(server(name, notes)) for name in ("one", "two"))
@@ -156,7 +178,10 @@ def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_ste
 
 @pytest.mark.parametrize(
     "seconds",
-    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(s, marks=pytest.mark.chaos) for s in (1, 20, 120))],
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(s, marks=pytest.mark.chaos) for s in (1, 20, 120)),
+    ],
 )
 def test_a_run_waits_for_its_only_server_to_come_back_and_spends_no_retry(tmp_path, seconds):
     with ExitStack() as stack:

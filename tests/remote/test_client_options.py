@@ -93,7 +93,8 @@ def test_the_owner_fixes_options_and_allows_others() -> None:
 def test_in_a_process_the_options_are_checked_too() -> None:
     async def main() -> None:
         make = for_clients(
-            env_factory("tests.remote.test_client_options:Loads", "process"), ClientOptions.Config(fixed={"level": 2})
+            env_factory("tests.remote.test_client_options:Loads", "process"),
+            ClientOptions.Config(fixed={"level": 2}),
         )
         env = LiveEnv(make(), EnvDeadlines())
         assert (await env.reset(1, {}))[0] == "2  none"

@@ -99,7 +99,9 @@ def test_an_episode_does_not_wait_for_a_worker_on_a_machine_that_has_vanished(
     monkeypatch.setattr(ProcessWorker, "stop", _forgotten)
 
     async def main() -> None:
-        async with env_workers(partial(ProcessWorker.start, lease=LEASE), 1, worker_of(telling)) as make:
+        async with env_workers(
+            partial(ProcessWorker.start, lease=LEASE), 1, worker_of(telling)
+        ) as make:
             env = make()
             left.append(int((await env.reset(seed=1, options={}))[0]))
             await asyncio.to_thread(hit, left[0], signal.SIGSTOP)
@@ -176,7 +178,9 @@ def test_a_task_that_workers_die_of_is_set_aside_and_others_go_on() -> None:
     async def main() -> None:
         async with env_workers(ProcessWorker.start, 1, worker_of(lethal)) as make:
             for _ in range(2):
-                with pytest.raises(LethalTaskError, match="died 2 times while they worked on the task of seed 13"):
+                with pytest.raises(
+                    LethalTaskError, match="died 2 times while they worked on the task of seed 13"
+                ):
                     await begin(make(), 13)
             for failure in (UnreachableError, LethalTaskError):
                 env = await begin(make(), 14)
@@ -235,7 +239,9 @@ def test_a_worker_that_dies_again_and_again_beside_one_that_works_is_given_up() 
                 await asyncio.sleep(0.1)
                 pool.works("http://127.0.0.1:1")
 
-    said = "env 1 died: killed; it was restarted 3 times in a row without an episode begun in between"
+    said = (
+        "env 1 died: killed; it was restarted 3 times in a row without an episode begun in between"
+    )
     with pytest.raises(WorkerDiedError, match=said):
         run_virtual(main)
     assert starts == [0, 1, 1, 1, 1]

@@ -1,5 +1,5 @@
-"""A client that is gone gives its sessions back soon; one that lost its connection keeps them, and a full server says
-so.
+"""A client that is gone gives its sessions back soon; one that lost its connection keeps them, and
+a full server says so.
 """
 
 import asyncio
@@ -29,7 +29,9 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [1000.0]
     monkeypatch.setattr(sessions, "now", lambda: clock[0])
 
@@ -44,7 +46,9 @@ def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(monkeyp
 
         with all_of_them.connected("mine"), all_of_them.connected("other"):
             with all_of_them.connected("mine"):  # a second connection, as while it reconnects
-                opened = {name: (await all_of_them.open(name)).session for name in ("mine", "other")}
+                opened = {
+                    name: (await all_of_them.open(name)).session for name in ("mine", "other")
+                }
             opened["by HTTP"] = (await all_of_them.open()).session
             assert await living_after(500) == {"mine", "other", "by HTTP"}
         assert await living_after(59) == {"mine", "other", "by HTTP"}
@@ -53,7 +57,9 @@ def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(monkeyp
             await all_of_them.reset(opened["by HTTP"], Reset(seq=1, seed=1))
         assert await living_after(59) == {"mine", "by HTTP"}
         assert await living_after(2) == {"by HTTP"}
-        opened["late"] = (await all_of_them.open("mine")).session  # its client had gone before it was open
+        opened["late"] = (
+            await all_of_them.open("mine")
+        ).session  # its client had gone before it was open
         assert await living_after(59) == {"late", "by HTTP"}
         assert await living_after(2) == {"by HTTP"}
         assert await living_after(900) == set()
@@ -96,7 +102,9 @@ asyncio.run(main())
 """
 
 
-def test_a_full_server_of_a_killed_client_has_room_after_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_server_of_a_killed_client_has_room_after_its_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(client, "FULL_SECONDS", PATIENCE_SECONDS)
 
     async def main(url: str) -> None:
@@ -105,7 +113,9 @@ def test_a_full_server_of_a_killed_client_has_room_after_its_grace(monkeypatch: 
         await env.close()
 
     with served(Counting, max_sessions=3, reconnect_seconds=1.0, retry_seconds=0.1) as server:
-        killed = subprocess.Popen([sys.executable, "-c", PLAYS, server.url], stdout=subprocess.PIPE, text=True)
+        killed = subprocess.Popen(
+            [sys.executable, "-c", PLAYS, server.url], stdout=subprocess.PIPE, text=True
+        )
         try:
             assert killed.stdout is not None
             assert killed.stdout.readline() == "playing\n"
@@ -137,7 +147,9 @@ def test_a_full_server_is_noticed_and_waited_for_outside_of_a_deadline(
 
         async with asyncio.TaskGroup() as group:
             group.create_task(waits())
-            await until(lambda: any("1 episode waits" in record.message for record in caplog.records))
+            await until(
+                lambda: any("1 episode waits" in record.message for record in caplog.records)
+            )
             await until(lambda: any("full" in str(each) and url in str(each) for each in notices()))
             wait_for(0.0)
         assert not notices()
@@ -145,7 +157,10 @@ def test_a_full_server_is_noticed_and_waited_for_outside_of_a_deadline(
         await second.reset(seed=2, options={})
         await second.close()
 
-    with caplog.at_level(logging.WARNING), served(Counting, max_sessions=1, retry_seconds=0.05) as server:
+    with (
+        caplog.at_level(logging.WARNING),
+        served(Counting, max_sessions=1, retry_seconds=0.05) as server,
+    ):
         asyncio.run(main(server.url))
 
 

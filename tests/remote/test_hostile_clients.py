@@ -1,5 +1,5 @@
-"""`agentrl serve` and those who mean no good: silent and half-written connections, sessions that nobody uses, floods,
-and requests that are made from its own schema.
+"""`agentrl serve` and those who mean no good: silent and half-written connections, sessions that
+nobody uses, floods, and requests that are made from its own schema.
 """
 
 import asyncio
@@ -73,15 +73,21 @@ def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served
     with served(Echo, drain_seconds=0, request_seconds=0.3) as server:
         url = server.url
         waiting = {name: connected(url, data) for name, data in HALVES.items()}
-        body = connected(url, b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        body = connected(
+            url, b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+        )
         slow = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_SECONDS)
         asked = time.monotonic()
-        while len(select.select(waiting.values(), [], [], 0.1)[0]) < len(waiting):  # a slow client that does ask
+        while len(select.select(waiting.values(), [], [], 0.1)[0]) < len(
+            waiting
+        ):  # a slow client that does ask
             try:
                 slow.request("GET", "/health")
                 assert slow.getresponse().read().startswith(b'{"status":"healthy"')
             except ConnectionError:
-                assert time.monotonic() - asked > 0.3, "its connection was closed although it asked in time"
+                assert time.monotonic() - asked > 0.3, (
+                    "its connection was closed although it asked in time"
+                )
                 slow.close()
             asked = time.monotonic()
         slow.close()
@@ -102,7 +108,10 @@ def test_headers_without_end_are_refused_and_not_remembered(begun):
     with served(Echo, drain_seconds=0) as server:
         client = connected(server.url, begun)
         endless = b"".join(f"X-{number}: {'a' * 1000}\r\n".encode() for number in range(10_000))
-        with client, pytest.raises(ConnectionError):  # the answer is 400; it may be lost with what nobody reads
+        with (
+            client,
+            pytest.raises(ConnectionError),
+        ):  # the answer is 400; it may be lost with what nobody reads
             client.sendall(endless)
 
 
@@ -143,7 +152,9 @@ def test_a_frame_of_too_many_messages_is_refused_whole():
     async def main(url: str) -> None:
         async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/sessions/ws") as client:
             await client.send_json([{"id": 1, "op": "open"}] * 1025)
-            assert [(reply["id"], reply["status"]) for reply in await client.receive_json()] == [(None, 422)]
+            assert [(reply["id"], reply["status"]) for reply in await client.receive_json()] == [
+                (None, 422)
+            ]
             assert await sessions_now(url) == 0
 
     with served(Echo, drain_seconds=0) as server:
@@ -168,15 +179,21 @@ async def sessions_now(url: str) -> int:
 
 
 async def half_open(server: EnvServer, sockets: int) -> int:
-    """Leave 10,000 sessions unused and so many connections half-open until all have lapsed; this process's memory."""
+    """Leave 10,000 sessions unused and so many connections half-open until all have lapsed; this
+    process's memory.
+    """
     kinds = itertools.cycle(HALVES.values())
     patient = server.sessions.limits
     async with aiohttp.ClientSession() as http:
         with contextlib.ExitStack() as stack:
-            clients = [stack.enter_context(connected(server.url, next(kinds))) for _ in range(sockets)]
+            clients = [
+                stack.enter_context(connected(server.url, next(kinds))) for _ in range(sockets)
+            ]
             statuses = await open_sessions(http, server.url, SESSIONS + 100)
             assert (statuses.count(200), statuses.count(429)) == (SESSIONS, 100)
-            assert threading.active_count() < 100  # a session that was never asked anything has none
+            assert (
+                threading.active_count() < 100
+            )  # a session that was never asked anything has none
             assert await sessions_now(server.url) == SESSIONS
             server.sessions.limits = patient.model_copy(update={"idle_seconds": 0.1})
             for _ in range(300):
@@ -206,7 +223,9 @@ def test_ten_thousand_unused_sessions_and_thousands_of_half_open_connections_lap
 
 @pytest.mark.slow
 def test_requests_made_from_the_schema_find_nothing(tmp_path):
-    """schemathesis: every answer is one that the OpenAPI document names, in its shape; what does not fit is refused."""
+    """schemathesis: every answer is one that the OpenAPI document names, in its shape; what does
+    not fit is refused.
+    """
     with served(Echo, drain_seconds=0) as server:
         run = subprocess.run(
             [

@@ -1,4 +1,6 @@
-"""The client's line to a server: what goes into a frame, lines that break, and servers that are none."""
+"""The client's line to a server: what goes into a frame, lines that break, and servers that are
+none.
+"""
 
 import asyncio
 import itertools
@@ -26,14 +28,20 @@ from tests.remote.test_remote import Counting
 def test_frames_hold_every_message_in_order_and_keep_to_their_bound(lengths, max_bytes):
     messages = [b'"%b"' % (b"x" * length) for length in lengths]
     frames = list(packed(messages, max_bytes))
-    assert [text for frame in frames for text in json.loads(frame)] == ["x" * length for length in lengths]
+    assert [text for frame in frames for text in json.loads(frame)] == [
+        "x" * length for length in lengths
+    ]
     assert all(len(frame) <= max_bytes or len(json.loads(frame)) == 1 for frame in frames)
     for one, after in itertools.pairwise(frames):  # no frame more than is needed
         assert len(one) + len(b",%b" % json.dumps(json.loads(after)[0]).encode()) > max_bytes
 
 
 def test_a_frame_holds_no_more_messages_than_a_server_takes():
-    assert [len(json.loads(frame)) for frame in packed([b"1"] * 2500, 1 << 20)] == [MOST_MESSAGES, MOST_MESSAGES, 452]
+    assert [len(json.loads(frame)) for frame in packed([b"1"] * 2500, 1 << 20)] == [
+        MOST_MESSAGES,
+        MOST_MESSAGES,
+        452,
+    ]
 
 
 @pytest.mark.parametrize("factory", [FrozenLake, Counting])  # inline, and in threads
@@ -85,7 +93,9 @@ def test_steps_happen_once_however_often_the_line_breaks_under_them(seed):
         await env.close()
 
     async def cut(rng: random.Random, line_of: link.Link) -> int:
-        """Break the line under those who wait, again when all that met it have been answered: one request meets one."""
+        """Break the line under those who wait, again when all that met it have been answered: one
+        request meets one.
+        """
         cuts = 0
         while min(turns) < 14:
             await asyncio.sleep(rng.uniform(0, 0.01))
@@ -126,7 +136,9 @@ async def _farewell(client: ServerConnection) -> None:
 
 async def _no_shape(client: ServerConnection) -> None:
     async for frame in client:
-        await client.send(json.dumps([{"id": json.loads(frame)[0]["id"], "status": 200, "body": {"session": 3}}]))
+        await client.send(
+            json.dumps([{"id": json.loads(frame)[0]["id"], "status": 200, "body": {"session": 3}}])
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +163,10 @@ def test_a_server_that_answers_nonsense_is_an_env_error_and_not_a_wait(handler, 
 @pytest.mark.parametrize(
     ("bytes_sent", "says"),
     [
-        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "404 where /sessions/ws should be"),
+        (
+            b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+            "404 where /sessions/ws should be",
+        ),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "no WebSocket"),
         (b"", "no WebSocket"),
     ],
@@ -173,8 +188,12 @@ def test_what_speaks_no_websocket_is_an_env_error(bytes_sent, says):
     asyncio.run(main())
 
 
-def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when_it_does(monkeypatch):
-    monkeypatch.setattr(link, "REST_SECONDS", 1000.0)  # longer than this takes on the busiest machine
+def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when_it_does(
+    monkeypatch,
+):
+    monkeypatch.setattr(
+        link, "REST_SECONDS", 1000.0
+    )  # longer than this takes on the busiest machine
 
     async def main(sound: str) -> None:
         answers: Callable[[], bool] = lambda: False  # noqa: E731
@@ -190,7 +209,9 @@ def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when
                 if not answers():
                     await reader.read()  # as long as the client waits
                     return
-                there, to_there = await asyncio.open_connection("127.0.0.1", int(sound.rpartition(":")[2]))
+                there, to_there = await asyncio.open_connection(
+                    "127.0.0.1", int(sound.rpartition(":")[2])
+                )
                 held.append((writer, to_there))
                 async with asyncio.TaskGroup() as group:
                     group.create_task(forward(reader, to_there))
@@ -223,7 +244,9 @@ def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_who_waits_for_a_server_that_is_gone_is_told_at_once_and_its_address_can_be_used_again(connected):
+def test_who_waits_for_a_server_that_is_gone_is_told_at_once_and_its_address_can_be_used_again(
+    connected,
+):
     async def silent(client: ServerConnection) -> None:
         await client.wait_closed()
 

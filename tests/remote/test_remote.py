@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class Counting(TextEnv):
-    """Says how many steps there were. `sleep S` takes S seconds, `raise` raises; `exit` ends the process, `end` the
-    episode.
+    """Says how many steps there were. `sleep S` takes S seconds, `raise` raises; `exit` ends the
+    process, `end` the episode.
     """
 
     isolation = "thread"
@@ -57,15 +57,17 @@ class Counting(TextEnv):
 
 
 _SERVE = (
-    "import sys; sys.argv = ['agentrl', 'serve', 'file:tests/remote/test_remote.py:Counting', '--port', '0']; "
-    "from agentrl.cli import main; main()"
+    "import sys; sys.argv = ['agentrl', 'serve', 'file:tests/remote/test_remote.py:Counting',"
+    " '--port', '0']; from agentrl.cli import main; main()"
 )
 
 
 @contextmanager
 def in_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command that serves, in a process of its own, and the address that it says."""
-    process = subprocess.Popen([sys.executable, "-c", _SERVE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVE], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
         yield process, process.stdout.readline().strip().rpartition(" ")[2]
@@ -87,7 +89,9 @@ class Plain:
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self.url, self.http = url, http
 
-    async def __call__(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+    async def __call__(
+        self, method: str, path: str, body: Any = None, **more: Any
+    ) -> tuple[int, Any]:
         answer = await self.http.request(method, self.url + path, json=body, **more)
         self.headers = answer.headers
         return answer.status_code, answer.json()
@@ -127,13 +131,22 @@ async def play(env: Env, words: tuple[str, ...], episodes: int, seed: int) -> li
     [
         (FrozenLake, (*ACTIONS, "nonsense \u2603")),
         (GuessNumber, tuple("12345")),
-        (Calculator, ("7", '<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>')),
+        (
+            Calculator,
+            (
+                "7",
+                '<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>',
+            ),
+        ),
     ],
 )
 def test_the_same_scripted_episodes_are_identical_locally_and_remotely(factory, words):
     async def both(url: str) -> None:
         async with asyncio.TaskGroup() as group:
-            remotely = [group.create_task(play(RemoteEnv([url]), words, 3, seed)) for seed in range(0, 80, 10)]
+            remotely = [
+                group.create_task(play(RemoteEnv([url]), words, 3, seed))
+                for seed in range(0, 80, 10)
+            ]
         for seed, task in zip(range(0, 80, 10), remotely, strict=True):
             assert task.result() == await play(factory(), words, 3, seed)
 
@@ -149,7 +162,9 @@ def test_a_step_that_is_sent_again_gives_the_first_answer_and_happens_once(count
         first = await ask("POST", f"{at}/step", {"seq": 2, "action": "a"})
         assert first == await ask("POST", f"{at}/step", {"seq": 2, "action": "a"})
         assert first[1]["observation"] == "a 1"
-        assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "a"}))[1]["observation"] == "a 2"
+        assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "a"}))[1][
+            "observation"
+        ] == "a 2"
         # The retry may overtake the end of the first.
         async with asyncio.TaskGroup() as group:
             body = {"seq": 4, "action": "sleep 0.1"}
@@ -162,15 +177,23 @@ def test_a_step_that_is_sent_again_gives_the_first_answer_and_happens_once(count
 def test_a_number_that_is_skipped_or_old_or_has_other_content_is_a_conflict(counting):
     async def work(ask: Plain) -> None:
         at = await ask.open()
-        assert (await ask("POST", f"{at}/step", {"seq": 1, "action": "a"}))[0] == 409  # before reset
+        assert (await ask("POST", f"{at}/step", {"seq": 1, "action": "a"}))[
+            0
+        ] == 409  # before reset
         assert (await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5}))[0] == 200
         assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "a"}))[0] == 409  # skipped
         assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a"}))[0] == 200
-        assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "b"}))[0] == 409  # the last, changed
+        assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "b"}))[
+            0
+        ] == 409  # the last, changed
         assert (await ask("POST", f"{at}/step", {"seq": 1, "action": "a"}))[0] == 409  # old
         assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "end"}))[1]["terminated"]
-        assert (await ask("POST", f"{at}/step", {"seq": 4, "action": "a"}))[0] == 409  # after the end
-        assert (await ask("POST", f"{at}/reset", {"seq": 4, "seed": 6}))[0] == 200  # and all of it costs nothing
+        assert (await ask("POST", f"{at}/step", {"seq": 4, "action": "a"}))[
+            0
+        ] == 409  # after the end
+        assert (await ask("POST", f"{at}/reset", {"seq": 4, "seed": 6}))[
+            0
+        ] == 200  # and all of it costs nothing
 
     plainly(counting.url, work)
 
@@ -180,7 +203,14 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
         at = await ask.open()
         assert (await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5}))[0] == 200
         json_type = {"Content-Type": "application/json"}
-        for data in (b"{not json", b"[]", b"\xff\xfe", b'{"seq": 2}', b'{"seq": "x", "action": "a"}', b"9" * 500):
+        for data in (
+            b"{not json",
+            b"[]",
+            b"\xff\xfe",
+            b'{"seq": 2}',
+            b'{"seq": "x", "action": "a"}',
+            b"9" * 500,
+        ):
             assert (await ask("POST", f"{at}/step", content=data, headers=json_type))[0] == 422
         assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a" * 5000}))[0] == 413
 
@@ -192,9 +222,13 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
         for stolen in ("/sessions/guess", "/sessions/" + "a" * 32):
             assert (await ask("POST", f"{stolen}/step", {"seq": 1, "action": "a"}))[0] == 404
             assert (await ask("DELETE", stolen))[0] == 404
-        assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a"}))[0] == 200  # unharmed by all of it
+        assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a"}))[
+            0
+        ] == 200  # unharmed by all of it
         assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "raise"}))[0] == 500
-        assert (await ask("POST", f"{at}/step", {"seq": 4, "action": "a"}))[0] == 404  # what failed is ended
+        assert (await ask("POST", f"{at}/step", {"seq": 4, "action": "a"}))[
+            0
+        ] == 404  # what failed is ended
         other = await ask.open()
         assert (await ask("DELETE", other))[0] == 200
         assert (await ask("POST", f"{other}/reset", {"seq": 1, "seed": 5}))[0] == 404
@@ -211,9 +245,19 @@ def test_hostile_frames_are_answered_and_an_oversized_one_ends_its_own_socket_on
             sockets.ws_connect(f"{ask.url}/sessions/ws") as other,
         ):
             opens = '{"id": 1, "op": "open"}'
-            for data in ("{", "{}", "[1]", '[{"id": 1, "op": "steal"}]', '[{"id": 1, "op": "step"}]', "\x00", opens):
+            for data in (
+                "{",
+                "{}",
+                "[1]",
+                '[{"id": 1, "op": "steal"}]',
+                '[{"id": 1, "op": "step"}]',
+                "\x00",
+                opens,
+            ):
                 await hostile.send_str(data)
-                assert [(one["id"], one["status"]) for one in await hostile.receive_json()] == [(None, 422)]
+                assert [(one["id"], one["status"]) for one in await hostile.receive_json()] == [
+                    (None, 422)
+                ]
             await hostile.send_bytes(b"\xff\xff")
             assert [one["status"] for one in await hostile.receive_json()] == [422]
             await hostile.send_str("x" * 10_000)
@@ -234,7 +278,9 @@ def test_who_has_no_token_gets_nothing():
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await sockets.ws_connect(f"{ask.url}/sessions/ws")
         assert refused.value.status == 403
-        assert (await ask("POST", "/sessions", headers={"Authorization": "Bearer secret"}))[0] == 200
+        assert (await ask("POST", "/sessions", headers={"Authorization": "Bearer secret"}))[
+            0
+        ] == 200
         assert (await ask("GET", "/health"))[0] == 200
         wrong_env = RemoteEnv([ask.url], token="wrong")
         with pytest.raises(ConfigError, match="AGENTRL_REMOTE_TOKEN"):
@@ -259,7 +305,9 @@ def test_who_has_no_token_gets_nothing():
         ("10.1.2.3", 200),
     ],
 )
-def test_without_a_token_a_name_that_was_made_to_lead_here_is_refused(counting, host: str, status: int) -> None:
+def test_without_a_token_a_name_that_was_made_to_lead_here_is_refused(
+    counting, host: str, status: int
+) -> None:
     async def work(ask: Plain) -> None:
         assert (await ask("POST", "/sessions", headers={"Host": host}))[0] == status
 
@@ -299,11 +347,15 @@ def test_sessions_in_processes_are_bounded_and_one_that_dies_takes_no_other_alon
             assert (await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5}))[0] == 200
         status, body = await ask("POST", f"{dying}/step", {"seq": 2, "action": "exit"})
         assert (status, "exit status 3" in body["detail"]) == (500, True)
-        assert (await ask("POST", f"{other}/step", {"seq": 2, "action": "a"}))[1]["observation"] == "a 1"
+        assert (await ask("POST", f"{other}/step", {"seq": 2, "action": "a"}))[1][
+            "observation"
+        ] == "a 1"
         assert await ask.open()  # there is room again
         assert (await ask("GET", "/health"))[1]["max_sessions"] == 2
 
-    with served(partial(ProcessEnv, "file:tests/remote/test_remote.py:Counting"), max_processes=2) as server:
+    with served(
+        partial(ProcessEnv, "file:tests/remote/test_remote.py:Counting"), max_processes=2
+    ) as server:
         plainly(server.url, work)
 
 
@@ -334,8 +386,12 @@ def test_a_late_answer_is_never_given_to_the_next_request(counting):
             await late.step("sleep 0.2")
         for turn in range(1, 40):
             async with asyncio.TaskGroup() as group:
-                steps = [group.create_task(env.step(f"{number}")) for number, env in enumerate(others)]
-            assert [task.result()[0] for task in steps] == [f"{number} {turn}" for number in range(len(others))]
+                steps = [
+                    group.create_task(env.step(f"{number}")) for number, env in enumerate(others)
+                ]
+            assert [task.result()[0] for task in steps] == [
+                f"{number} {turn}" for number in range(len(others))
+            ]
             await asyncio.sleep(0.005)
         await late.close()
         for env in others:
@@ -416,7 +472,9 @@ def test_a_server_that_is_killed_costs_its_episodes_and_the_pool_goes_on():
         dying.kill()
         dying.wait()
         answers = [await _answer_or_error(env) for env in envs]
-        assert [answer for answer in answers if answer == "a 1"] == ["a 1"] * 3  # the load was shared
+        assert [answer for answer in answers if answer == "a 1"] == [
+            "a 1"
+        ] * 3  # the load was shared
         assert sum(first in answer for answer in answers) == 3
         for env in envs:
             await host.release("pool", env)
@@ -465,7 +523,8 @@ def test_a_lost_socket_is_opened_again_and_the_step_happens_once(counting):
 
 
 @pytest.mark.parametrize(
-    ("origin", "status"), [("https://elsewhere.example", 403), ("null", 403), ("http://[", 403), ("", 200)]
+    ("origin", "status"),
+    [("https://elsewhere.example", 403), ("null", 403), ("http://[", 403), ("", 200)],
 )
 def test_a_web_page_of_another_site_cannot_play(counting, origin: str, status: int) -> None:
     async def work(ask: Plain) -> None:
@@ -518,7 +577,9 @@ async def drained(ask: Plain, tell: Callable[[], None]) -> None:
 
 def test_a_server_that_drains_lets_running_episodes_end_and_begins_no_more():
     with served(Counting, drain_seconds=30) as server:
-        plainly(server.url, lambda ask: drained(ask, lambda: server.handle_exit(signal.SIGTERM, None)))
+        plainly(
+            server.url, lambda ask: drained(ask, lambda: server.handle_exit(signal.SIGTERM, None))
+        )
         for _ in range(300):
             if server.should_exit:
                 break

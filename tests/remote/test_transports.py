@@ -1,4 +1,6 @@
-"""One environment, policy and seed over every transport: here, in a thread, in a process, over HTTP, as OpenEnv's."""
+"""One environment, policy and seed over every transport: here, in a thread, in a process, over
+HTTP, as OpenEnv's.
+"""
 
 import asyncio
 import random
@@ -80,7 +82,10 @@ def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
     async def play() -> list[Trajectory]:
         host = EnvHost({"dials": transport.make}, EnvDeadlines(), transport.isolation)
         player = EnvEpisodeRunner(ScriptedRoute(), RENDERER, host, Budget(turns=8), deadline=60)
-        tasks = [Task("dials", number % 6, {"digits": 2 + number % 2}, f"{number}") for number in range(episodes)]
+        tasks = [
+            Task("dials", number % 6, {"digits": 2 + number % 2}, f"{number}")
+            for number in range(episodes)
+        ]
         places = asyncio.Semaphore(8)
 
         async def one(task: Task) -> Trajectory:
@@ -97,7 +102,9 @@ def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
 
 
 def without_times(trajectory: Trajectory) -> Trajectory:
-    turns = tuple(replace(turn, asked=0.0, generate_seconds=0.0, env_seconds=0.0) for turn in trajectory.turns)
+    turns = tuple(
+        replace(turn, asked=0.0, generate_seconds=0.0, env_seconds=0.0) for turn in trajectory.turns
+    )
     return replace(trajectory, turns=turns, started=0.0, seconds=0.0)
 
 
@@ -110,10 +117,21 @@ def played_here() -> list[Trajectory]:
 def test_the_episodes_are_worth_comparing(played_here: list[Trajectory]) -> None:
     assert {type(played.status) for played in played_here} == {Terminated, Truncated}
     assert len({played.messages for played in played_here}) == len(played_here)
-    assert len([line for line in SOURCE.read_text().partition("class ")[2].splitlines() if line.strip()]) <= 25
+    assert (
+        len(
+            [
+                line
+                for line in SOURCE.read_text().partition("class ")[2].splitlines()
+                if line.strip()
+            ]
+        )
+        <= 25
+    )
 
 
-def test_every_transport_gives_the_same_trajectories(transport: Transport, played_here: list[Trajectory]) -> None:
+def test_every_transport_gives_the_same_trajectories(
+    transport: Transport, played_here: list[Trajectory]
+) -> None:
     for played, expected in zip(trajectories(transport), played_here, strict=True):
         assert played == expected
 

@@ -49,16 +49,29 @@ def test_the_score_is_the_share_of_passed_tests() -> None:
         ("while True: pass", SQUARE, 0.0),
         ("def", SQUARE, 0.0),
         ("def double(x): return x * 2", DOUBLE, 1.0),
-        ("def double(x):\n    print('see')\n    return x * 2\nif __name__ == '__main__': input()", DOUBLE, 1.0),
+        (
+            (
+                "def double(x):\n    print('see')\n    return x * 2\nif __name__ == '__main__':"
+                " input()"
+            ),
+            DOUBLE,
+            1.0,
+        ),
         ("def double(x): return x + 2", DOUBLE, 1 / 3),
         ("def duoble(x): return x * 2", DOUBLE, 0.0),
         ("def double(x): raise SystemExit(0)", DOUBLE, 0.0),
         ("import os\nos._exit(0)", DOUBLE, 0.0),
         ("def double(x): return {x}", DOUBLE, 0.0),
-        ("def f(): return (0.1 + 0.2, {'a': None}, True)", [{"call": "f", "returns": [0.3, {"a": None}, True]}], 1.0),
+        (
+            "def f(): return (0.1 + 0.2, {'a': None}, True)",
+            [{"call": "f", "returns": [0.3, {"a": None}, True]}],
+            1.0,
+        ),
         ("def f(): return '[' * 10**5", [{"call": "f", "returns": 1}], 0.0),
     ]
-    for (program, _, value), score in zip(cases, scores([answer(p, t) for p, t, _ in cases]), strict=True):
+    for (program, _, value), score in zip(
+        cases, scores([answer(p, t) for p, t, _ in cases]), strict=True
+    ):
         assert score.value == pytest.approx(value), program
         assert score.parts == {"all_passed": float(value == 1)}
 
@@ -95,7 +108,10 @@ def test_a_program_in_an_indented_block_runs() -> None:
 
 
 def test_a_test_may_call_a_method_and_a_builtin_is_no_function_of_the_program() -> None:
-    program = "class Solution:\n    def __init__(self, k=1): self.k = k\n    def f(self, x): return self.k * x\n"
+    program = (
+        "class Solution:\n    def __init__(self, k=1): self.k = k\n    def f(self, x): return"
+        " self.k * x\n"
+    )
     tests = [
         {"call": "Solution().f", "args": [3], "returns": 3},
         {"call": "Solution(2).f", "args": [3], "returns": 6},
@@ -128,11 +144,16 @@ def test_a_test_may_call_a_method_and_a_builtin_is_no_function_of_the_program() 
         ("yes", "1", "words", 1e9, False),
     ],
 )
-def test_outputs_are_compared_as_the_settings_say(printed, expected, comparison, tolerance, equal) -> None:
+def test_outputs_are_compared_as_the_settings_say(
+    printed, expected, comparison, tolerance, equal
+) -> None:
     assert same_output(printed, expected, comparison, tolerance) is equal
 
 
-DIVISOR = "def check(stdin, stdout, expected):\n    return int(stdin) % int(stdout) == 0 and int(stdout) > 1\n"
+DIVISOR = (
+    "def check(stdin, stdout, expected):\n    return int(stdin) % int(stdout) == 0 and int(stdout)"
+    " > 1\n"
+)
 
 
 def test_a_checker_decides_where_several_outputs_are_right() -> None:
@@ -149,7 +170,9 @@ def test_a_checker_decides_where_several_outputs_are_right() -> None:
     assert [score.value for score in found] == list(cases.values())
     own = [{"stdin": "12", "checker": DIVISOR}, {"stdin": "12", "stdout": "5", "compare": "lines"}]
     assert scores([answer("print(3)", own)])[0].value == 0.5
-    assert scores([answer("print(3)", own[1:])], config)[0].value == 0.0, "a test says how to compare by itself"
+    assert scores([answer("print(3)", own[1:])], config)[0].value == 0.0, (
+        "a test says how to compare by itself"
+    )
 
 
 def test_a_program_cannot_reach_its_checker() -> None:
@@ -191,7 +214,9 @@ def look(x):
     assert scores([answer(program, tests)])[0].value == 0.5
 
 
-@pytest.mark.parametrize("tests", [None, [], "assert True", [{"stdin": "1"}], [{"call": "f", "arg": 1, "returns": 2}]])
+@pytest.mark.parametrize(
+    "tests", [None, [], "assert True", [{"stdin": "1"}], [{"call": "f", "arg": 1, "returns": 2}]]
+)
 def test_tests_of_no_such_form_are_refused(tests: object) -> None:
     with pytest.raises(ConfigError, match="option 'tests' of task 'task'"):
         code_tests.tests_of(answer("pass", tests).task, "tests")
@@ -207,5 +232,9 @@ def test_a_lost_sandbox_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_keeps_the_contract_of_a_reward() -> None:
-    asked = [answer("print(9)", SQUARE), answer("def double(x): return x * 2", DOUBLE), answer("1/0", SQUARE)]
+    asked = [
+        answer("print(9)", SQUARE),
+        answer("def double(x): return x * 2", DOUBLE),
+        answer("1/0", SQUARE),
+    ]
     check_reward(lambda: CodeTests(CONFIG), asked, pure=True)

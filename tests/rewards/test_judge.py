@@ -1,4 +1,6 @@
-"""Judges against a scripted endpoint: speed, cost, failures, order, and what they say of themselves."""
+"""Judges against a scripted endpoint: speed, cost, failures, order, and what they say of
+themselves.
+"""
 
 import asyncio
 import json
@@ -43,13 +45,28 @@ def trajectory(answer: str, options: Mapping[str, Any] | None = None) -> Traject
 
 
 def rubric(server: JudgeServer, tmp_path: Path, **settings: Any) -> RubricJudge:
-    criteria = {"correct": {"about": "The result is right.", "weight": 3}, "copy": "It is copied from nowhere."}
-    shown = {"url": server.url, "cache": tmp_path / "judge.sqlite", "criteria": criteria, **FAST, **settings}
+    criteria = {
+        "correct": {"about": "The result is right.", "weight": 3},
+        "copy": "It is copied from nowhere.",
+    }
+    shown = {
+        "url": server.url,
+        "cache": tmp_path / "judge.sqlite",
+        "criteria": criteria,
+        **FAST,
+        **settings,
+    }
     return RubricJudge(RubricJudge.Config.model_validate(shown))
 
 
 def pairwise(server: JudgeServer, tmp_path: Path, **settings: Any) -> PairwiseJudge:
-    shown = {"url": server.url, "cache": tmp_path / "judge.sqlite", "better": "Which is longer?", **FAST, **settings}
+    shown = {
+        "url": server.url,
+        "cache": tmp_path / "judge.sqlite",
+        "better": "Which is longer?",
+        **FAST,
+        **settings,
+    }
     return PairwiseJudge(PairwiseJudge.Config.model_validate(shown))
 
 
@@ -73,7 +90,10 @@ def script_of(*replies: JudgeReply) -> Callable[[JudgeCall], JudgeReply]:
 
 def test_a_rubric_is_the_weighted_mean_of_its_levels_and_each_is_a_part(tmp_path: Path) -> None:
     async def main() -> None:
-        async with JudgeServer(lambda call: levels(5, 10)) as server, rubric(server, tmp_path) as judge:
+        async with (
+            JudgeServer(lambda call: levels(5, 10)) as server,
+            rubric(server, tmp_path) as judge,
+        ):
             score = await judge.score(trajectory("42"))
             assert score.value == pytest.approx((3 * 0.5 + 1 * 1.0) / 4)
             assert score.parts == {"correct": 0.5, "copy": 1.0}
@@ -117,7 +137,9 @@ def test_64_calls_are_under_way_at_once_and_the_same_again_cost_nothing(tmp_path
     async def main() -> None:
         asked = [trajectory(f"answer {number}") for number in range(64)]
         async with JudgeServer(lambda call: levels(call.number % 11), together=64) as server:
-            async with rubric(server, tmp_path, concurrency=64, prompt_price=10, completion_price=100) as judge:
+            async with rubric(
+                server, tmp_path, concurrency=64, prompt_price=10, completion_price=100
+            ) as judge:
                 first = await all_of([judge.score(each) for each in asked])
                 assert server.most_live == 64
                 metrics = judge.metrics()
@@ -125,7 +147,9 @@ def test_64_calls_are_under_way_at_once_and_the_same_again_cost_nothing(tmp_path
                 assert metrics["cost"] == pytest.approx(64 * (100 * 10 + 10 * 100) / 1e6)
                 assert 0 < metrics["latency_mean"] <= metrics["latency_max"]
                 assert await all_of([judge.score(each) for each in asked]) == first
-            async with rubric(server, tmp_path) as resumed:  # another process would see the same file
+            async with rubric(
+                server, tmp_path
+            ) as resumed:  # another process would see the same file
                 assert await all_of([resumed.score(each) for each in asked]) == first
                 metrics = resumed.metrics()
                 assert (metrics["cached"], metrics["answers"], metrics["cost"]) == (64, 0, 0)
@@ -151,12 +175,19 @@ def test_a_judge_asks_by_a_client_of_the_callers_own_and_leaves_it_open(tmp_path
 
     async def main() -> None:
         config = RubricJudge.Config.model_validate(
-            {"url": "http://judge", "cache": tmp_path / "judge.sqlite", "criteria": {"clear": "It is clear."}, **FAST}
+            {
+                "url": "http://judge",
+                "cache": tmp_path / "judge.sqlite",
+                "criteria": {"clear": "It is clear."},
+                **FAST,
+            }
         )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, headers={"X-API-Key": "mine"}) as client:
             async with RubricJudge(config, client) as judge:
-                assert (await judge.score(trajectory("half of a surrogate pair: \ud800"))).value == 1.0
+                assert (
+                    await judge.score(trajectory("half of a surrogate pair: \ud800"))
+                ).value == 1.0
             assert not client.is_closed
         assert keys == ["mine"]
 
@@ -180,7 +211,10 @@ def test_a_run_is_told_what_its_judges_cost_by_their_names(tmp_path: Path) -> No
 
 def test_the_same_question_asked_at_once_is_sent_once(tmp_path: Path) -> None:
     async def main() -> None:
-        async with JudgeServer(lambda call: levels(7, seconds=0.05)) as server, rubric(server, tmp_path) as judge:
+        async with (
+            JudgeServer(lambda call: levels(7, seconds=0.05)) as server,
+            rubric(server, tmp_path) as judge,
+        ):
             scores = await all_of([judge.score(trajectory("42")) for _ in range(20)])
             assert len({score.value for score in scores}) == 1
             assert len(server.calls) == 1
@@ -191,7 +225,13 @@ def test_the_same_question_asked_at_once_is_sent_once(tmp_path: Path) -> None:
 def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
     async def main() -> None:
         async with JudgeServer(lambda call: levels(7)) as server:
-            for settings in ({}, {"temperature": 0.5}, {"about": "Sums."}, {"levels": 12}, {"extra_body": {"n": 1}}):
+            for settings in (
+                {},
+                {"temperature": 0.5},
+                {"about": "Sums."},
+                {"levels": 12},
+                {"extra_body": {"n": 1}},
+            ):
                 async with rubric(server, tmp_path, **settings) as judge:
                     await judge.score(trajectory("42"))
             assert len(server.calls) == 5
@@ -211,7 +251,12 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
         (JudgeReply.json({"levels": {"correct": 3, "copy": 1}, "value": 1.0}), "unreadable"),
         (JudgeReply('{"levels": {"correct": 3', finish_reason="length"), "unreadable"),
         (JudgeReply('{"levels": {"correct": 3, "correct": 10, "copy": 1}}'), "unreadable"),
-        (JudgeReply('{"levels": {"correct": 3, "copy": 1}, "levels": {"correct": 10, "copy": 10}}'), "unreadable"),
+        (
+            JudgeReply(
+                '{"levels": {"correct": 3, "copy": 1}, "levels": {"correct": 10, "copy": 10}}'
+            ),
+            "unreadable",
+        ),
         (JudgeReply("x" * (9 << 20)), "unreadable"),
         (JudgeReply(fault="drop"), "unreachable"),
         (JudgeReply(fault="hang"), "unreachable"),
@@ -232,11 +277,15 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
         "hung",
     ],
 )
-def test_what_is_no_verdict_is_counted_and_asked_again(trouble: JudgeReply, kind: str, tmp_path: Path) -> None:
+def test_what_is_no_verdict_is_counted_and_asked_again(
+    trouble: JudgeReply, kind: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with (
             JudgeServer(script_of(trouble, trouble, levels(10))) as server,
-            rubric(server, tmp_path, timeout=1.0 if trouble.fault == "hang" else PATIENCE_SECONDS) as judge,
+            rubric(
+                server, tmp_path, timeout=1.0 if trouble.fault == "hang" else PATIENCE_SECONDS
+            ) as judge,
         ):
             begun = time.perf_counter()
             score = await judge.score(trajectory("42"))
@@ -269,7 +318,9 @@ NO_LEVELS = [
 
 
 def test_a_number_that_is_no_level_is_no_verdict(tmp_path: Path) -> None:
-    replies = [JudgeReply(f'{{"levels": {{"correct": {number}, "copy": 1}}}}') for number in NO_LEVELS]
+    replies = [
+        JudgeReply(f'{{"levels": {{"correct": {number}, "copy": 1}}}}') for number in NO_LEVELS
+    ]
     replies += [JudgeReply("8.5/10"), JudgeReply("8 or 9"), JudgeReply("")]
     asked: set[int] = set()
 
@@ -280,7 +331,9 @@ def test_a_number_that_is_no_level_is_no_verdict(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with JudgeServer(script) as server, rubric(server, tmp_path) as judge:
-            scores = await all_of([judge.score(trajectory(str(number))) for number in range(len(replies))])
+            scores = await all_of(
+                [judge.score(trajectory(str(number))) for number in range(len(replies))]
+            )
             assert [score.parts["correct"] for score in scores] == [0.8] * len(replies)
             assert judge.metrics()["unreadable"] == len(replies)
 
@@ -304,28 +357,38 @@ def test_no_verdict_within_the_budget_is_a_reward_error_and_never_a_number(tmp_p
     async def main() -> None:
         async with JudgeServer(lambda call: JudgeReply("no idea")) as server:
             async with rubric(server, tmp_path, retries=2) as judge:
-                with pytest.raises(RewardError, match=r"asked 3 times .* does not fit|asked 3 times .* no Rubric"):
+                with pytest.raises(
+                    RewardError, match=r"asked 3 times .* does not fit|asked 3 times .* no Rubric"
+                ):
                     await judge.score(trajectory("42"))
                 assert len(server.calls) == 3
             server.script = lambda call: JudgeReply(status=429, retry_after="3600")
             async with rubric(server, tmp_path) as judge:
-                with pytest.raises(RewardError, match="asked 1 times"):  # the hour is not waited for
+                with pytest.raises(
+                    RewardError, match="asked 1 times"
+                ):  # the hour is not waited for
                     await judge.score(trajectory("42"))
             server.script = lambda call: levels(3)
             async with rubric(server, tmp_path) as judge:
-                assert (await judge.score(trajectory("42"))).parts["correct"] == 0.3  # no failure was cached
+                assert (await judge.score(trajectory("42"))).parts[
+                    "correct"
+                ] == 0.3  # no failure was cached
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "says"), [(400, RewardError, "refuses the question"), (401, ConfigError, "api_key_env")]
+    ("status", "error", "says"),
+    [(400, RewardError, "refuses the question"), (401, ConfigError, "api_key_env")],
 )
 def test_what_asking_again_cannot_mend_is_asked_once(
     status: int, error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
-        async with JudgeServer(lambda call: JudgeReply(status=status)) as server, rubric(server, tmp_path) as judge:
+        async with (
+            JudgeServer(lambda call: JudgeReply(status=status)) as server,
+            rubric(server, tmp_path) as judge,
+        ):
             with pytest.raises(error, match=says):
                 await judge.score(trajectory("42"))
             assert len(server.calls) == 1
@@ -357,7 +420,9 @@ def test_a_judge_that_goes_away_and_comes_back_is_waited_for(tmp_path: Path) -> 
     async def main() -> None:
         server = JudgeServer(lambda call: levels(4, seconds=0.1))
         async with server, rubric(server, tmp_path, concurrency=4, retries=100) as judge:
-            asking = asyncio.ensure_future(all_of([judge.score(trajectory(str(number))) for number in range(12)]))
+            asking = asyncio.ensure_future(
+                all_of([judge.score(trajectory(str(number))) for number in range(12)])
+            )
             while len(server.calls) < 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             await server.stop()
@@ -417,14 +482,23 @@ def test_a_judge_that_always_says_first_gives_equal_scores(tmp_path: Path) -> No
 def longer(call: JudgeCall) -> JudgeReply:
     """A fair judge."""
     first, second = (len(call.data[name][1]["content"]) for name in ("first", "second"))
-    return JudgeReply.json({"better": "first" if first > second else "second" if second > first else "tie"})
+    return JudgeReply.json(
+        {"better": "first" if first > second else "second" if second > first else "tie"}
+    )
 
 
 @pytest.mark.parametrize("opponents", [None, 2])
-def test_a_fair_judge_ranks_the_group_and_equal_texts_tie_unasked(opponents: int | None, tmp_path: Path) -> None:
+def test_a_fair_judge_ranks_the_group_and_equal_texts_tie_unasked(
+    opponents: int | None, tmp_path: Path
+) -> None:
     async def main() -> None:
-        async with JudgeServer(longer) as server, pairwise(server, tmp_path, opponents=opponents) as judge:
-            scores = await judge.score_group([trajectory("4" * number) for number in (3, 1, 6, 2, 5, 4, 4)])
+        async with (
+            JudgeServer(longer) as server,
+            pairwise(server, tmp_path, opponents=opponents) as judge,
+        ):
+            scores = await judge.score_group(
+                [trajectory("4" * number) for number in (3, 1, 6, 2, 5, 4, 4)]
+            )
             values = [score.value for score in scores]
             assert values[1] == min(values)
             assert values[2] == max(values)
@@ -486,7 +560,11 @@ def test_the_key_stands_in_no_file_no_log_and_no_error(
             said.append(repr(vars(judge)) + str(judge._config.model_dump()))
         return said
 
-    said = [*asyncio.run(main()), caplog.text, *(path.read_bytes().decode("latin1") for path in tmp_path.iterdir())]
+    said = [
+        *asyncio.run(main()),
+        caplog.text,
+        *(path.read_bytes().decode("latin1") for path in tmp_path.iterdir()),
+    ]
     assert len(said) >= 5
     assert [text for text in said if secret in text] == []
 
@@ -505,9 +583,13 @@ def test_the_key_stands_in_no_file_no_log_and_no_error(
         ({"modle": "x"}, "Extra inputs"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_starts(settings: dict[str, Any], says: str) -> None:
+def test_wrong_settings_are_refused_before_anything_starts(
+    settings: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValidationError, match=says):
-        RubricJudge.Config.model_validate({"url": "http://localhost", "criteria": {"a": "b"}, **settings})
+        RubricJudge.Config.model_validate(
+            {"url": "http://localhost", "criteria": {"a": "b"}, **settings}
+        )
 
 
 def test_an_endpoint_that_cannot_work_is_found_on_entering(tmp_path: Path) -> None:
@@ -532,7 +614,9 @@ def test_an_endpoint_that_cannot_work_is_found_on_entering(tmp_path: Path) -> No
     asyncio.run(main())
 
 
-def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_is_named(tmp_path: Path) -> None:
+def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_is_named(
+    tmp_path: Path,
+) -> None:
     async def main() -> None:
         async with JudgeServer(lambda call: levels(4), lists_models=False) as server:
             with pytest.raises(ConfigError, match="name one with `model`"):
@@ -545,25 +629,46 @@ def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_
 
 
 def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Path) -> None:
-    past, next_week = (format_datetime(datetime.now(UTC) + timedelta(days=days), usegmt=True) for days in (-2, 7))
-    without_zone = format_datetime(datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2))  # it ends in -0000
-    busy = [JudgeReply(status=429, retry_after=when) for when in (past, without_zone, "soon", next_week)]
+    past, next_week = (
+        format_datetime(datetime.now(UTC) + timedelta(days=days), usegmt=True) for days in (-2, 7)
+    )
+    without_zone = format_datetime(
+        datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2)
+    )  # it ends in -0000
+    busy = [
+        JudgeReply(status=429, retry_after=when) for when in (past, without_zone, "soon", next_week)
+    ]
 
     async def main() -> None:
         async with JudgeServer(script_of(*busy)) as server, rubric(server, tmp_path) as judge:
-            with pytest.raises(RewardError, match="asked 4 times"):  # the week is longer than the budget
+            with pytest.raises(
+                RewardError, match="asked 4 times"
+            ):  # the week is longer than the budget
                 await judge.score(trajectory("42"))
 
     asyncio.run(main())
 
 
-def test_only_the_question_and_the_last_answer_are_shown_where_that_is_wanted(tmp_path: Path) -> None:
-    talk = [("system", "s"), ("user", "q"), ("assistant", "thinks"), ("tool", "t"), ("assistant", "a")]
-    long = Trajectory("t", Task("sums", 0), (), Terminated(), tuple(Message(role, text) for role, text in talk))
+def test_only_the_question_and_the_last_answer_are_shown_where_that_is_wanted(
+    tmp_path: Path,
+) -> None:
+    talk = [
+        ("system", "s"),
+        ("user", "q"),
+        ("assistant", "thinks"),
+        ("tool", "t"),
+        ("assistant", "a"),
+    ]
+    long = Trajectory(
+        "t", Task("sums", 0), (), Terminated(), tuple(Message(role, text) for role, text in talk)
+    )
 
     async def main() -> None:
         async with JudgeServer(lambda call: levels(4)) as server:
-            for show, seen in (("transcript", ["s", "q", "thinks", "t", "a"]), ("answer", ["q", "a"])):
+            for show, seen in (
+                ("transcript", ["s", "q", "thinks", "t", "a"]),
+                ("answer", ["q", "a"]),
+            ):
                 async with rubric(server, tmp_path, show=show) as judge:
                     await judge.score(long)
                 assert [message["content"] for message in server.calls[-1].data["messages"]] == seen
@@ -581,7 +686,9 @@ matrices = st.integers(2, 7).flatmap(
 
 @given(matrices)
 @examples(30)
-def test_win_shares_sum_to_half_of_the_group_and_bradley_terry_agrees(drawn: tuple[int, list[float]]) -> None:
+def test_win_shares_sum_to_half_of_the_group_and_bradley_terry_agrees(
+    drawn: tuple[int, list[float]],
+) -> None:
     size, results = drawn
     points = dict(zip(meetings(size), results, strict=False))
     shares = win_shares(points, size)
@@ -594,7 +701,14 @@ def test_win_shares_sum_to_half_of_the_group_and_bradley_terry_agrees(drawn: tup
 
 
 def test_a_ring_finds_who_only_met_weak_ones() -> None:
-    beaten = {(0, 1): 1.0, (1, 2): 1.0, (2, 3): 1.0, (3, 4): 1.0, (4, 5): 1.0, (0, 5): 1.0}  # 0 > 1 > 2 > 3 > 4 > 5
+    beaten = {
+        (0, 1): 1.0,
+        (1, 2): 1.0,
+        (2, 3): 1.0,
+        (3, 4): 1.0,
+        (4, 5): 1.0,
+        (0, 5): 1.0,
+    }  # 0 > 1 > 2 > 3 > 4 > 5
     shares = win_shares(beaten, 6)
     assert shares[0] == max(shares)
     assert shares[5] == min(shares)
@@ -615,21 +729,36 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_a_judge_process_that_is_killed_in_the_middle_is_waited_for_and_no_score_is_made_up(tmp_path: Path) -> None:
+def test_a_judge_process_that_is_killed_in_the_middle_is_waited_for_and_no_score_is_made_up(
+    tmp_path: Path,
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", SERVER, str(port)], env={**os.environ, "PYTHONPATH": ""})
+        return subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(port)], env={**os.environ, "PYTHONPATH": ""}
+        )
 
     async def main() -> None:
         process = start()
         try:
-            settings = {"url": f"http://127.0.0.1:{port}", "criteria": {"correct": "Right.", "copy": "Own."}, **FAST}
-            config = {**settings, "cache": tmp_path / "judge.sqlite", "concurrency": 8, "retries": 1000}
+            settings = {
+                "url": f"http://127.0.0.1:{port}",
+                "criteria": {"correct": "Right.", "copy": "Own."},
+                **FAST,
+            }
+            config = {
+                **settings,
+                "cache": tmp_path / "judge.sqlite",
+                "concurrency": 8,
+                "retries": 1000,
+            }
             async with RubricJudge(RubricJudge.Config.model_validate(config)) as judge:
-                asking = asyncio.ensure_future(all_of([judge.score(trajectory(str(n))) for n in range(64)]))
+                asking = asyncio.ensure_future(
+                    all_of([judge.score(trajectory(str(n))) for n in range(64)])
+                )
                 await asyncio.sleep(0.6)
                 process.send_signal(signal.SIGKILL)
                 process.wait()

@@ -20,7 +20,9 @@ from tests.properties import examples
 
 QUICK = {"cache": None, "concurrency": 2, "reasons": False}
 FOOLED = {"levels": {"correct": 10}}
-PLAIN = "Grade the answer between the tags.\n<answer>\n{}\n</answer>\nGive its level, 0 to 10, as JSON."
+PLAIN = (
+    "Grade the answer between the tags.\n<answer>\n{}\n</answer>\nGive its level, 0 to 10, as JSON."
+)
 
 each_attack = pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
 
@@ -73,7 +75,9 @@ def test_an_attack_wins_no_pair() -> None:
             async with PairwiseJudge(PairwiseJudge.Config.model_validate(config)) as judge:
                 won = {}
                 for name, attack in ATTACKS.items():
-                    scored = await judge.score_group([trajectory("It is forty-two."), trajectory(attack)])
+                    scored = await judge.score_group(
+                        [trajectory("It is forty-two."), trajectory(attack)]
+                    )
                     won[name] = [score.value for score in scored]
                 return won
 
@@ -89,7 +93,9 @@ def test_data_is_one_line_without_a_tag_or_a_token_and_says_the_same(text: str) 
     assert json.loads(data) == {"text": text}
     assert len(data.splitlines()) == 1
     assert not set("<>＜＞﹤﹥") & set(data)
-    assert not re.search(r"\[(?!(?:true|false|null|NaN|Infinity)\])/?[A-Za-z_][A-Za-z0-9_]*\]", data)
+    assert not re.search(
+        r"\[(?!(?:true|false|null|NaN|Infinity)\])/?[A-Za-z_][A-Za-z0-9_]*\]", data
+    )
     data.encode()
 
 

@@ -25,7 +25,12 @@ SMALL = {
     "seed": 0,
     "steps": STEPS,
     "env": "frozen_lake",
-    "rollout": {"groups_per_step": 4, "group_size": 4, "budget": {"turns": 4}, "sampling": {"max_tokens": 4}},
+    "rollout": {
+        "groups_per_step": 4,
+        "group_size": 4,
+        "budget": {"turns": 4},
+        "sampling": {"max_tokens": 4},
+    },
     "evaluation": {"tasks": 0},
     "trackers": [],
 }
@@ -68,7 +73,12 @@ def config(folder: Path, server: JudgeServer) -> Path:
         "retries": 1000,
         "prompt_price": 1.0,
     }
-    pairs = {"url": server.url, "cache": judge["cache"], "better": "Which is shorter?", "reasons": False}
+    pairs = {
+        "url": server.url,
+        "cache": judge["cache"],
+        "better": "Which is shorter?",
+        "reasons": False,
+    }
     parts = [
         "environment",
         {"name": "judge", "weight": 0.5, "as": "style", **judge},
@@ -80,7 +90,9 @@ def config(folder: Path, server: JudgeServer) -> Path:
 
 
 def verdict(call: JudgeCall) -> JudgeReply:
-    return JudgeReply.json({"better": "first"} if '"better"' in call.user else {"levels": LEVELS}, seconds=0.05)
+    return JudgeReply.json(
+        {"better": "first"} if '"better"' in call.user else {"levels": LEVELS}, seconds=0.05
+    )
 
 
 async def train(config: Path, name: str) -> None:
@@ -95,7 +107,9 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_nothing(tmp_path: Path) -> None:
+def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_nothing(
+    tmp_path: Path,
+) -> None:
     async def main() -> int:
         async with JudgeServer(verdict) as server:
             path = config(tmp_path, server)
@@ -123,8 +137,12 @@ def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_noth
         assert row["reward/style"] == pytest.approx((0.3 + 3 * 0.8) / 4)
         assert row["reward/style/brief"] == pytest.approx(0.3)
         assert row["reward/rank"] == pytest.approx(0.5)
-        assert row["reward"] == pytest.approx(row["reward/environment"] + 0.5 * row["reward/style"] + 0.5)
-    assert sum(row["scoring/style/unreachable"] + row["scoring/rank/unreachable"] for row in first) > 0
+        assert row["reward"] == pytest.approx(
+            row["reward/environment"] + 0.5 * row["reward/style"] + 0.5
+        )
+    assert (
+        sum(row["scoring/style/unreachable"] + row["scoring/rank/unreachable"] for row in first) > 0
+    )
     summary = json.loads((tmp_path / "first" / "summary.json").read_text())
     assert summary["tasks"]["trained"] == STEPS * 4
     assert summary["episodes"]["failed"] == 0
@@ -137,18 +155,28 @@ def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_noth
 
 
 @pytest.mark.slow
-def test_a_rule_a_sandbox_a_judge_and_a_monitor_train_together_on_a_tool_environment(tmp_path: Path) -> None:
+def test_a_rule_a_sandbox_a_judge_and_a_monitor_train_together_on_a_tool_environment(
+    tmp_path: Path,
+) -> None:
     def friendly(call: JudgeCall) -> JudgeReply:
         return JudgeReply.json({"levels": {"right": 9 if "print(6)" in call.user else 2}})
 
     async def main() -> int:
         async with JudgeServer(friendly) as server:
-            settings = {"url": server.url, "cache": str(tmp_path / "judge.sqlite"), "reasons": False}
+            settings = {
+                "url": server.url,
+                "cache": str(tmp_path / "judge.sqlite"),
+                "reasons": False,
+            }
             parts = [
                 "environment",
                 {"name": "regex", "pattern": "print", "as": "prints", "weight": 0.25},
                 {"name": "code", "weight": 2.0},
-                {"name": "judge", "criteria": {"right": "It prints what the task wants."}, **settings},
+                {
+                    "name": "judge",
+                    "criteria": {"right": "It prints what the task wants."},
+                    **settings,
+                },
                 {"name": "monitor", "formula": "read_task", "as": "careful", "weight": 0.5},
             ]
             play = {
@@ -159,7 +187,10 @@ def test_a_rule_a_sandbox_a_judge_and_a_monitor_train_together_on_a_tool_environ
             }
             config = {
                 **SMALL,
-                "env": {"name": "tests.rewards.test_judge_run:Programs", "options": {"tests": [{"stdout": "6"}]}},
+                "env": {
+                    "name": "tests.rewards.test_judge_run:Programs",
+                    "options": {"tests": [{"stdout": "6"}]},
+                },
                 "recipe": {"demonstrations": play},
                 "rollout": {
                     "groups_per_step": 2,
@@ -179,9 +210,13 @@ def test_a_rule_a_sandbox_a_judge_and_a_monitor_train_together_on_a_tool_environ
     weights = {"environment": 1.0, "prints": 0.25, "code": 2.0, "judge": 1.0, "careful": 0.5}
     assert len(steps) == STEPS
     for row in steps:
-        assert row["reward"] == pytest.approx(sum(weight * row[f"reward/{part}"] for part, weight in weights.items()))
+        assert row["reward"] == pytest.approx(
+            sum(weight * row[f"reward/{part}"] for part, weight in weights.items())
+        )
         assert 0 < row["reward/code"] < 1, "of three numbers that the player prints, one is right"
-        assert row["reward/judge"] > 0.2 + 0.7 * row["reward/code"] - 1e-6, "it also likes what is in no fence"
+        assert row["reward/judge"] > 0.2 + 0.7 * row["reward/code"] - 1e-6, (
+            "it also likes what is in no fence"
+        )
         assert row["reward/careful"] > 0
         assert row["reward/careful/violated"] == pytest.approx(1 - row["reward/careful"])
     assert 0 < asked <= STEPS * 16

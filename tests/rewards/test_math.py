@@ -1,4 +1,6 @@
-"""The rule `math`: what is right and what is wrong, by a table of right answers, and of answers to each."""
+"""The rule `math`: what is right and what is wrong, by a table of right answers, and of answers to
+each.
+"""
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,15 @@ from agentrl.testing.rewards import trajectory
 TABLE = [
     (
         1e-07,
-        [r"\boxed{10^{-7}}", "1e-7", "10⁻⁷", "The answer is 10⁻⁷.", "$10^{-7}$", "0.0000001", "1×10⁻⁷"],
+        [
+            r"\boxed{10^{-7}}",
+            "1e-7",
+            "10⁻⁷",
+            "The answer is 10⁻⁷.",
+            "$10^{-7}$",
+            "0.0000001",
+            "1×10⁻⁷",
+        ],
         ["2e-7", r"\boxed{10^{-8}}", "0", r"\boxed{e-7}", r"\boxed{1e-8}"],
     ),
     (
@@ -33,7 +43,15 @@ TABLE = [
             "It is 5 × 10^{-5} metres",
             r"\boxed{5 \cdot 10^{-5}}",
         ],
-        [r"\boxed{0.00006}", r"\boxed{5e-25}", r"\boxed{e-25}", r"\boxed{0.000051}", "5", "-5", r"\boxed{5e-5+1}"],
+        [
+            r"\boxed{0.00006}",
+            r"\boxed{5e-25}",
+            r"\boxed{e-25}",
+            r"\boxed{0.000051}",
+            "5",
+            "-5",
+            r"\boxed{5e-5+1}",
+        ],
     ),
     (
         6.02e23,
@@ -87,7 +105,11 @@ TABLE = [
             r"\boxed{[42, 42]}",
         ],
     ),
-    (-5, ["−5", r"\boxed{−5}", "The answer is −5", "–5", "－５", r"\boxed{-5}", "x = −5"], ["5", r"\boxed{5}", "−6"]),
+    (
+        -5,
+        ["−5", r"\boxed{−5}", "The answer is −5", "–5", "－５", r"\boxed{-5}", "x = −5"],
+        ["5", r"\boxed{5}", "−6"],
+    ),
     (5, [r"\boxed{\$5}", "$5", "5 dollars"], ["−5", r"\boxed{−5}"]),
     ("-5", ["−5"], []),
     ("−5", ["-5"], []),
@@ -108,12 +130,29 @@ TABLE = [
     ),
     (
         "1/2",
-        ["½", "0.5", r"\boxed{½}", "50%", r"\boxed{\frac12}", r"\boxed{\dfrac{1}{2}}", "1⁄2", r"\boxed{2/4}"],
+        [
+            "½",
+            "0.5",
+            r"\boxed{½}",
+            "50%",
+            r"\boxed{\frac12}",
+            r"\boxed{\dfrac{1}{2}}",
+            "1⁄2",
+            r"\boxed{2/4}",
+        ],
         ["1", "2", r"\boxed{1}"],
     ),
     (
         "3/2",
-        ["1½", "1 1/2", r"\boxed{1 1/2}", r"\boxed{1\frac{1}{2}}", r"\boxed{1½}", "The answer is 1 1/2.", "1.5"],
+        [
+            "1½",
+            "1 1/2",
+            r"\boxed{1 1/2}",
+            r"\boxed{1\frac{1}{2}}",
+            r"\boxed{1½}",
+            "The answer is 1 1/2.",
+            "1.5",
+        ],
         ["1/2", r"\boxed{11/2}", "1", "2"],
     ),
     ("-3/2", ["−1½", "-1 1/2", r"\boxed{-1\frac{1}{2}}"], []),
@@ -140,7 +179,18 @@ TABLE = [
     (1234567.5, ["1,234,567.5", "1 234 567.5"], []),
     ("x^2", ["x²", r"\boxed{x²}", r"\boxed{x^2}", r"\boxed{x\cdot x}"], []),
     ("2π", ["2π", r"\boxed{2\pi}", "The answer is 2π.", r"2\pi"], []),
-    (2, [], ["2π", "The answer is 2π", "The answer is 2√3.", r"The answer is 2\sqrt{3}", "2x", "It is 2^5"]),
+    (
+        2,
+        [],
+        [
+            "2π",
+            "The answer is 2π",
+            "The answer is 2√3.",
+            r"The answer is 2\sqrt{3}",
+            "2x",
+            "It is 2^5",
+        ],
+    ),
     ("√2", [r"\boxed{\sqrt{2}}", "√2", "√(2)", "2^{1/2}", r"\boxed{1.414214}"], []),
     (r"2\sqrt{3}", ["2√3", r"\sqrt{12}", r"The answer is 2\sqrt{3}."], []),
     (
@@ -248,12 +298,20 @@ TABLE = [
     (r"\{0, 2^{-99}\}", [], [r"\boxed{\{0, 2^{-98}\}}"]),
     ("x = 2^{-99}", [], [r"\boxed{x = 2^{-98}}"]),
     ("(1, 2^{-99}, 3)", [], [r"\boxed{(1, 2^{-98}, 3)}"]),
-    ("1/3", ["0.333333", "0.3333333333", r"\boxed{0.\overline{3}}"], ["0.33", "0.3333", "0.334", "0.3"]),
+    (
+        "1/3",
+        ["0.333333", "0.3333333333", r"\boxed{0.\overline{3}}"],
+        ["0.33", "0.3333", "0.334", "0.3"],
+    ),
     ("1/6", [r"\boxed{0.1\overline{6}}", "0.166667", "0.1666667"], []),
     ("1/12", ["0.083333"], []),
     ("1/300", [], ["0.0033"]),
     (r"\pi", ["3.141593", "3.14159265"], ["3.14", "3.1416", "22/7"]),
-    ("[1,8)", [r"\boxed{[1,8)}", r"\boxed{[1, 8)}"], [r"\boxed{(1,8)}", r"\boxed{[1,8]}", r"\boxed{[1,9)}"]),
+    (
+        "[1,8)",
+        [r"\boxed{[1,8)}", r"\boxed{[1, 8)}"],
+        [r"\boxed{(1,8)}", r"\boxed{[1,8]}", r"\boxed{[1,9)}"],
+    ),
     (
         r"(-\infty,2)\cup(3,\infty)",
         [r"\boxed{(-∞,2)∪(3,∞)}", r"\boxed{(-\infty,2) \cup (3, \infty)}"],
@@ -270,8 +328,16 @@ TABLE = [
         [r"\boxed{\text{Monday}}", r"\boxed{Monday}", "Monday", "monday.", r"\textbf{Monday}"],
         [r"\boxed{\text{Tuesday}}", r"\boxed{yadnoM}", "Tuesday"],
     ),
-    (r"\text{Evelyn}", [r"\boxed{Evelyn}", r"\boxed{\text{Evelyn}}"], [r"\boxed{nylevE}", r"\boxed{\text{Eve}}"]),
-    (r"\text{(B)}", [r"\boxed{B}", r"\boxed{\text{(B)}}", "(B)"], [r"\boxed{C}", r"\boxed{\text{b or c}}"]),
+    (
+        r"\text{Evelyn}",
+        [r"\boxed{Evelyn}", r"\boxed{\text{Evelyn}}"],
+        [r"\boxed{nylevE}", r"\boxed{\text{Eve}}"],
+    ),
+    (
+        r"\text{(B)}",
+        [r"\boxed{B}", r"\boxed{\text{(B)}}", "(B)"],
+        [r"\boxed{C}", r"\boxed{\text{b or c}}"],
+    ),
     ("2e-3", ["2e-3", "0.002", r"\boxed{-3+2e}"], []),
     ("1+2e", [r"\boxed{2e+1}", r"\boxed{1+2e}"], []),
     ("e^2", [r"\boxed{e^2}", r"\boxed{e \cdot e}"], []),
@@ -358,8 +424,24 @@ TABLE = [
     ("12345678901234567.0", ["12345678901234567"], ["12345678901234568", "12345678901234566.0"]),
     (
         "12 cm",
-        ["12cm", r"12\text{cm}", "12 centimetres", r"\boxed{12} cm", "The answer is 12 cm.", "12 cm long"],
-        ["12 m", "12 km", "12 inches", r"\boxed{12\text{ m}}", r"\boxed{12} mm", "12 cm^2", "0.12 m", "It is 12 m."],
+        [
+            "12cm",
+            r"12\text{cm}",
+            "12 centimetres",
+            r"\boxed{12} cm",
+            "The answer is 12 cm.",
+            "12 cm long",
+        ],
+        [
+            "12 m",
+            "12 km",
+            "12 inches",
+            r"\boxed{12\text{ m}}",
+            r"\boxed{12} mm",
+            "12 cm^2",
+            "0.12 m",
+            "It is 12 m.",
+        ],
     ),
     (
         r"12\text{ cm}^2",
@@ -368,11 +450,19 @@ TABLE = [
     ),
     ("60 mph", ["60", "60 miles per hour", r"\boxed{60 \text{ mi/h}}"], ["60 km/h", "60 miles"]),
     ("3 hours", ["3", "3 h", "3 hrs"], ["3 minutes", "3 days"]),
-    ("$18", ["18", r"\$18", "18 dollars", "$18.00", r"\boxed{\$18}"], ["18 euros", "18 cents", "€18"]),
+    (
+        "$18",
+        ["18", r"\$18", "18 dollars", "$18.00", r"\boxed{\$18}"],
+        ["18 euros", "18 cents", "€18"],
+    ),
     ("5 dollars", ["5", "$5", "5 dollars", r"\boxed{\$5}"], ["5 euros", "6 dollars"]),
     (r"\$5", ["5", "$5", "5 dollars"], ["5 euros"]),
     ("90°", ["90", "90 degrees", r"\boxed{90^\circ}"], ["90 radians"]),
-    ("20 °C", ["20", "20 degrees Celsius", r"\boxed{20^\circ C}", "It is 20 °C."], ["20 °F", "20 degrees Fahrenheit"]),
+    (
+        "20 °C",
+        ["20", "20 degrees Celsius", r"\boxed{20^\circ C}", "It is 20 °C."],
+        ["20 °F", "20 degrees Fahrenheit"],
+    ),
     ("5 apples", ["5", "5 apples"], []),
 ]
 """(the right answer, answers that are right, answers that are wrong)"""
@@ -461,7 +551,10 @@ FRAGMENTS = r"""
 """
 
 
-@given(st.lists(st.sampled_from([" ", "\n", *FRAGMENTS.split()]), max_size=12).map("".join) | st.text(max_size=40))
+@given(
+    st.lists(st.sampled_from([" ", "\n", *FRAGMENTS.split()]), max_size=12).map("".join)
+    | st.text(max_size=40)
+)
 def test_no_text_is_beyond_the_readers(text):
     final_answer(text, several=False)
     assert units_differ(text, text) is False

@@ -1,4 +1,6 @@
-"""Monitors: progression agrees with the direct semantics, verdicts are final, and calls become events."""
+"""Monitors: progression agrees with the direct semantics, verdicts are final, and calls become
+events.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -38,12 +40,18 @@ def test_a_formula_that_says_the_same_of_every_episode_is_refused(formula, end, 
 
 
 def test_a_formula_that_an_episode_can_break_is_taken():
-    for formula, end in (("F pay", "strong"), ("!pay", "weak"), ("N pay", "strong"), ("G !pay", "weak")):
+    for formula, end in (
+        ("F pay", "strong"),
+        ("!pay", "weak"),
+        ("N pay", "strong"),
+        ("G !pay", "weak"),
+    ):
         assert Monitor.Config(formula=formula, end=end).formula == formula
     assert Monitor.Config(formula="F pay", end="weak", pays="progress")  # the nearer, the more
 
 
-# The direct semantics: what a formula says of a trace, from its definition; of a suffix it says the same each time.
+# The direct semantics: what a formula says of a trace, from its definition; of a suffix it says the
+# same each time.
 def atom(name: str) -> Meaning:
     return lambda w: bool(w) and name in w[0]
 
@@ -107,9 +115,13 @@ FORMULAS = {
     "G F a <-> F G b": same(always(some(A)), some(always(B))),
     "(a U b) U (a & N N b)": until(until(A, B), both(A, weak_next(weak_next(B)))),
     "!(a U X b) | F G !a": either(no(until(A, strong_next(B))), some(always(no(A)))),
-    "X X (a R b) -> F !(a <-> b)": implies(strong_next(strong_next(release(A, B))), some(no(same(A, B)))),
+    "X X (a R b) -> F !(a <-> b)": implies(
+        strong_next(strong_next(release(A, B))), some(no(same(A, B)))
+    ),
     "G (c -> !a U b) & F c": both(always(implies(C, until(no(A), B))), some(C)),
-    "F a & F b & (a -> X X !c)": both(both(some(A), some(B)), implies(A, strong_next(strong_next(no(C))))),
+    "F a & F b & (a -> X X !c)": both(
+        both(some(A), some(B)), implies(A, strong_next(strong_next(no(C))))
+    ),
 }
 
 
@@ -253,22 +265,30 @@ def test_calls_become_events(formula, holds):
 
 
 def test_progress_counts_the_events_that_are_left():
-    monitor = Monitor(Monitor.Config(formula="F (look & X F (take & X F leave)) & G !drop", pays="progress"))
+    monitor = Monitor(
+        Monitor.Config(formula="F (look & X F (take & X F leave)) & G !drop", pays="progress")
+    )
     names = ["look", "take", "leave"]
     scores = [
-        monitor.evaluate(monitor.content(trajectory([call(n) for n in names[:k]], observations=["ok"] * k)))
+        monitor.evaluate(
+            monitor.content(trajectory([call(n) for n in names[:k]], observations=["ok"] * k))
+        )
         for k in range(4)
     ]
     assert [score.value for score in scores] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert [score.parts["violated"] for score in scores] == [1, 1, 1, 0]
-    broken = monitor.evaluate(monitor.content(trajectory([call("look"), call("drop")], observations=["", ""])))
+    broken = monitor.evaluate(
+        monitor.content(trajectory([call("look"), call("drop")], observations=["", ""]))
+    )
     assert broken == Score(0.0, {"violated": 1.0, "progress": 0.0})
 
 
 def test_a_weak_end_forgives_what_is_pending_and_not_what_is_violated():
     def value(formula: str, end: str) -> float:
         monitor = Monitor(Monitor.Config(formula=formula, end=end))
-        return monitor.evaluate(monitor.content(trajectory([call("a"), call("b")], observations=["", ""]))).value
+        return monitor.evaluate(
+            monitor.content(trajectory([call("a"), call("b")], observations=["", ""]))
+        ).value
 
     assert (value("!d & F c", "strong"), value("!d & F c", "weak")) == (0.0, 1.0)
     assert (value("G !b", "strong"), value("G !b", "weak")) == (0.0, 0.0)

@@ -30,14 +30,18 @@ WORDS = ("left", "right", "up", "down", "higher", "lower")
 
 def trajectory(answer: str, task: str = "t") -> Trajectory:
     messages = (Message("user", "Guess a number."), Message("assistant", answer))
-    return Trajectory(f"{task}/{answer}", Task("guess_number", 0, {}, task), (), Terminated(), messages)
+    return Trajectory(
+        f"{task}/{answer}", Task("guess_number", 0, {}, task), (), Terminated(), messages
+    )
 
 
 def answers(rng: Random) -> tuple[str, str]:
     """A better and a worse answer: the better one says yes somewhere, the worse one no."""
     talk = [rng.choice(WORDS) for _ in range(6)]
     place = rng.randrange(6)
-    return " ".join([*talk[:place], "yes", *talk[place:]]), " ".join([*talk[:place], "no", *talk[place:]])
+    return " ".join([*talk[:place], "yes", *talk[place:]]), " ".join(
+        [*talk[:place], "no", *talk[place:]]
+    )
 
 
 def read(path: Path, **settings: Any) -> list[Any]:
@@ -47,7 +51,10 @@ def read(path: Path, **settings: Any) -> list[Any]:
 def test_a_file_and_a_run_give_pairs_of_the_better_and_the_worse(tmp_path: Path) -> None:
     rows = [
         {"prompt": "How many?", "chosen": "Two.", "rejected": "Three."},
-        {"chosen": [{"role": "user", "content": "Hi"}], "rejected": [{"role": "user", "content": "Ho"}]},
+        {
+            "chosen": [{"role": "user", "content": "Hi"}],
+            "rejected": [{"role": "user", "content": "Ho"}],
+        },
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     pairs = sorted(read(tmp_path / "pairs.jsonl"), key=lambda pair: pair.task)
@@ -93,16 +100,35 @@ PAIR = (("Hi", "Yes"), ("Hi", "No"))
 
 
 def chat(asked: str, said: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": asked, "name": None}, {"role": "assistant", "content": said}]
+    return [
+        {"role": "user", "content": asked, "name": None},
+        {"role": "assistant", "content": said},
+    ]
 
 
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, {}),
-        ({"prompt": "Hi", "chosen": chat("Hi", "Yes"), "rejected": chat("Hi", "No")}, {}),  # UltraFeedback
-        ({"prompt": chat("Hi", "")[:1], "chosen": chat("", "Yes")[1:], "rejected": chat("", "No")[1:]}, {}),  # TRL
-        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi\n\nAssistant: No"}, {}),  # HH-RLHF
+        (
+            {"prompt": "Hi", "chosen": chat("Hi", "Yes"), "rejected": chat("Hi", "No")},
+            {},
+        ),  # UltraFeedback
+        (
+            {
+                "prompt": chat("Hi", "")[:1],
+                "chosen": chat("", "Yes")[1:],
+                "rejected": chat("", "No")[1:],
+            },
+            {},
+        ),  # TRL
+        (
+            {
+                "chosen": "\n\nHuman: Hi\n\nAssistant: Yes",
+                "rejected": "\n\nHuman: Hi\n\nAssistant: No",
+            },
+            {},
+        ),  # HH-RLHF
         (
             {
                 "conversations": [{"from": "human", "value": "Hi"}],
@@ -112,8 +138,16 @@ def chat(asked: str, said: str) -> list[dict[str, Any]]:
             {"prompt": "conversations", "chosen": "chosen.value", "rejected": "no"},
         ),
         (
-            {"input": {"messages": chat("Hi", "")[:1]}, "preferred_output": "Yes", "non_preferred_output": "No"},
-            {"prompt": "input.messages", "chosen": "preferred_output", "rejected": "non_preferred_output"},
+            {
+                "input": {"messages": chat("Hi", "")[:1]},
+                "preferred_output": "Yes",
+                "non_preferred_output": "No",
+            },
+            {
+                "prompt": "input.messages",
+                "chosen": "preferred_output",
+                "rejected": "non_preferred_output",
+            },
         ),
     ],
 )
@@ -130,13 +164,19 @@ def test_pairs_are_read_in_the_forms_that_people_have(
         case _:
             path.write_bytes(gzip.compress(json.dumps(row).encode()))
     [pair] = read(path, columns=columns)
-    assert tuple(tuple(message.content for message in half) for half in (pair.chosen, pair.rejected)) == PAIR
+    assert (
+        tuple(tuple(message.content for message in half) for half in (pair.chosen, pair.rejected))
+        == PAIR
+    )
     assert [message.role for message in pair.chosen] == ["user", "assistant"]
 
 
 def test_pairs_of_other_columns_are_refused_with_the_setting_to_write(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"better": "a", "worse": "b"}\n')
-    why = r"the columns are better, worse: write recipe.preferences.columns=\{prompt: COLUMN, chosen: COLUMN"
+    why = (
+        r"the columns are better, worse: write recipe.preferences.columns=\{prompt: COLUMN, chosen:"
+        r" COLUMN"
+    )
     with pytest.raises(ConfigError, match=why):
         read(tmp_path / "pairs.jsonl")
     with pytest.raises(ConfigError, match=r"no column 'beter'. Did you mean 'better'"):
@@ -145,7 +185,9 @@ def test_pairs_of_other_columns_are_refused_with_the_setting_to_write(tmp_path: 
 
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=2))
 @examples(30)
-def test_the_loss_is_the_negative_log_of_the_chance_that_the_chosen_wins(scores: list[float]) -> None:
+def test_the_loss_is_the_negative_log_of_the_chance_that_the_chosen_wins(
+    scores: list[float],
+) -> None:
     import torch
 
     from agentrl.algorithms.bradley_terry import preference_losses
@@ -153,13 +195,16 @@ def test_the_loss_is_the_negative_log_of_the_chance_that_the_chosen_wins(scores:
     chosen, rejected = (torch.tensor([score], dtype=torch.float64) for score in scores)
     wins = math.exp(scores[0]) / (math.exp(scores[0]) + math.exp(scores[1]))
     assert math.exp(-preference_losses(chosen, rejected).item()) == pytest.approx(wins)
-    assert math.exp(-preference_losses(rejected, chosen).item()) == pytest.approx(1 - wins, abs=1e-9)
+    assert math.exp(-preference_losses(rejected, chosen).item()) == pytest.approx(
+        1 - wins, abs=1e-9
+    )
 
 
 def train(folder: Path, model: Path, *overrides: str) -> Path:
     path = folder / "preferred.yaml"
     path.write_text(
-        f"env: guess_number\nrecipe: reward_model\nmodel: {model}\ntrackers: []\nrun_dir: {folder / 'run'}\n"
+        f"env: guess_number\nrecipe: reward_model\nmodel: {model}\ntrackers: []\nrun_dir:"
+        f" {folder / 'run'}\n"
     )
     with Run(load_config(path, overrides), Console(file=StringIO())) as run:
         asyncio.run(run.config.recipe.call(run))
@@ -167,13 +212,21 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_separable_preference_is_learned_and_then_paid(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_separable_preference_is_learned_and_then_paid(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     rng = Random(0)
     pairs = [answers(rng) for _ in range(400)]
-    rows = [{"prompt": "Guess a number.", "chosen": better, "rejected": worse} for better, worse in pairs]
+    rows = [
+        {"prompt": "Guess a number.", "chosen": better, "rejected": worse}
+        for better, worse in pairs
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = train(
-        tmp_path, tiny_model_dir, f"recipe.preferences.path={tmp_path / 'pairs.jsonl'}", "recipe.preferences.lr=1e-3"
+        tmp_path,
+        tiny_model_dir,
+        f"recipe.preferences.path={tmp_path / 'pairs.jsonl'}",
+        "recipe.preferences.lr=1e-3",
     )
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=0.3)
@@ -203,7 +256,9 @@ def test_a_separable_preference_is_learned_and_then_paid(tmp_path: Path, tiny_mo
     asyncio.run(main())
 
 
-def test_what_is_no_reward_model_is_refused_on_entering(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_what_is_no_reward_model_is_refused_on_entering(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"no config\.json"):
             await RewardModel(RewardModel.Config(path=tmp_path)).__aenter__()

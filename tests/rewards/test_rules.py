@@ -24,11 +24,15 @@ from agentrl.trajectory import Score, ToolCall, Trajectory
 from tests.processes import PATIENCE_SECONDS, still_alive, title
 
 
-def judge(name: str, answer: str | list[str], gold: object = None, **settings: object) -> Score | float:
+def judge(
+    name: str, answer: str | list[str], gold: object = None, **settings: object
+) -> Score | float:
     """What a rule says, here in this process."""
     rule = made(load("rewards", name), settings)
     option = settings.get("gold", "schema" if name == "json_schema" else "answer")
-    said = rule.evaluate(rule.content(trajectory(answer, options={option: gold} if gold is not None else {})))
+    said = rule.evaluate(
+        rule.content(trajectory(answer, options={option: gold} if gold is not None else {}))
+    )
     return said if isinstance(said, Score) else float(said)
 
 
@@ -80,8 +84,20 @@ def judge(name: str, answer: str | list[str], gold: object = None, **settings: o
         ("choice", "A cat sat there", "A", {}, 0),
         ("choice", "(A) or (B)", "A", {}, 0),
         ("choice", "（Ｃ）", "C", {}, 1),
-        ("json_schema", '{"n": 3}', {"properties": {"n": {"type": "integer"}}, "required": ["n"]}, {}, 1),
-        ("json_schema", 'Here:\n```json\n{"n": "3"}\n```', {"properties": {"n": {"type": "integer"}}}, {}, 0),
+        (
+            "json_schema",
+            '{"n": 3}',
+            {"properties": {"n": {"type": "integer"}}, "required": ["n"]},
+            {},
+            1,
+        ),
+        (
+            "json_schema",
+            'Here:\n```json\n{"n": "3"}\n```',
+            {"properties": {"n": {"type": "integer"}}},
+            {},
+            0,
+        ),
         ("json_schema", "[NaN]", None, {"json_schema": {}}, 0),
         ("json_schema", '{"n": "x", "n": 3}', {"properties": {"n": {"type": "integer"}}}, {}, 0),
         ("json_schema", "[1e999]", None, {"json_schema": {}}, 0),
@@ -148,7 +164,9 @@ def test_no_message_at_all_is_wrong(name):
 
 def test_a_task_without_a_right_answer_or_with_one_of_another_form_is_an_error_that_says_what_to_write():
     rule = load("rewards", "exact")
-    with pytest.raises(ConfigError, match=r"has no option 'answer'.*it has 'size'. Write gold: OPTION"):
+    with pytest.raises(
+        ConfigError, match=r"has no option 'answer'.*it has 'size'. Write gold: OPTION"
+    ):
         rule(rule.Config()).content(trajectory("x", options={"size": 4}))
     with pytest.raises(ConfigError, match="'answer' is 'many': the rule `numeric` needs a number"):
         judge("numeric", "3", "many")
@@ -170,15 +188,20 @@ def test_a_task_without_a_right_answer_or_with_one_of_another_form_is_an_error_t
         judge("length", "x", free=5, limit=5)
 
 
-@given(st.floats(-1e15, 1e15, allow_nan=False), st.sampled_from(["{:.6f}", "{:,.6f}", "{:.9e}", "{}"]))
+@given(
+    st.floats(-1e15, 1e15, allow_nan=False), st.sampled_from(["{:.6f}", "{:,.6f}", "{:.9e}", "{}"])
+)
 def test_a_number_is_read_as_it_was_written(value, form):
-    assert last_number(f"after 17, it is {form.format(value)}.") == pytest.approx(value, rel=1e-6, abs=1e-5)
+    assert last_number(f"after 17, it is {form.format(value)}.") == pytest.approx(
+        value, rel=1e-6, abs=1e-5
+    )
 
 
 def test_tool_use_counts_malformed_refused_and_repeated_calls():
     price, wrong = ToolCall("price", {"shop": "north"}).render(), ToolCall("pric", {}).render()
     said = trajectory(
-        [price, wrong, "<tool_call>{</tool_call>", price], observations=["3", "Error: no tool", "Error", "3"]
+        [price, wrong, "<tool_call>{</tool_call>", price],
+        observations=["3", "Error: no tool", "Error", "3"],
     )
     rule = load("rewards", "tool_use")
     score = rule(rule.Config()).evaluate(rule(rule.Config()).content(said))
@@ -192,7 +215,11 @@ def test_tool_use_counts_malformed_refused_and_repeated_calls():
 
 HOSTILE = [
     ("regex", "a" * 40, {"pattern": r"(a+)+b"}),
-    ("json_schema", '"' + "a" * 40 + '"', {"json_schema": {"type": "string", "pattern": "^(a+)+$b"}}),
+    (
+        "json_schema",
+        '"' + "a" * 40 + '"',
+        {"json_schema": {"type": "string", "pattern": "^(a+)+$b"}},
+    ),
     ("math", r"\boxed{10^{10^{10^{10}}}}", {}),
     ("math", r"\boxed{(99999!)!}", {}),
 ]
@@ -225,7 +252,11 @@ async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> list[f
         two = trajectory("$2$", options={"two": "2"})
         assert (await asks[warm]([two]))[0].value == 1.0
         for part, (name, answer, _) in zip(parts, cases, strict=True):
-            found.append((await asks[part]([trajectory(answer, options={"answer": PART.get(name)})]))[0].value)
+            found.append(
+                (await asks[part]([trajectory(answer, options={"answer": PART.get(name)})]))[
+                    0
+                ].value
+            )
         pool.forget()
         assert (await asks[warm]([two]))[0].value == 1.0
     return found
@@ -236,7 +267,11 @@ def test_a_hostile_answer_uses_up_its_cpu_time_and_is_wrong_and_the_pool_is_aliv
     limits = RulePoolConfig(workers=2, cpu_seconds=1.0, deadline=PATIENCE_SECONDS, memory_mb=1500)
     found = asyncio.run(outcomes(RulePool(limits), HOSTILE))
     assert found == [0.0] * len(HOSTILE)
-    left = [name for name in map(title, psutil.Process().children(recursive=True)) if "spawn_main" in name]
+    left = [
+        name
+        for name in map(title, psutil.Process().children(recursive=True))
+        if "spawn_main" in name
+    ]
     assert left == []
 
 
@@ -259,7 +294,9 @@ if __name__ == "__main__":
 def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_long(tmp_path):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
         time.sleep(0.3)
@@ -303,7 +340,9 @@ def test_a_rule_that_misses_its_deadline_without_computing_fails_and_is_no_verdi
 @pytest.mark.parametrize("name", ["exact", "numeric", "tags", "tool_use", "environment"])
 def test_the_built_in_rewards_keep_the_contract(name):
     factory = load("rewards", name)
-    played = [trajectory(text, options={"answer": "4"}) for text in ("4", "5", "<think>4</think>", "")]
+    played = [
+        trajectory(text, options={"answer": "4"}) for text in ("4", "5", "<think>4</think>", "")
+    ]
     check_reward(lambda: factory(factory.Config()), played)
 
 

@@ -1,4 +1,6 @@
-"""Several agents in one environment: whose turn it is, who earned what, who is trained, and over which transport."""
+"""Several agents in one environment: whose turn it is, who earned what, who is trained, and over
+which transport.
+"""
 
 import asyncio
 import random
@@ -40,7 +42,9 @@ WORDS = [b"check", b"bet", b"call", b"fold", b"<scratchpad>a king</scratchpad>be
 
 
 class Table:
-    """Agents in any order, who earn at any time: drawn from the seed. `paid` is what each should have in the end."""
+    """Agents in any order, who earn at any time: drawn from the seed. `paid` is what each should
+    have in the end.
+    """
 
     isolation = "inline"
     system_prompt = "All hear this."
@@ -52,10 +56,16 @@ class Table:
         self.paid = dict.fromkeys(self.agents, 0.0)
         self.actor = self.rng.choice(self.agents)
         prompts = {agent: f"You are {agent}." for agent in self.agents[1:]}
-        return f"begin, {self.actor}", {"agents": self.agents, "agent": self.actor, "system_prompts": prompts}
+        return f"begin, {self.actor}", {
+            "agents": self.agents,
+            "agent": self.actor,
+            "system_prompts": prompts,
+        }
 
     def step(self, action):
-        rewards = {agent: self.rng.randint(-4, 4) / 4 for agent in self.agents if self.rng.random() < 0.4}
+        rewards = {
+            agent: self.rng.randint(-4, 4) / 4 for agent in self.agents if self.rng.random() < 0.4
+        }
         for agent, paid in rewards.items():
             self.paid[agent] += paid
         reward = rewards.get(self.actor, 0.0)
@@ -65,7 +75,13 @@ class Table:
         if self.left == 0:
             info["success"] = {agent: self.rng.random() < 0.5 for agent in self.agents}
             self.won = info["success"]
-        return f"now {self.actor} " + self.rng.choice(["x", "yy" * 9]), reward, self.left == 0, False, info
+        return (
+            f"now {self.actor} " + self.rng.choice(["x", "yy" * 9]),
+            reward,
+            self.left == 0,
+            False,
+            info,
+        )
 
     def close(self):
         pass
@@ -74,21 +90,29 @@ class Table:
 def player(engine, make_env, *, context=None, others=None, max_turns=50) -> EnvEpisodeRunner:
     host = EnvHost({"env": make_env}, EnvDeadlines())
     policy = EnginePolicy(
-        engine, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids), 60
+        engine,
+        SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids),
+        60,
     )
-    return EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=max_turns), 600, context or Full(), others or {})
+    return EnvEpisodeRunner(
+        policy, RENDERER, host, Budget(turns=max_turns), 600, context or Full(), others or {}
+    )
 
 
 def talking() -> ScriptedEngine:
     """An engine that says one of the words, by the request's seed."""
-    return ScriptedEngine.replying(lambda request: random.Random(request.seed).choice(WORDS), max_context=100_000)
+    return ScriptedEngine.replying(
+        lambda request: random.Random(request.seed).choice(WORDS), max_context=100_000
+    )
 
 
 def reconstructed(trajectory: Trajectory) -> list[tuple[int, ...]]:
     """The prompts of a trajectory's turns, as its training samples have them."""
     prompts = []
     for sample in to_samples(trajectory, 1.0):
-        starts = [i for i, loss in enumerate(sample.loss_mask) if loss and not sample.loss_mask[i - 1]]
+        starts = [
+            i for i, loss in enumerate(sample.loss_mask) if loss and not sample.loss_mask[i - 1]
+        ]
         prompts += [tuple(sample.token_ids[:start].tolist()) for start in starts]
     return prompts
 
@@ -101,28 +125,47 @@ contexts = st.one_of(
 )
 
 
-@given(seed=st.integers(0, 10**6), agents=st.integers(1, 4), steps=st.integers(1, 14), context=contexts)
+@given(
+    seed=st.integers(0, 10**6), agents=st.integers(1, 4), steps=st.integers(1, 14), context=contexts
+)
 @examples(60)
 def test_what_each_agent_saw_said_and_earned_is_in_its_own_trajectory(seed, agents, steps, context):
     async def main() -> None:
         table = Table()
         async with talking() as engine:
             task = Task("env", seed, {"agents": agents, "steps": steps})
-            played = await player(engine, lambda: table, context=context).play(Episode("e", task, seed))
-            assert [trajectory.agent for trajectory in played] == [f"a{number}" for number in range(agents)]
+            played = await player(engine, lambda: table, context=context).play(
+                Episode("e", task, seed)
+            )
+            assert [trajectory.agent for trajectory in played] == [
+                f"a{number}" for number in range(agents)
+            ]
             for trajectory in played:
                 assert (trajectory.id, trajectory.status) == ("e", Terminated())
                 assert trajectory.env_return == pytest.approx(table.paid[trajectory.agent])
                 if trajectory.turns:
                     assert trajectory.success == table.won[trajectory.agent]
                 asked = [r for r in engine.requests if r.id.startswith(f"e/{trajectory.agent}/")]
-                assert reconstructed(trajectory) == [tuple(request.prompt_ids.tolist()) for request in asked]
+                assert reconstructed(trajectory) == [
+                    tuple(request.prompt_ids.tolist()) for request in asked
+                ]
                 said = [token for turn in trajectory.turns for token in turn.completion.token_ids]
                 samples = to_samples(trajectory, 1.0)
-                learnt = [t for s in samples for t, loss in zip(s.token_ids, s.loss_mask, strict=True) if loss]
+                learnt = [
+                    t
+                    for s in samples
+                    for t, loss in zip(s.token_ids, s.loss_mask, strict=True)
+                    if loss
+                ]
                 assert learnt == said
-                stranger = {f"You are a{number}." for number in range(1, agents)} - {f"You are {trajectory.agent}."}
-                assert not any(secret in message.content for message in trajectory.messages for secret in stranger)
+                stranger = {f"You are a{number}." for number in range(1, agents)} - {
+                    f"You are {trajectory.agent}."
+                }
+                assert not any(
+                    secret in message.content
+                    for message in trajectory.messages
+                    for secret in stranger
+                )
             assert sum(len(t.turns) for t in played) == len(engine.requests)
             assert len({request.seed for request in engine.requests}) == len(engine.requests)
 
@@ -179,10 +222,22 @@ def test_an_agent_earns_for_a_turn_what_comes_until_its_next_one_and_before_its_
     [
         (telling((0.0, {"agent": "c"}), (0.0, {})), "it must say who acts next, one of a, b"),
         (telling((0.0, {}), (0.0, {})), 'info["agent"] = None'),
-        (telling((1.0, {"agent": "b", "rewards": {"a": 2.0}}), (0.0, {})), "is that of the agent who acted, a"),
-        (telling((0.0, {"agent": "b", "rewards": {"c": 2.0}}), (0.0, {})), "write a number for each of a, b"),
-        (telling((0.0, {}), reset={"agents": ["a", "a"], "agent": "a"}), "write a list of different names"),
-        (telling((0.0, {}), reset={"agents": ["a"], "agent": "a", "system_prompts": 3}), "write a text for each"),
+        (
+            telling((1.0, {"agent": "b", "rewards": {"a": 2.0}}), (0.0, {})),
+            "is that of the agent who acted, a",
+        ),
+        (
+            telling((0.0, {"agent": "b", "rewards": {"c": 2.0}}), (0.0, {})),
+            "write a number for each of a, b",
+        ),
+        (
+            telling((0.0, {}), reset={"agents": ["a", "a"], "agent": "a"}),
+            "write a list of different names",
+        ),
+        (
+            telling((0.0, {}), reset={"agents": ["a"], "agent": "a", "system_prompts": 3}),
+            "write a text for each",
+        ),
     ],
 )
 def test_an_environment_that_says_wrongly_who_plays_fails_and_check_env_says_the_same(env, said):
@@ -199,18 +254,24 @@ def test_an_agent_that_another_plays_is_not_trained_and_a_wrong_name_ends_the_ru
     async def main():
         async with talking() as engine, talking() as other:
             frozen = Role(
-                EnginePolicy(other, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=(3,)), 60),
+                EnginePolicy(
+                    other, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=(3,)), 60
+                ),
                 RENDERER,
                 trained=False,
             )
             scripted = Role(ScriptedPolicy(strong_player, RENDERER), RENDERER, trained=False)
             for role in (frozen, scripted):
                 task = Task("env", 1, {"hands": 4})
-                (north,) = await player(engine, KuhnPoker, others={"south": role}).play(Episode("e", task, 0))
+                (north,) = await player(engine, KuhnPoker, others={"south": role}).play(
+                    Episode("e", task, 0)
+                )
                 assert north.agent == "north"
                 assert {request.id.split("/")[1] for request in engine.requests} == {"north"}
             assert {request.id.split("/")[1] for request in other.requests} == {"south"}
-            with pytest.raises(ConfigError, match="names east, which the environment does not have"):
+            with pytest.raises(
+                ConfigError, match="names east, which the environment does not have"
+            ):
                 await player(engine, KuhnPoker, others={"east": frozen}).play(Episode("e", task, 0))
             everybody = {"north": frozen, "south": frozen}
             with pytest.raises(ConfigError, match="leaves no agent to the policy"):
@@ -223,7 +284,9 @@ def test_an_agent_that_another_plays_is_not_trained_and_a_wrong_name_ends_the_ru
 
 
 def test_infos_of_an_environment_without_agents_mean_nothing():
-    (alone,) = play_once(talking(), telling((1.0, {"agent": 5, "rewards": 7}), reset={"agent": "somebody"}))
+    (alone,) = play_once(
+        talking(), telling((1.0, {"agent": 5, "rewards": 7}), reset={"agent": "somebody"})
+    )
     assert (alone.agent, alone.status, alone.env_return) == ("", Terminated(), 1.0)
 
 
@@ -249,7 +312,9 @@ def test_an_agent_is_compared_with_itself_in_the_other_episodes():
 
 def test_groups_of_a_game_hold_every_agent_and_the_ledger_counts_episodes():
     async def main():
-        config = RolloutConfig(groups_per_step=3, group_size=4, budget=Budget(turns=20), filter_zero_variance=True)
+        config = RolloutConfig(
+            groups_per_step=3, group_size=4, budget=Budget(turns=20), filter_zero_variance=True
+        )
         ledger = Ledger(":memory:")
         async with talking() as engine:
             rollouts = Rollouts(
@@ -272,7 +337,9 @@ def test_groups_of_a_game_hold_every_agent_and_the_ledger_counts_episodes():
         by_episode = defaultdict(float)
         for trajectory, score in zip(group.trajectories, group.scores, strict=True):
             by_episode[trajectory.id] += score.value
-        assert list(by_episode.values()) == [0.0] * 4, "the game is zero-sum, and the rewards stay with their episode"
+        assert list(by_episode.values()) == [0.0] * 4, (
+            "the game is zero-sum, and the rewards stay with their episode"
+        )
     assert ledger.episode_fates().trained == 12
     assert ledger.task_fates().settled
     assert ledger.episode_fates().settled
@@ -323,11 +390,18 @@ def test_every_transport_carries_the_agents(transport):
     async def play(make_env, isolation=None) -> list[tuple]:
         host = EnvHost({"env": make_env}, EnvDeadlines(), isolation)
         async with talking() as engine:
-            policy = EnginePolicy(engine, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=(3,)), 60)
+            policy = EnginePolicy(
+                engine, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=(3,)), 60
+            )
             task = Task("env", 3, {"hands": 5})
-            played = await EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=50), 60).play(Episode("e", task, 1))
+            played = await EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=50), 60).play(
+                Episode("e", task, 1)
+            )
         await host.close()
-        return [(t.agent, t.status, t.messages, [turn.reward for turn in t.turns], t.head_start) for t in played]
+        return [
+            (t.agent, t.status, t.messages, [turn.reward for turn in t.turns], t.head_start)
+            for t in played
+        ]
 
     expected = asyncio.run(play(KuhnPoker))
     assert [agent for agent, *_ in expected] == ["north", "south"]
@@ -345,16 +419,26 @@ def test_the_players_of_a_textarena_game_are_agents():
     seen, info = env.reset(seed=0, options={"opponent": "agent"})
     assert info == {"agents": ["player_0", "player_1"], "agent": "player_0"}
     assert "Available Moves" in seen
-    for cell, following in zip((0, 3, 1, 4), ("player_1", "player_0", "player_1", "player_0"), strict=True):
+    for cell, following in zip(
+        (0, 3, 1, 4), ("player_1", "player_0", "player_1", "player_0"), strict=True
+    ):
         seen, reward, over, _, info = env.step(f"[{cell}]")
         assert (reward, over, info) == (0.0, False, {"agent": following})
         assert f"'[{cell}]'" not in seen.rpartition("Available Moves")[2]
     _, reward, over, truncated, info = env.step("[2]")
     assert (reward, over, truncated) == (1.0, True, False)
-    assert info == {"rewards": {"player_0": 1, "player_1": -1}, "success": {"player_0": True, "player_1": False}}
+    assert info == {
+        "rewards": {"player_0": 1, "player_1": -1},
+        "success": {"player_0": True, "player_1": False},
+    }
 
 
 @pytest.mark.parametrize("name", ["TicTacToe-v0", "IteratedPrisonersDilemma-v0", "Nim-v0"])
 def test_textarena_games_of_agents_keep_the_contract(name):
     pytest.importorskip("textarena")
-    check_env(plugins.load("envs", f"textarena:{name}"), seeds=(0,), max_turns=4, options={"opponent": "agent"})
+    check_env(
+        plugins.load("envs", f"textarena:{name}"),
+        seeds=(0,),
+        max_turns=4,
+        options={"opponent": "agent"},
+    )

@@ -1,4 +1,6 @@
-"""Runs of several agents: frozen opponents follow the policy at their distance, and only the policy is trained."""
+"""Runs of several agents: frozen opponents follow the policy at their distance, and only the policy
+is trained.
+"""
 
 import asyncio
 import io
@@ -47,7 +49,10 @@ def test_a_frozen_agent_takes_up_the_versions_that_its_number_divides():
             return {}
 
     async def main() -> list[tuple[int, int]]:
-        async with ScriptedEngine(lambda ids: ()) as engine, ScriptedEngine(lambda ids: ()) as frozen:
+        async with (
+            ScriptedEngine(lambda ids: ()) as engine,
+            ScriptedEngine(lambda ids: ()) as frozen,
+        ):
             publisher = WeightPublisher(engine, ((frozen, 2),), WeightsConfig(transport="direct"))
             versions = []
             for version in range(1, 6):
@@ -59,14 +64,18 @@ def test_a_frozen_agent_takes_up_the_versions_that_its_number_divides():
 
 
 def test_who_plays_whom_is_read_from_the_config_and_what_cannot_be_is_said(tmp_path):
-    config = loaded(tmp_path, "env.agents.north=policy", "env.agents.west={name: scripted, player: 'a:b'}")
+    config = loaded(
+        tmp_path, "env.agents.north=policy", "env.agents.west={name: scripted, player: 'a:b'}"
+    )
     assert config.env.agents == {
         "south": FrozenRoute(refresh=2),
         "north": PolicyRoute(),
         "west": ScriptedRoute(player="a:b"),
     }
     for override, said in {
-        "env.agents.south.refresh=3": "env.agents.south.refresh (3) must divide checkpoint.every (2)",
+        "env.agents.south.refresh=3": (
+            "env.agents.south.refresh (3) must divide checkpoint.every (2)"
+        ),
         "env.agents.south.model=runs/x": "leave out model",
         "env.agents.south.refreh=1": "Did you mean 'refresh'?",
         "env.agents.north=frosen": "'policy', 'frozen', 'scripted'",
@@ -100,7 +109,11 @@ def test_a_seat_that_is_not_there_is_said(agentrl):
 def test_a_run_trains_its_own_agents_and_says_how_each_did(tmp_path, agentrl):
     loaded(tmp_path)
     done = agentrl(
-        "train", "kuhn.yaml", f"env.agents.south.model={tmp_path}/no", "env.agents.south.refresh=0", cwd=tmp_path
+        "train",
+        "kuhn.yaml",
+        f"env.agents.south.model={tmp_path}/no",
+        "env.agents.south.refresh=0",
+        cwd=tmp_path,
     )
     assert "env.agents.south.model" in done.stderr + done.stdout
     done = agentrl("train", "kuhn.yaml", cwd=tmp_path)
@@ -108,7 +121,9 @@ def test_a_run_trains_its_own_agents_and_says_how_each_did(tmp_path, agentrl):
     folder = tmp_path / "runs" / "kuhn"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(("agents/north/reward" in row) == ("reward" in row) for row in rows)
-    assert {key for row in rows for key in row if key.startswith(("agents/south", "eval/agents/south"))} == set()
+    assert {
+        key for row in rows for key in row if key.startswith(("agents/south", "eval/agents/south"))
+    } == set()
     assert [row["eval/agents/north/success"] for row in rows if "eval/success" in row]
     played = pq.read_table(folder / "trajectories" / "step_000000.parquet").to_pylist()
     assert [episode["agent"] for episode in played] == ["north"] * 8
@@ -117,7 +132,9 @@ def test_a_run_trains_its_own_agents_and_says_how_each_did(tmp_path, agentrl):
 
 
 @pytest.mark.slow
-def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_rest(tmp_path, tiny_model_dir):
+def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_rest(
+    tmp_path, tiny_model_dir
+):
     config = loaded(tmp_path, "env.agents.north=policy")
 
     async def main() -> None:
@@ -130,7 +147,9 @@ def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_re
             (north,) = await parts.runner.play(Episode("e", Task("kuhn_poker", 2, {"hands": 4}), 0))
             assert north.agent == "north"
             assert frozen.stats().generated_tokens > 0
-            assert {version for turn in north.turns for version in turn.completion.policy_versions} == {2}
+            assert {
+                version for turn in north.turns for version in turn.completion.policy_versions
+            } == {2}
 
     asyncio.run(main())
     strong = "env.agents.south={name: scripted, player: 'agentrl.envs.kuhn_poker:strong_player'}"

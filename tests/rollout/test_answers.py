@@ -44,12 +44,17 @@ def test_rounding_above_0_is_0_and_the_rest_stays_as_it_is():
 
 def test_an_id_that_the_model_has_no_row_for_is_a_failure_of_the_engine():
     assert checked_completion(said((-1.0, -1.0), (0, 6)), REQUEST, 7).token_ids.tolist() == [0, 6]
-    with pytest.raises(EngineError, match="answered e/0 with 7 as token 1, which is no token's id: the model has 7"):
+    with pytest.raises(
+        EngineError, match="answered e/0 with 7 as token 1, which is no token's id: the model has 7"
+    ):
         checked_completion(said((-1.0, -1.0), (0, 7)), REQUEST, 7)
 
 
 def test_a_model_says_how_many_ids_it_has(tmp_path, tiny_model_dir):
-    assert vocabulary_size(tiny_model_dir) == json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
+    assert (
+        vocabulary_size(tiny_model_dir)
+        == json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
+    )
     assert vocabulary_size(tmp_path) is None
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 11}}')
     assert vocabulary_size(tmp_path) == 11
@@ -71,7 +76,12 @@ def test_one_logprob_too_few_and_other_answers_are_failures_of_the_engine_in_an_
         async def generate(self, request):
             return self.answer()
 
-    for answer in (lambda: said((-1.0,)), lambda: said((math.nan, 0.0)), lambda: said((0.0, 0.0), (-1, 2)), dict):
+    for answer in (
+        lambda: said((-1.0,)),
+        lambda: said((math.nan, 0.0)),
+        lambda: said((0.0, 0.0), (-1, 2)),
+        dict,
+    ):
         policy = EnginePolicy(Junk(answer), SamplingParams(), 10.0)
         episode = Episode("e", Task("env", 0), 0)
         with pytest.raises(EngineError) as failed:

@@ -1,4 +1,6 @@
-"""Members of a group begin with the same task; where an environment ignores its seed, a metric says so."""
+"""Members of a group begin with the same task; where an environment ignores its seed, a metric says
+so.
+"""
 
 import random
 from dataclasses import replace
@@ -52,7 +54,9 @@ class Game(SlowEnv):
         return f"you draw {Careless.drawn.random()}", reward, over, False, info
 
 
-@pytest.mark.parametrize(("env", "share"), [(Seeded, 0.0), (Careless, 1.0), (Prompts, 1.0), (Game, 0.0)])
+@pytest.mark.parametrize(
+    ("env", "share"), [(Seeded, 0.0), (Careless, 1.0), (Prompts, 1.0), (Game, 0.0)]
+)
 def test_the_metric_is_the_share_of_groups_whose_members_began_differently(env, share):
     world = World(config(group_size=4), steps=2, env=env).run()
     for step, batch in enumerate(world.batches):

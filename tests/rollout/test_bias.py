@@ -27,7 +27,9 @@ def durations(ended, cut=()) -> Durations:
 
 
 def test_the_mean_with_one_length_cut_is_that_of_kaplan_and_meier_by_hand():
-    """Of four, one ends at 1 and 3/4 are left; one of these is cut at 2; one of the other two ends at 3, one at 4."""
+    """Of four, one ends at 1 and 3/4 are left; one of these is cut at 2; one of the other two ends
+    at 3, one at 4.
+    """
     assert durations([1, 3, 4], [2]).mean() == pytest.approx(1 + 3 / 4 * 2 + 3 / 8 * 1)
 
 
@@ -35,16 +37,22 @@ def test_the_mean_with_one_length_cut_is_that_of_kaplan_and_meier_by_hand():
 def test_with_nothing_cut_it_is_the_mean(drawn, zero):
     drawn = [*drawn, *([0.0] if zero else [])]
     assert durations(drawn).mean() == pytest.approx(fmean(drawn))
-    assert durations(drawn, [0.0]).mean() == pytest.approx(fmean(drawn)), "cut at once, it says nothing"
+    assert durations(drawn, [0.0]).mean() == pytest.approx(fmean(drawn)), (
+        "cut at once, it says nothing"
+    )
 
 
-@given(st.lists(lengths, min_size=2, max_size=30), st.lists(lengths, min_size=1, max_size=30), st.floats(0.1, 10))
+@given(
+    st.lists(lengths, min_size=2, max_size=30),
+    st.lists(lengths, min_size=1, max_size=30),
+    st.floats(0.1, 10),
+)
 def test_the_mean_is_finite_positive_and_in_the_unit_of_the_lengths(ended, cut, unit):
     mean = durations(ended, cut).mean()
     assert 0 < mean < float("inf")
-    assert durations([unit * one for one in ended], [unit * one for one in cut]).mean() == pytest.approx(
-        unit * mean, rel=0.05
-    )
+    assert durations(
+        [unit * one for one in ended], [unit * one for one in cut]
+    ).mean() == pytest.approx(unit * mean, rel=0.05)
 
 
 def test_none_that_ended_has_no_mean():
@@ -54,7 +62,9 @@ def test_none_that_ended_has_no_mean():
 
 @pytest.mark.parametrize(("kept", "cut"), [(8, 1), (8, 4), (8, 8), (4, 12), (1, 24)])
 def test_the_metric_is_the_truth_for_memoryless_lengths_however_many_are_cut(kept, cut):
-    """The mean of the shortest `kept` of n over that of all; with 24 of 25 cut it is 0.04, and was told as 1.0."""
+    """The mean of the shortest `kept` of n over that of all; with 24 of 25 cut it is 0.04, and was
+    told as 1.0.
+    """
     rng, bias, trained = np.random.default_rng(1), Durations(), []
     for _ in range(400):
         drawn = np.sort(rng.exponential(30.0, kept + cut))
@@ -69,7 +79,9 @@ def test_the_metric_is_the_truth_for_memoryless_lengths_however_many_are_cut(kep
 def shortest(latency, kept: int, cut: int) -> float:
     """The mean of the shortest `kept` of as many lengths as are played, over the mean of all."""
     rng = random.Random(2)
-    drawn = np.sort([[latency.sample(rng) for _ in range(kept + cut)] for _ in range(20_000 // (kept + cut))])
+    drawn = np.sort(
+        [[latency.sample(rng) for _ in range(kept + cut)] for _ in range(20_000 // (kept + cut))]
+    )
     return float(drawn[:, :kept].mean() / drawn.mean())
 
 

@@ -39,11 +39,17 @@ class Endless:
 
 def played(budget: Budget, own: Budget | None = None, context: ContextPolicy = FULL) -> Trajectory:
     async def main() -> Trajectory:
-        async with ScriptedEngine.replying(lambda request: b"abcdefghi", max_context=4096) as engine:
-            policy = EnginePolicy(engine, SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids), 60.0)
+        async with ScriptedEngine.replying(
+            lambda request: b"abcdefghi", max_context=4096
+        ) as engine:
+            policy = EnginePolicy(
+                engine, SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids), 60.0
+            )
             host = EnvHost({"endless": Endless}, EnvDeadlines())
             budgets = {"endless": own} if own is not None else {}
-            runner = EnvEpisodeRunner(policy, RENDERER, host, budget, 900.0, context, own_budgets=budgets)
+            runner = EnvEpisodeRunner(
+                policy, RENDERER, host, budget, 900.0, context, own_budgets=budgets
+            )
             (trajectory,) = await runner.play(Episode("e", Task("endless", 0, {}), 0))
             await host.close()
         return trajectory
@@ -63,7 +69,9 @@ def played(budget: Budget, own: Budget | None = None, context: ContextPolicy = F
         (Budget(turns=2, tokens=500, seconds=500), "turns", 2, [10, 10]),
     ],
 )
-def test_an_episode_that_has_used_up_its_budget_is_truncated_with_what_it_earned(budget, limit, turns, tokens):
+def test_an_episode_that_has_used_up_its_budget_is_truncated_with_what_it_earned(
+    budget, limit, turns, tokens
+):
     trajectory = played(budget)
     assert trajectory.status == Truncated(limit)
     assert [len(turn.completion.token_ids) for turn in trajectory.turns] == tokens
@@ -90,9 +98,12 @@ def test_deadlines_and_the_planned_work_follow_the_budget():
     patient = RolloutConfig(budget={"seconds": 7200}).deadlines
     assert patient.episode > 7200 + patient.generate
     assert patient.group >= 2 * patient.episode
-    with pytest.raises(ValidationError, match=r"raise rollout\.deadlines\.episode, or leave it out"):
+    with pytest.raises(
+        ValidationError, match=r"raise rollout\.deadlines\.episode, or leave it out"
+    ):
         RolloutConfig(budget={"seconds": 600}, deadlines={"episode": 600})
     longest = [
-        workload(RolloutConfig(**long, budget=budget), SimulationConfig()).longest for budget in ({}, {"tokens": 5000})
+        workload(RolloutConfig(**long, budget=budget), SimulationConfig()).longest
+        for budget in ({}, {"tokens": 5000})
     ]
     assert longest[0] - longest[1] == 11_000

@@ -1,4 +1,6 @@
-"""The controller of live episodes: gentle up, at once down, and calm. EpisodeSlots: bounded, in order, none lost."""
+"""The controller of live episodes: gentle up, at once down, and calm. EpisodeSlots: bounded, in
+order, none lost.
+"""
 
 import asyncio
 import itertools
@@ -20,7 +22,12 @@ def engine_with_room_for(room: int):
     """A stationary engine: preempts above `room` live episodes, roomy below nine tenths of it."""
 
     def load(live: int) -> EngineLoad:
-        return EngineLoad(running=live, waiting=0, kv_use=min(1.0, 0.85 * live / room), preemptions=int(live > room))
+        return EngineLoad(
+            running=live,
+            waiting=0,
+            kv_use=min(1.0, 0.85 * live / room),
+            preemptions=int(live > room),
+        )
 
     return load
 
@@ -32,7 +39,9 @@ def test_it_grows_gently_while_the_engine_has_room_and_never_past_its_limits():
         limit = limit.observe(IDLE, live=limit.limit)
         steps.append(limit.limit)
     assert steps[-1] == 1000
-    assert all(0 <= after - before <= max(1, before // 8) for before, after in itertools.pairwise(steps))
+    assert all(
+        0 <= after - before <= max(1, before // 8) for before, after in itertools.pairwise(steps)
+    )
 
 
 def test_it_does_not_grow_while_the_limit_is_not_what_binds():
@@ -42,7 +51,11 @@ def test_it_does_not_grow_while_the_limit_is_not_what_binds():
 
 def test_it_shrinks_at_once_below_where_pressure_was_met():
     limit = ConcurrencyController(limit=100, low=16, high=1000, met=1001)
-    for pressed in (EngineLoad(80, 0, preemptions=1), EngineLoad(80, 0, kv_use=0.97), EngineLoad(20, 60)):
+    for pressed in (
+        EngineLoad(80, 0, preemptions=1),
+        EngineLoad(80, 0, kv_use=0.97),
+        EngineLoad(20, 60),
+    ):
         assert limit.observe(pressed, live=100).limit == 75
         assert limit.observe(pressed, live=60).limit == 45
 
@@ -67,19 +80,25 @@ def test_a_stationary_engine_is_pressed_ever_more_seldom_and_kept_busy(room, low
         pressed_in_a_row = pressed_in_a_row + 1 if limit.limit > room > low else 0
         assert pressed_in_a_row <= 1, "one observation of pressure is enough to get below it"
         limit = after
-    # Each retreat doubles the patience before the next attempt, so attempts are logarithmic in time.
+    # Each retreat doubles the patience before the next attempt, so attempts are logarithmic in
+    # time.
     assert shrinks <= 2 + math.log2(1 + observations / 8)
     if observations > 500:
         assert limit.limit >= min(room, 4096) * 9 // 16 or limit.limit == low
 
 
 @given(
-    loads=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500), st.floats(0, 1), st.integers(0, 3)), max_size=80)
+    loads=st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 500), st.floats(0, 1), st.integers(0, 3)),
+        max_size=80,
+    )
 )
 def test_it_stays_between_its_limits_whatever_it_sees(loads):
     limit = ConcurrencyController.between(8, 300)
     for running, waiting, kv_use, preemptions in loads:
-        limit = limit.observe(EngineLoad(running, waiting, kv_use, preemptions), live=running + waiting)
+        limit = limit.observe(
+            EngineLoad(running, waiting, kv_use, preemptions), live=running + waiting
+        )
         assert 8 <= limit.limit <= 300
 
 

@@ -1,4 +1,6 @@
-"""What an episode keeps for credit by turn: who earned what, from which state, and what came after a limit."""
+"""What an episode keeps for credit by turn: who earned what, from which state, and what came after
+a limit.
+"""
 
 import asyncio
 
@@ -17,14 +19,25 @@ from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import (
+    Completion,
+    Group,
+    Score,
+    Task,
+    Terminated,
+    Trajectory,
+    Truncated,
+    Turn,
+)
 
 RENDERER = TemplateRenderer(ByteTokenizer())
 DEADLINES = EnvDeadlines()
 
 
 class Rooms:
-    """Rooms in a row; each step pays its number. Option `keys`: it names its states. Option `limit`: it cuts itself."""
+    """Rooms in a row; each step pays its number. Option `keys`: it names its states. Option
+    `limit`: it cuts itself.
+    """
 
     isolation = "inline"
 
@@ -46,8 +59,12 @@ class Rooms:
 
 def played(max_turns: int = 8, max_context: int = 2048, **options: object) -> Trajectory:
     async def main() -> Trajectory:
-        async with ScriptedEngine.replying(lambda request: list(b"on"), max_context=max_context) as engine:
-            policy = EnginePolicy(engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), 60.0)
+        async with ScriptedEngine.replying(
+            lambda request: list(b"on"), max_context=max_context
+        ) as engine:
+            policy = EnginePolicy(
+                engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), 60.0
+            )
             host = EnvHost({"rooms": Rooms}, DEADLINES)
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=max_turns), 600.0)
             try:
@@ -68,18 +85,24 @@ def test_turns_know_the_state_that_they_answer() -> None:
 
 
 @pytest.mark.parametrize(("limits", "limit"), [({"max_turns": 2}, "turns"), ({"limit": 2}, "env")])
-def test_a_truncated_episode_keeps_what_would_have_been_answered_next(limits: dict[str, int], limit: str) -> None:
+def test_a_truncated_episode_keeps_what_would_have_been_answered_next(
+    limits: dict[str, int], limit: str
+) -> None:
     cut, whole = played(**limits), played()
     assert cut.status == Truncated(limit)
     assert cut.tail_ids.tolist() == whole.turns[2].prompt_ids.tolist()
-    assert [m.content for m in cut.messages] == [m.content for m in whole.messages][: len(cut.messages)]
+    assert [m.content for m in cut.messages] == [m.content for m in whole.messages][
+        : len(cut.messages)
+    ]
     assert cut.messages[-1].content == "room 2"
     assert len(whole.tail_ids) == 0
 
 
 def test_an_episode_whose_context_is_full_keeps_the_prompt_that_did_not_fit() -> None:
     whole = played()
-    room = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in whole.turns[:2]) + 1
+    room = (
+        sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in whole.turns[:2]) + 1
+    )
     cut = played(max_context=room)
     assert cut.status == Truncated("context")
     assert cut.tail_ids.tolist() == whole.turns[2].prompt_ids.tolist()
@@ -105,7 +128,9 @@ def turns(*played: tuple[str, float]) -> Trajectory:
 
 
 def scored(*trajectories: Trajectory) -> Group:
-    scores = [Score(t.env_return, turns=tuple(turn.reward for turn in t.turns)) for t in trajectories]
+    scores = [
+        Score(t.env_return, turns=tuple(turn.reward for turn in t.turns)) for t in trajectories
+    ]
     return Group(Task("e", 0), trajectories, tuple(scores))
 
 
@@ -117,12 +142,17 @@ def test_turns_from_the_same_state_are_compared_by_hand() -> None:
     episodes = (1.5, -1.5)  # 4 and 1 against their mean
     at_a = (0.5 * 4 - 0.5 * 1, 0.5)  # returns to go of 2 and 0.5
     assert first == pytest.approx([episodes[0] + 2 * (at_a[0] - 0.75), episodes[0] + 2 * 2.0])
-    assert second == pytest.approx([episodes[1] - 2 * (at_a[0] - 0.75), episodes[1], episodes[1] - 2 * 2.0])
+    assert second == pytest.approx(
+        [episodes[1] - 2 * (at_a[0] - 0.75), episodes[1], episodes[1] - 2 * 2.0]
+    )
 
 
 def test_with_rewards_to_go_a_turn_does_not_answer_for_what_came_before() -> None:
     group = scored(turns(("a", 1.0), ("b", 2.0)), turns(("a", 0.0), ("b", 1.0)))
     settings = {"advantage": "group_mean", "reward_to_go": True}
     assert Grpo(Grpo.Config(**settings)).advantages(group) == [[1.0, 0.0], [-1.0, -1.0]]
-    assert Grpo(Grpo.Config(**settings, baseline="turn")).advantages(group) == [[1.0, 0.5], [-1.0, -0.5]]
+    assert Grpo(Grpo.Config(**settings, baseline="turn")).advantages(group) == [
+        [1.0, 0.5],
+        [-1.0, -0.5],
+    ]
     assert Grpo(Grpo.Config(advantage="group_mean", gamma=0.5)).advantages(group) == [0.75, -0.75]

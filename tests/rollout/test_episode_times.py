@@ -28,7 +28,9 @@ class PausingClock:
 
 
 def test_the_times_of_an_episode_contain_the_pauses_that_its_deadlines_leave_out() -> None:
-    """Else the episodes of a run that computes on its loop, or on a busy machine, seem to be ever earlier."""
+    """Else the episodes of a run that computes on its loop, or on a busy machine, seem to be ever
+    earlier.
+    """
     clock = PausingClock()
 
     class Slow:
@@ -49,7 +51,9 @@ def test_the_times_of_an_episode_contain_the_pauses_that_its_deadlines_leave_out
     async def main() -> tuple[Trajectory, float, float]:
         begun = elapsed()
         async with ScriptedEngine.replying(lambda request: list(b"on")) as engine:
-            policy = EnginePolicy(engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), PAUSE / 2)
+            policy = EnginePolicy(
+                engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), PAUSE / 2
+            )
             host = EnvHost({"slow": Slow}, EnvDeadlines(step=PAUSE / 2))
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(), PAUSE / 2)
             (trajectory,) = await runner.play(Episode("e", Task("slow", 0, {}), 0))

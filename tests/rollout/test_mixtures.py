@@ -1,4 +1,6 @@
-"""Mixtures in the scheduler, under the virtual clock: the weights hold, and each environment has its own budget."""
+"""Mixtures in the scheduler, under the virtual clock: the weights hold, and each environment has
+its own budget.
+"""
 
 import asyncio
 import random
@@ -65,13 +67,19 @@ class Earned:
 ENVS = {"healthy": Healthy, "slow": Slow, "crashing": Crashing}
 
 
-def play(steps: int, weights: dict[str, float], *, budget: int = 10**6, gives_up: bool = False) -> list[Group]:
+def play(
+    steps: int, weights: dict[str, float], *, budget: int = 10**6, gives_up: bool = False
+) -> list[Group]:
     """The groups of so many steps of 10."""
     groups: list[Group] = []
 
     async def main() -> None:
         config = RolloutConfig(
-            groups_per_step=10, group_size=2, max_staleness=1, deadlines=DEADLINES, retries=Retries(environment=1)
+            groups_per_step=10,
+            group_size=2,
+            max_staleness=1,
+            deadlines=DEADLINES,
+            retries=Retries(environment=1),
         )
         renderer = TemplateRenderer(ByteTokenizer())  # type: ignore[arg-type]
         engine = ScriptedEngine.replying(lambda request: b"go", max_batch=64)
@@ -79,14 +87,23 @@ def play(steps: int, weights: dict[str, float], *, budget: int = 10**6, gives_up
         sampling = SamplingParams(max_tokens=8, stop_token_ids=renderer.stop_token_ids)
         policy = EnginePolicy(engine, sampling, config.deadlines.generate, max_tokens={"slow": 1})
         shares = [
-            Share(name, name, weight, SeededTasks(NoSettings(), name, 0), 3 if name == "slow" else 2, budget)
+            Share(
+                name,
+                name,
+                weight,
+                SeededTasks(NoSettings(), name, 0),
+                3 if name == "slow" else 2,
+                budget,
+            )
             for name, weight in weights.items()
         ]
         with Ledger(":memory:") as ledger:
             rollouts = Rollouts(
                 config,
                 tasks=Mixture(shares),
-                runner=EnvEpisodeRunner(policy, renderer, host, Budget(turns=8), config.deadlines.episode),
+                runner=EnvEpisodeRunner(
+                    policy, renderer, host, Budget(turns=8), config.deadlines.episode
+                ),
                 reward=Earned(),
                 engine=engine,
                 ledger=ledger,
@@ -115,7 +132,12 @@ def test_a_slow_and_a_crashing_environment_keep_their_shares_of_a_thousand_group
     assert abs(by_now["slow"] / 500 - 0.3) < 0.04
     assert {len(group.trajectories) for group in groups if group.task.env == "slow"} == {3}
     assert {len(group.trajectories) for group in groups if group.task.env != "slow"} == {2}
-    lengths = {len(t.turns[0].completion.token_ids) for g in groups if g.task.env == "slow" for t in g.trajectories}
+    lengths = {
+        len(t.turns[0].completion.token_ids)
+        for g in groups
+        if g.task.env == "slow"
+        for t in g.trajectories
+    }
     assert lengths == {1}
 
 

@@ -1,4 +1,6 @@
-"""Self-play against snapshots: who plays whom, that it does not change in mid-episode, and that a resume repeats it."""
+"""Self-play against snapshots: who plays whom, that it does not change in mid-episode, and that a
+resume repeats it.
+"""
 
 import asyncio
 from collections import Counter
@@ -24,14 +26,18 @@ AGENTS = ("north", "south")
 
 @dataclass(frozen=True, slots=True)
 class Recorded(EnvEpisodeRunner):
-    """Plays nothing, and says who would have played each agent. An episode ends when `may_end` is set."""
+    """Plays nothing, and says who would have played each agent. An episode ends when `may_end` is
+    set.
+    """
 
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         await self.may_end.wait()
         agents = [agent for agent in AGENTS if agent not in self.others]
-        return tuple(Trajectory(episode.id, episode.task, (), Terminated(), agent=agent) for agent in agents)
+        return tuple(
+            Trajectory(episode.id, episode.task, (), Terminated(), agent=agent) for agent in agents
+        )
 
 
 class Served(ScriptedEngine):
@@ -62,10 +68,15 @@ class Table:
         for engine in self.engines:
             await engine.__aenter__()
         base = player(talking(), lambda: None)
-        opponents = [Opponent(Role(base.policy, RENDERER, trained=False), one, snapshots, 60) for one in self.engines]
+        opponents = [
+            Opponent(Role(base.policy, RENDERER, trained=False), one, snapshots, 60)
+            for one in self.engines
+        ]
         runner = Recorded(base.policy, RENDERER, base.envs, 9, 600, may_end=self.may_end)
         matches = Matches(self.settings, AGENTS)
-        self.play = SelfPlay(matches, self.seed, runner, opponents, snapshots, self.folder / "model")
+        self.play = SelfPlay(
+            matches, self.seed, runner, opponents, snapshots, self.folder / "model"
+        )
         self.may_end.set()
         if opponents:
             snapshots.write(0, {"w": torch.zeros(1)})
@@ -82,7 +93,10 @@ class Table:
         async with Flow("games") as flow:
             tasks = [
                 flow.start(
-                    self.play.play(Episode(f"{n}/{m}/0", Task("e", n, {}, f"train-{n}"), 0, member=m)), name=f"{n}"
+                    self.play.play(
+                        Episode(f"{n}/{m}/0", Task("e", n, {}, f"train-{n}"), 0, member=m)
+                    ),
+                    name=f"{n}",
                 )
                 for n in range(count)
                 for m in range(members)
@@ -98,7 +112,10 @@ def test_the_policy_plays_each_seat_equally_often_and_itself_as_often_as_configu
             await table.publish(1)
             played = await table.games(400)
         against = [one for one in played if one.opponent is not None]
-        assert Counter(one.agent for one in against) == {"north": len(against) / 2, "south": len(against) / 2}
+        assert Counter(one.agent for one in against) == {
+            "north": len(against) / 2,
+            "south": len(against) / 2,
+        }
         by_group = Counter(one.task.id for one in against)
         assert set(by_group.values()) == {4}, "a group meets one opponent"
         assert len(by_group) / 400 == pytest.approx(0.75, abs=0.06)
@@ -160,7 +177,9 @@ def test_an_opponent_does_not_change_in_mid_episode_and_new_episodes_wait_for_th
                 assert engine.number == 0
                 table.may_end.set()
             assert {one.opponent for one in first.result()} == {0}
-            assert {one.opponent for one in second.result()} == {2}, "the newest, version 1 was never met"
+            assert {one.opponent for one in second.result()} == {2}, (
+                "the newest, version 1 was never met"
+            )
             assert engine.number == 2
 
     asyncio.run(main())
@@ -195,7 +214,9 @@ def test_a_damaged_snapshot_says_which_and_what_to_do(tmp_path):
         async with Table(tmp_path, OpponentsConfig(latest=0, every=1, pool=1)) as table:
             await table.publish(1)
             (tmp_path / "opponents" / "version_000001" / "manifest.json").write_text("{}")
-            with pytest.raises(WeightsError, match=r"(?s)version 1 of the policy cannot play.*recipe\.latest=1"):
+            with pytest.raises(
+                WeightsError, match=r"(?s)version 1 of the policy cannot play.*recipe\.latest=1"
+            ):
                 await table.publish(2)
 
     asyncio.run(main())
@@ -210,12 +231,25 @@ def group(played: list[Trajectory]) -> Group:
 def test_results_are_by_version_and_seat_and_the_hard_ones_are_drawn_more_often():
     def game(agent: str, opponent: int | None, won: bool) -> Trajectory:
         return Trajectory(
-            "e", Task("e", 0), (), Terminated(), agent=agent, head_start=1.0 if won else -1.0, opponent=opponent
+            "e",
+            Task("e", 0),
+            (),
+            Terminated(),
+            agent=agent,
+            head_start=1.0 if won else -1.0,
+            opponent=opponent,
         )
 
-    played = [game("north", 0, True), game("north", 0, False), game("south", 0, True), game("south", 5, False)]
+    played = [
+        game("north", 0, True),
+        game("north", 0, False),
+        game("south", 0, True),
+        game("south", 5, False),
+    ]
     played += [game("north", None, True), game("south", None, False)] * 2
-    metrics = results_of([Group(Task("e", 0), tuple(played), tuple(Score(one.env_return) for one in played))])
+    metrics = results_of(
+        [Group(Task("e", 0), tuple(played), tuple(Score(one.env_return) for one in played))]
+    )
     assert metrics == {
         "opponents/share": 0.5,
         "opponents/0/north/episodes": 2.0,

@@ -49,7 +49,9 @@ DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=5000,
 
 
 class SlowEnv:
-    """Three to six turns of heavy-tailed length; `trouble(seed, attempts so far)` says what goes wrong."""
+    """Three to six turns of heavy-tailed length; `trouble(seed, attempts so far)` says what goes
+    wrong.
+    """
 
     trouble: Callable[[int, Counter], str] = staticmethod(lambda seed, attempts: "")
     attempts: ClassVar[Counter] = Counter()
@@ -166,12 +168,16 @@ class World:
 
 
 def config(**settings) -> RolloutConfig:
-    return RolloutConfig(**{"groups_per_step": 4, "group_size": 3, "deadlines": DEADLINES, **settings})
+    return RolloutConfig(
+        **{"groups_per_step": 4, "group_size": 3, "deadlines": DEADLINES, **settings}
+    )
 
 
 @given(max_staleness=st.sampled_from([0, 1, 2, 4]), seed=st.integers(0, 10**6))
 @settings(max_examples=12, deadline=None)
-def test_staleness_never_exceeds_the_bound_nothing_is_dropped_and_all_fates_are_known(max_staleness, seed):
+def test_staleness_never_exceeds_the_bound_nothing_is_dropped_and_all_fates_are_known(
+    max_staleness, seed
+):
     world = World(config(max_staleness=max_staleness), steps=10, seed=seed).run()
     ages = [staleness(group, step) for step, batch in enumerate(world.batches) for group in batch]
     assert max(ages) <= max_staleness
@@ -184,7 +190,9 @@ def test_staleness_never_exceeds_the_bound_nothing_is_dropped_and_all_fates_are_
 def test_asynchrony_is_faster_and_older_and_synchrony_is_exact():
     runs = {k: World(config(max_staleness=k), steps=20).run() for k in (0, 1, 4)}
     ages = {
-        k: fmean(staleness(group, step) for step, batch in enumerate(world.batches) for group in batch)
+        k: fmean(
+            staleness(group, step) for step, batch in enumerate(world.batches) for group in batch
+        )
         for k, world in runs.items()
     }
     assert ages[0] == 0
@@ -193,7 +201,10 @@ def test_asynchrony_is_faster_and_older_and_synchrony_is_exact():
 
 
 def test_the_same_seed_gives_the_same_events_and_another_seed_others():
-    digests = [World(config(max_staleness=2), steps=8, seed=seed).run().events.digest() for seed in (1, 1, 2)]
+    digests = [
+        World(config(max_staleness=2), steps=8, seed=seed).run().events.digest()
+        for seed in (1, 1, 2)
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -209,7 +220,9 @@ def test_a_crash_is_played_again_and_never_becomes_a_reward():
     fates = world.ledger.episode_fates()
     assert (fates.trained, fates.failed) == (60, 20)
     assert world.ledger.task_fates().trained == 20
-    assert all(isinstance(t.status, Terminated) for b in world.batches for g in b for t in g.trajectories)
+    assert all(
+        isinstance(t.status, Terminated) for b in world.batches for g in b for t in g.trajectories
+    )
     why, count = why_failed(world.ledger)[0]
     assert count == 20
     assert "KeyError: 'the lake is gone'" in why
@@ -237,7 +250,9 @@ def killed_by(tasks):
     )
 
 
-@pytest.mark.parametrize("lethal", [{"train-000002"}, {"train-000000", "train-000006", "train-000007"}])
+@pytest.mark.parametrize(
+    "lethal", [{"train-000002"}, {"train-000000", "train-000006", "train-000007"}]
+)
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_tasks_that_engines_die_of_are_set_aside_and_the_run_goes_on(lethal, max_staleness):
     restarted = []
@@ -258,12 +273,18 @@ def test_tasks_that_engines_die_of_are_set_aside_and_the_run_goes_on(lethal, max
     assert {count for _, count in reasons} == {1}  # none is played again
     assert len(reasons) == len(lethal)
     for why, _ in reasons:
-        assert re.match(r"engine: engines died \d times while they worked on request train-\d+/\d/0/0", why)
-    assert all(score.value > 0 for batch in world.batches for group in batch for score in group.scores)
+        assert re.match(
+            r"engine: engines died \d times while they worked on request train-\d+/\d/0/0", why
+        )
+    assert all(
+        score.value > 0 for batch in world.batches for group in batch for score in group.scores
+    )
 
 
 @pytest.mark.parametrize("seconds", [45.0, 400.0])
-def test_a_restart_that_takes_longer_than_an_answer_fails_no_episode_and_hides_no_lethal_request(seconds):
+def test_a_restart_that_takes_longer_than_an_answer_fails_no_episode_and_hides_no_lethal_request(
+    seconds,
+):
     lethal = {"train-000001"}
     restarted = []
 
@@ -289,7 +310,9 @@ def test_a_restart_that_takes_longer_than_an_answer_fails_no_episode_and_hides_n
         return Slow(killed_by(lethal))
 
     deadlines = Deadlines(reset=30, step=50, generate=50, reward=50, episode=300, stall=6000)
-    world = World(config(deadlines=deadlines), steps=3, engine=Router([killed_by(lethal)], factory=again)).run()
+    world = World(
+        config(deadlines=deadlines), steps=3, engine=Router([killed_by(lethal)], factory=again)
+    ).run()
     assert [count for _, count in why_failed(world.ledger)] == [1]
     assert "set aside" in why_failed(world.ledger)[0][0]
     assert world.ledger.task_fates().failed == 1
@@ -306,7 +329,9 @@ def test_an_engine_that_always_dies_ends_the_run_and_is_not_started_for_ever():
         return killed_by(every)
 
     router = Router([killed_by(every)], factory=again)
-    with pytest.raises(EngineDeadError, match=r"engine 0 keeps dying: it was restarted 8 times in a row"):
+    with pytest.raises(
+        EngineDeadError, match=r"engine 0 keeps dying: it was restarted 8 times in a row"
+    ):
         World(config(), steps=4, engine=router).run()
     assert len(restarted) == 8
 
@@ -333,7 +358,9 @@ def test_too_many_failed_tasks_end_the_run_with_the_reason():
             raise KeyError("the lake is gone")
 
     with pytest.raises(RetriesExhaustedError, match="the lake is gone"):
-        World(config(retries=Retries(environment=0), max_failed_tasks=1), steps=5, env=AllAtOnce).run()
+        World(
+            config(retries=Retries(environment=0), max_failed_tasks=1), steps=5, env=AllAtOnce
+        ).run()
     with pytest.raises(RetriesExhaustedError, match="the lake is gone") as caught:
         World(config(retries=Retries(environment=0), max_failed_tasks=3), steps=5, env=Env).run()
     assert "4 tasks failed permanently" in str(caught.value)
@@ -355,7 +382,9 @@ def test_a_broken_reward_is_asked_again_about_the_same_trajectory_and_no_score_i
 
 
 def test_a_slow_reward_holds_no_slot_of_an_episode():
-    """With four slots and 40 s a score: held through the score, 48 episodes of about 8 s would take 48 / 4 * 48 s."""
+    """With four slots and 40 s a score: held through the score, 48 episodes of about 8 s would take
+    48 / 4 * 48 s.
+    """
 
     class Slow(Sum):
         async def score(self, trajectory):
@@ -374,11 +403,15 @@ def test_a_reward_that_stays_broken_is_asked_as_often_as_its_budget_says_and_fai
         asked[trajectory.id] += 1
         return "/1/" in trajectory.id
 
-    world = World(config(retries=Retries(reward=3), max_failed_tasks=2), steps=2, reward=Sum(always))
+    world = World(
+        config(retries=Retries(reward=3), max_failed_tasks=2), steps=2, reward=Sum(always)
+    )
     with pytest.raises(RetriesExhaustedError, match="the judge is down"):
         world.run()
     broken = {name: times for name, times in asked.items() if "/1/" in name}
-    assert all(name.endswith("/1/0") for name in broken), "an episode was played again for its reward's sake"
+    assert all(name.endswith("/1/0") for name in broken), (
+        "an episode was played again for its reward's sake"
+    )
     assert max(broken.values()) == 4
     assert "reward: Sum: the judge is down" in why_failed(world.ledger)[0][0]
 
@@ -394,7 +427,10 @@ def test_a_dead_engine_ends_the_run_and_an_engine_that_hangs_costs_a_deadline():
     world = World(config(), steps=3, engine=engine).run()
     assert world.ledger.episode_fates().failed == 1
     assert world.ledger.task_fates().trained == 12
-    assert "engine: generate did not answer within its deadline of 1000 s" in why_failed(world.ledger)[0][0]
+    assert (
+        "engine: generate did not answer within its deadline of 1000 s"
+        in why_failed(world.ledger)[0][0]
+    )
 
 
 def test_wrong_options_end_the_run_at_once_with_their_own_error():
@@ -417,7 +453,8 @@ def test_members_of_a_group_share_the_start_and_not_the_sampling():
 
 def test_training_and_held_out_seeds_never_meet():
     train, held_out = (
-        {SeededTasks(NoSettings(), "e", 3, split).task(i).seed for i in range(2000)} for split in ("train", "held-out")
+        {SeededTasks(NoSettings(), "e", 3, split).task(i).seed for i in range(2000)}
+        for split in ("train", "held-out")
     )
     assert not train & held_out
     assert len(train) > 1990
@@ -427,11 +464,17 @@ def test_leaving_in_the_middle_cancels_everything_that_plays():
     async def main() -> None:
         world = World(config(), steps=5)
         renderer = TemplateRenderer(ByteTokenizer())
-        engine = ScriptedEngine.replying(lambda request: b"go", seconds_per_token=lambda request: 1.0)
+        engine = ScriptedEngine.replying(
+            lambda request: b"go", seconds_per_token=lambda request: 1.0
+        )
         host = EnvHost({"slow": SlowEnv}, DEADLINES)
         runner = EnvEpisodeRunner(
             EnginePolicy(
-                engine, SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=renderer.stop_token_ids), 100
+                engine,
+                SamplingParams(
+                    max_tokens=64, temperature=1.0, stop_token_ids=renderer.stop_token_ids
+                ),
+                100,
             ),
             renderer,
             host,
@@ -483,9 +526,15 @@ def test_a_loser_is_cancelled_within_a_second_and_leaves_the_engine():
             return "on", 1.0, True, False, {}
 
     slow_one = ScriptedEngine.replying(
-        lambda request: b"go", seconds_per_token=lambda request: 100.0 if "/3/" in request.id else 0.1
+        lambda request: b"go",
+        seconds_per_token=lambda request: 100.0 if "/3/" in request.id else 0.1,
     )
-    world = World(config(groups_per_step=1, group_size=3, extra_members=1), steps=1, env=Instant, engine=slow_one)
+    world = World(
+        config(groups_per_step=1, group_size=3, extra_members=1),
+        steps=1,
+        env=Instant,
+        engine=slow_one,
+    )
     world.train_seconds = 0
     world.run()
     assert world.seconds < 1
@@ -507,7 +556,13 @@ def test_groups_without_variance_are_replaced_and_the_source_learns_of_all(max_s
 
     Source.seen.clear()
     settings = config(filter_zero_variance=True, max_staleness=max_staleness)
-    world = World(settings, steps=4, reward=Varied(), tasks=Source(NoSettings(), "slow", 0), train_seconds=20.0).run()
+    world = World(
+        settings,
+        steps=4,
+        reward=Varied(),
+        tasks=Source(NoSettings(), "slow", 0),
+        train_seconds=20.0,
+    ).run()
     fates = world.ledger.task_fates()
     assert fates.trained == 16
     assert fates.filtered > 3
@@ -525,28 +580,43 @@ def test_what_is_filtered_is_what_the_algorithm_learns_nothing_from():
             return Score(float(trajectory.task.seed % 8 < 4))  # the same for all members
 
     teaches = BatchProcessing(BatchProcessingConfig(), algorithm=Reinforce()).teaches
-    world = World(config(filter_zero_variance=True), steps=3, reward=Seldom(), teaches=teaches).run()
-    assert {reward for batch in world.batches for group in batch for reward in group.rewards_G} == {1.0}
+    world = World(
+        config(filter_zero_variance=True), steps=3, reward=Seldom(), teaches=teaches
+    ).run()
+    assert {reward for batch in world.batches for group in batch for reward in group.rewards_G} == {
+        1.0
+    }
     assert world.ledger.task_fates().filtered > 0
 
 
 def test_some_episodes_that_were_filtered_or_failed_are_kept_with_what_was_played():
     class Different(Sum):
         async def score(self, trajectory):
-            return Score(float(int(trajectory.task.id[-1]) % 2 and int(trajectory.id.split("/")[1])))
+            return Score(
+                float(int(trajectory.task.id[-1]) % 2 and int(trajectory.id.split("/")[1]))
+            )
 
     filtered = World(config(filter_zero_variance=True), steps=3, reward=Different()).run()
     kept = [pair for step in filtered.untrained for pair in step]
     assert kept
     assert all(len(step) <= 2 for step in filtered.untrained)
-    trained = {trajectory.id for batch in filtered.batches for group in batch for trajectory in group.trajectories}
+    trained = {
+        trajectory.id
+        for batch in filtered.batches
+        for group in batch
+        for trajectory in group.trajectories
+    }
     assert not trained & {trajectory.id for trajectory, _ in kept}
     assert all(trajectory.turns and score.value == 0 for trajectory, score in kept)
 
-    broken = World(config(), steps=2, reward=Sum(lambda trajectory: trajectory.id.endswith("3/1/0"))).run()
+    broken = World(
+        config(), steps=2, reward=Sum(lambda trajectory: trajectory.id.endswith("3/1/0"))
+    ).run()
     kept = [pair for step in broken.untrained for pair in step]
     assert {trajectory.id.split("/", 1)[1] for trajectory, _ in kept} == {"1/0"}
-    assert all(math.isnan(score.value) and "the judge is down" in str(score.status) for _, score in kept)
+    assert all(
+        math.isnan(score.value) and "the judge is down" in str(score.status) for _, score in kept
+    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -555,7 +625,9 @@ def test_a_run_that_ends_in_a_step_gives_all_episodes_of_it_and_no_other(max_sta
     with pytest.raises(TrainingError):
         world.run()
     left = [trajectory.id for trajectory, _ in world.left]
-    first, batch = ({one.id for group in groups for one in group.trajectories} for groups in world.batches)
+    first, batch = (
+        {one.id for group in groups for one in group.trajectories} for groups in world.batches
+    )
     assert len(left) == len(set(left))
     assert batch <= set(left)
     assert not first & set(left)
@@ -567,9 +639,12 @@ def test_filtering_without_end_is_an_error_that_names_the_way_out():
         async def score(self, trajectory):
             return Score(0.0)
 
-    world = World(config(filter_zero_variance=True, max_filtered_per_step=10), steps=4, reward=Same())
+    world = World(
+        config(filter_zero_variance=True, max_filtered_per_step=10), steps=4, reward=Same()
+    )
     with pytest.raises(
-        FilterBudgetError, match=r"11 groups were filtered for one batch.*too hard or too easy.*untrained/"
+        FilterBudgetError,
+        match=r"11 groups were filtered for one batch.*too hard or too easy.*untrained/",
     ):
         world.run()
     assert len(world.left) >= 2
@@ -591,7 +666,11 @@ def test_every_staleness_rule_trains_the_same_number_of_groups_and_settles_every
 @pytest.mark.slow
 def test_dropping_what_is_late_trains_on_short_episodes_and_the_metric_says_so():
     def bias(rule):
-        return World(config(max_staleness=1, staleness_rule=rule), steps=40, train_seconds=1.0).run().metrics
+        return (
+            World(config(max_staleness=1, staleness_rule=rule), steps=40, train_seconds=1.0)
+            .run()
+            .metrics
+        )
 
     assert bias("drop")["bias/seconds"] < 0.97
     assert bias("deadline_first")["bias/seconds"] == pytest.approx(1.0)
@@ -603,7 +682,9 @@ def test_a_group_has_a_deadline_of_its_own():
 
     deadlines = DEADLINES.model_copy(update={"group": 30.0})
     world = World(config(deadlines=deadlines, max_failed_tasks=2), steps=6, env=Env)
-    with pytest.raises(RetriesExhaustedError, match="group did not answer within its deadline of 30 s"):
+    with pytest.raises(
+        RetriesExhaustedError, match="group did not answer within its deadline of 30 s"
+    ):
         world.run()
 
 
@@ -616,7 +697,10 @@ def test_a_stall_ends_the_run_and_names_the_stage():
                 await asyncio.Event().wait()
 
     world = World(config(groups_per_step=1, group_size=2), steps=1, runner=Silent())
-    with pytest.raises(StallError, match=r"nothing has moved for 6000 s.*\n  2 in generate \(engine\), the first for"):
+    with pytest.raises(
+        StallError,
+        match=r"nothing has moved for 6000 s.*\n  2 in generate \(engine\), the first for",
+    ):
         world.run()
 
 
@@ -625,14 +709,18 @@ def test_a_rescue_is_tried_before_a_stall_ends_the_run():
 
     async def main() -> None:
         with pytest.raises(StallError):
-            await watch(100.0, lambda: 0, lambda: True, lambda: tried.append(now()) or len(tried) < 3)
+            await watch(
+                100.0, lambda: 0, lambda: True, lambda: tried.append(now()) or len(tried) < 3
+            )
 
     run_virtual(main)
     assert tried == [100.0, 200.0, 300.0]
 
 
 def test_the_number_of_live_episodes_follows_the_engine():
-    engine = ScriptedEngine.replying(lambda request: b"go", max_batch=16, seconds_per_token=lambda request: 5.0)
+    engine = ScriptedEngine.replying(
+        lambda request: b"go", max_batch=16, seconds_per_token=lambda request: 5.0
+    )
     world = World(config(groups_per_step=100, min_live_episodes=4), steps=2, engine=engine).run()
     assert 16 <= world.metrics["live_episodes/limit"] <= 64
 
@@ -642,7 +730,9 @@ def test_a_display_sees_failures_by_layer_the_longest_groups_and_what_is_ready()
         trouble = staticmethod(lambda seed, attempts: "crash" if attempts[seed] == 1 else "")
 
     reward = Sum(lambda trajectory: trajectory.id.endswith("/1/1"))
-    world = World(config(max_staleness=1, max_failed_tasks=100), steps=4, env=Env, reward=reward).run()
+    world = World(
+        config(max_staleness=1, max_failed_tasks=100), steps=4, env=Env, reward=reward
+    ).run()
     last = world.underway[-1]
     failed = world.metrics["failed_tasks"] + world.ledger.episode_fates().failed
     assert failed > 0

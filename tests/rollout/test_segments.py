@@ -1,4 +1,6 @@
-"""Segments: a straggler is trained on in parts, each turn once, each in time, and its future is left to a critic."""
+"""Segments: a straggler is trained on in parts, each turn once, each in time, and its future is
+left to a critic.
+"""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -19,7 +21,9 @@ from tests.rollout.test_scheduler import DEADLINES, SlowEnv, Sum, World, config
 
 
 class LongEnv(SlowEnv):
-    """Six turns; in some episodes each takes 30 s, in the others a moment. Each turn earns its number."""
+    """Six turns; in some episodes each takes 30 s, in the others a moment. Each turn earns its
+    number.
+    """
 
     async def reset(self, *, seed, options):
         self.attempts[seed] += 1
@@ -34,16 +38,22 @@ class LongEnv(SlowEnv):
 
 
 def environment_reward() -> RewardPipeline:
-    return RewardPipeline([RewardPart(EnvironmentReward(EnvironmentReward.Config()), "environment")], deadline=50)
+    return RewardPipeline(
+        [RewardPart(EnvironmentReward(EnvironmentReward.Config()), "environment")], deadline=50
+    )
 
 
 def played(rule: str = "segment", env: type = LongEnv, **settings) -> World:
     given = {"max_staleness": 1, "group_size": 2, "staleness_rule": rule, **settings}
-    return World(config(**given), steps=12, env=env, reward=environment_reward(), train_seconds=5.0).run()
+    return World(
+        config(**given), steps=12, env=env, reward=environment_reward(), train_seconds=5.0
+    ).run()
 
 
 def pieces(world: World) -> dict[tuple[str, str], list[tuple[int, Trajectory, list[float]]]]:
-    """By episode and agent: (step, trajectory, rewards of its turns) of each part that was trained on, in order."""
+    """By episode and agent: (step, trajectory, rewards of its turns) of each part that was trained
+    on, in order.
+    """
     found = defaultdict(list)
     for step, batch in enumerate(world.batches):
         for group in batch:
@@ -58,7 +68,10 @@ def test_each_turn_of_a_straggler_is_trained_on_once_in_order_and_with_its_own_r
     several = [parts for parts in pieces(world).values() if len(parts) > 1]
     assert several
     for parts in several:
-        assert [t.trained_turns for _, t, _ in parts] == [0, *(len(t.turns) for _, t, _ in parts[:-1])]
+        assert [t.trained_turns for _, t, _ in parts] == [
+            0,
+            *(len(t.turns) for _, t, _ in parts[:-1]),
+        ]
         assert [t.status for _, t, _ in parts] == [SEGMENT] * (len(parts) - 1) + [Terminated()]
         earned = [reward for _, t, rewards in parts for reward in rewards[t.trained_turns :]]
         assert earned == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -120,7 +133,9 @@ def test_a_turn_whose_outcome_is_not_known_is_in_no_part():
 
     world = played(env=Env)
     failed = [
-        parts for (name, _), parts in pieces(world).items() if name.endswith("/0") and parts[-1][1].status == SEGMENT
+        parts
+        for (name, _), parts in pieces(world).items()
+        if name.endswith("/0") and parts[-1][1].status == SEGMENT
     ]
     assert failed
     assert all(len(parts[-1][1].turns) <= 3 for parts in failed)
@@ -138,13 +153,18 @@ def test_the_verdict_on_the_whole_belongs_to_the_last_turn_also_of_parts():
 
     reward = RewardPipeline(
         [
-            RewardPart(EnvironmentReward(EnvironmentReward.Config(scale=2.0)), "environment", weight=0.5),
+            RewardPart(
+                EnvironmentReward(EnvironmentReward.Config(scale=2.0)), "environment", weight=0.5
+            ),
             RewardPart(Verdict(), "verdict"),
         ],
         deadline=50,
     )
     world = World(
-        config(max_staleness=1, group_size=2, staleness_rule="segment"), steps=12, env=LongEnv, reward=reward
+        config(max_staleness=1, group_size=2, staleness_rule="segment"),
+        steps=12,
+        env=LongEnv,
+        reward=reward,
     ).run()
     several = [parts for parts in pieces(world).values() if len(parts) > 1]
     assert several
@@ -181,7 +201,10 @@ def test_with_several_agents_the_last_turn_of_each_waits_for_what_the_others_do(
 
 def test_a_reward_that_scores_no_turns_leaves_the_parts_without_reward():
     world = World(
-        config(max_staleness=1, group_size=2, staleness_rule="segment"), steps=12, env=LongEnv, reward=Sum()
+        config(max_staleness=1, group_size=2, staleness_rule="segment"),
+        steps=12,
+        env=LongEnv,
+        reward=Sum(),
     ).run()
     several = [parts for parts in pieces(world).values() if len(parts) > 1]
     assert several
@@ -196,11 +219,17 @@ def test_a_reward_that_scores_no_turns_leaves_the_parts_without_reward():
     max_staleness=st.integers(0, 3),
     trouble=st.sampled_from(["", "crash", "hang"]),
 )
-def test_under_failures_and_hangs_each_turn_is_trained_on_once_and_all_fates_are_known(seed, max_staleness, trouble):
+def test_under_failures_and_hangs_each_turn_is_trained_on_once_and_all_fates_are_known(
+    seed, max_staleness, trouble
+):
     class Env(SlowEnv):
-        trouble = staticmethod(lambda env_seed, attempts: trouble if attempts[env_seed] % 3 == 1 else "")
+        trouble = staticmethod(
+            lambda env_seed, attempts: trouble if attempts[env_seed] % 3 == 1 else ""
+        )
 
-    Env.trouble = staticmethod(lambda env_seed, attempts: trouble if attempts[env_seed] % 3 == 1 else "")
+    Env.trouble = staticmethod(
+        lambda env_seed, attempts: trouble if attempts[env_seed] % 3 == 1 else ""
+    )
     world = World(
         config(max_staleness=max_staleness, staleness_rule="segment", deadlines=DEADLINES),
         steps=8,
@@ -213,10 +242,18 @@ def test_under_failures_and_hangs_each_turn_is_trained_on_once_and_all_fates_are
     assert world.ledger.episode_fates().settled
     assert world.ledger.task_fates().trained == 32
     for parts in pieces(world).values():
-        assert [t.trained_turns for _, t, _ in parts] == [0, *(len(t.turns) for _, t, _ in parts[:-1])]
+        assert [t.trained_turns for _, t, _ in parts] == [
+            0,
+            *(len(t.turns) for _, t, _ in parts[:-1]),
+        ]
     for step, batch in enumerate(world.batches):
         partial = [group.partial for group in batch]
         assert partial == sorted(partial)
         assert partial.count(False) == 4
         oldest = max(0, step - max_staleness)
-        collate(s for group in batch for t in group.trajectories for s in to_samples(t, 1.0, oldest_version=oldest))
+        collate(
+            s
+            for group in batch
+            for t in group.trajectories
+            for s in to_samples(t, 1.0, oldest_version=oldest)
+        )

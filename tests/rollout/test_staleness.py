@@ -23,7 +23,9 @@ BOUNDED = sorted(STALENESS_RULES.keys() - {"gate", "mask", "segment"})
 
 
 class Adversary:
-    """Makes groups ready in the order that is worst for a bound, and fails some; asks for a batch after each."""
+    """Makes groups ready in the order that is worst for a bound, and fails some; asks for a batch
+    after each.
+    """
 
     def __init__(self, rule: StalenessRule, rng: random.Random, failing: float = 0.0) -> None:
         self.rule = rule
@@ -61,7 +63,9 @@ class Adversary:
 
     def end_one(self) -> None:
         # Mostly the youngest first.
-        ticket = self.playing.pop(-1 if self.rng.random() < 0.7 else self.rng.randrange(len(self.playing)))
+        ticket = self.playing.pop(
+            -1 if self.rng.random() < 0.7 else self.rng.randrange(len(self.playing))
+        )
         if self.rng.random() < self.failing:
             self.rule.forfeit(ticket)
         else:
@@ -75,11 +79,15 @@ class Adversary:
     seed=st.integers(0, 10**9),
     failing=st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_no_schedule_breaks_the_bound_and_only_drop_drops(name, max_staleness, groups, seed, failing):
+def test_no_schedule_breaks_the_bound_and_only_drop_drops(
+    name, max_staleness, groups, seed, failing
+):
     rule = STALENESS_RULES[name](max_staleness=max_staleness, groups_per_step=groups)
     played = Adversary(rule, random.Random(seed), failing).drive(steps=25)
     assert len(played.trained) == len({ticket for _, ticket in played.trained}) == 25 * groups
-    assert all(0 <= step - ticket.admitted_version <= max_staleness for step, ticket in played.trained)
+    assert all(
+        0 <= step - ticket.admitted_version <= max_staleness for step, ticket in played.trained
+    )
     assert rule.bounded
     assert name == "drop" or not played.stale
 
@@ -107,7 +115,9 @@ def test_the_gate_lets_a_straggler_grow_older_than_the_bound():
 
 
 @given(max_staleness=st.integers(0, 4), groups=st.integers(1, 4), seed=st.integers(0, 10**9))
-def test_deadline_first_waits_only_when_every_choice_would_break_a_deadline(max_staleness, groups, seed):
+def test_deadline_first_waits_only_when_every_choice_would_break_a_deadline(
+    max_staleness, groups, seed
+):
     rng = random.Random(seed)
     rule = DeadlineFirst(max_staleness=max_staleness, groups_per_step=groups)
     existing: list[Ticket] = []
@@ -119,8 +129,8 @@ def test_deadline_first_waits_only_when_every_choice_would_break_a_deadline(max_
         rng.shuffle(playing)
         while (batch := rule.select()) is None:
             if len(ready) >= groups:
-                # An earliest-deadline choice is the best one for every deadline, so if it leaves more than can be
-                # trained in time, all choices do.
+                # An earliest-deadline choice is the best one for every deadline, so if it leaves
+                # more than can be trained in time, all choices do.
                 left = [t for t in existing if t not in sorted(ready)[:groups]]
                 assert any(
                     sum(t.deadline <= d for t in left) > (d - step) * groups
@@ -139,7 +149,9 @@ def test_deadline_first_waits_only_when_every_choice_would_break_a_deadline(max_
     seed=st.integers(0, 10**9),
     failing=st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_segments_wait_for_no_straggler_and_take_every_part_in_time(max_staleness, groups, seed, failing):
+def test_segments_wait_for_no_straggler_and_take_every_part_in_time(
+    max_staleness, groups, seed, failing
+):
     class Checked(Segment):
         def select(self):
             ready = len(self._ready)
@@ -151,7 +163,10 @@ def test_segments_wait_for_no_straggler_and_take_every_part_in_time(max_stalenes
     played = Adversary(rule, random.Random(seed), failing).drive(steps=25)
     numbers = [ticket.number for _, ticket in played.trained]
     assert len(numbers) == len(set(numbers)) == 25 * groups
-    assert all(step <= ticket.deadline <= step + max_staleness for step, ticket in [*played.trained, *played.cut])
+    assert all(
+        step <= ticket.deadline <= step + max_staleness
+        for step, ticket in [*played.trained, *played.cut]
+    )
     assert not played.stale
     assert max_staleness or not played.cut
 
@@ -163,7 +178,9 @@ def test_a_straggler_is_cut_when_its_deadline_has_come_and_plays_on():
         other = rule.admit()
         rule.finish(other)
         assert rule.select() == [other]
-        assert [ticket.number for ticket in rule.renewed] == ([straggler.number] if step in (2, 4) else [])
+        assert [ticket.number for ticket in rule.renewed] == (
+            [straggler.number] if step in (2, 4) else []
+        )
         rule.publish(step + 1)
     (last,) = rule._playing
     assert last == straggler._replace(deadline=6)

@@ -18,7 +18,9 @@ from agentrl.trajectory import Completion, Failed, Score, Task, Trajectory, Turn
 def played(number: int, turns: int = 1) -> tuple[Trajectory, Score]:
     turn = Turn([1], Completion([5], [-1.0], [0], "stop"), 0.0, {})
     failed = Failed("engine", "it is gone")
-    return Trajectory(f"t/{number}/0", Task("lake", 0, id="t"), (turn,) * turns, failed), Score.failed("no")
+    return Trajectory(
+        f"t/{number}/0", Task("lake", 0, id="t"), (turn,) * turns, failed
+    ), Score.failed("no")
 
 
 def names(kept: list[tuple[Trajectory, Score]]) -> list[str]:

@@ -1,4 +1,6 @@
-"""What is sampled and thrown away: stopped as soon as it is certain, and counted by reason. Under the virtual clock."""
+"""What is sampled and thrown away: stopped as soon as it is certain, and counted by reason. Under
+the virtual clock.
+"""
 
 import asyncio
 
@@ -20,11 +22,20 @@ def engine() -> ScriptedEngine:
 
 
 def wasted(world: World) -> dict[str, float]:
-    return {key.partition("/")[2]: n for key, n in world.metrics.items() if key.startswith("wasted_tokens/")}
+    return {
+        key.partition("/")[2]: n
+        for key, n in world.metrics.items()
+        if key.startswith("wasted_tokens/")
+    }
 
 
 def trained(world: World) -> int:
-    return sum(trajectory.num_tokens for batch in world.batches for group in batch for trajectory in group.trajectories)
+    return sum(
+        trajectory.num_tokens
+        for batch in world.batches
+        for group in batch
+        for trajectory in group.trajectories
+    )
 
 
 def test_a_run_in_which_all_is_trained_on_wastes_nothing():
@@ -59,7 +70,9 @@ def test_tokens_that_are_thrown_away_are_counted_by_the_reason(settings, parts, 
     assert set(counted) == {why}
     assert counted[why] % TOKENS == 0
     assert world.metrics["wasted_tokens"] == counted[why]
-    assert world.metrics["wasted_share"] == pytest.approx(counted[why] / (counted[why] + trained(world)))
+    assert world.metrics["wasted_share"] == pytest.approx(
+        counted[why] / (counted[why] + trained(world))
+    )
     # The rest are answers that were cut short, of less than an answer each.
     cut = world.metrics["generated_tokens"] - trained(world) - counted[why]
     fates = world.ledger.episode_fates()
@@ -92,7 +105,9 @@ def test_nothing_is_sampled_for_a_group_that_is_certain_to_be_dropped_while_the_
             await super().update_weights(weights, version)
 
     settings = config(max_staleness=1, staleness_rule="drop")
-    world = World(settings, steps=12, env=Uneven, engine=Timed.replying(reply), train_seconds=60.0).run()
+    world = World(
+        settings, steps=12, env=Uneven, engine=Timed.replying(reply), train_seconds=60.0
+    ).run()
     records = [world.ledger.task(number) for number in range(world.ledger.task_fates().total)]
     dropped = [record for record in records if record.fate == "stale"]
     assert len(dropped) > 3

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or absent whatever kills the process; the newest and the best kept; resumed; exported."""
+"""Checkpoints: whole or absent whatever kills the process; the newest and the best kept; resumed;
+exported.
+"""
 
 import asyncio
 import errno
@@ -75,7 +77,9 @@ def whole(checkpoints: Checkpoints) -> list[int]:
 
 
 def killed_before(operation: int, checkpoints: Checkpoints, step: int, values: Mapping[int, float]) -> bool:
-    """Save in a process that is killed before its so many-th change of the file system; whether it came to that."""
+    """Save in a process that is killed before its so many-th change of the file system; whether it
+    came to that.
+    """
     child = os.fork()
     if child == 0:
         left = operation
@@ -271,7 +275,8 @@ def test_what_a_checkpoint_trusts_of_the_ledger_is_in_its_file_and_not_in_the_lo
         for number in range(700):
             ledger.admit(number, Task("frozen_lake", number, {}, f"train-{number}"), 0)
         ledger.sync()
-        shutil.copyfile(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite")  # without the log beside it
+        # without the log beside it
+        shutil.copyfile(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite")
     with sqlite3.connect(tmp_path / "copy.sqlite") as copy:
         assert copy.execute("SELECT COUNT(*) FROM tasks").fetchone() == (700,)
     copy.close()
@@ -458,7 +463,7 @@ def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_pa
         "rollout.groups_per_step=2", "rollout.group_size=2", "rollout.budget.turns=4",
         "evaluation.tasks=4", "evaluation.every=1",
         "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=eval/reward",
-    ]  # fmt: skip
+    ]
     run = tmp_path / "run"
     process = Command(*arguments, cwd=tmp_path, log=tmp_path / "killed.log")
     while not (run / "checkpoints" / "step_000002").exists():
@@ -473,7 +478,8 @@ def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_pa
     values = MetricsFile(run / "metrics.jsonl").values("eval/reward")
     assert sorted(values) == [0, 1, 2, 3, 4]
     checkpoints = Checkpoints(run / "checkpoints")
-    best = max((1, 2, 3), key=lambda step: (values[step], step))  # those that were measured when the last was saved
+    # those that were measured when the last was saved
+    best = max((1, 2, 3), key=lambda step: (values[step], step))
     assert set(checkpoints.all()) == {best, 4}
     assert agentrl("export", str(run), str(tmp_path / "best"), "--step", "best").returncode == 0
     assert (tmp_path / "best" / "tokenizer.json").exists()

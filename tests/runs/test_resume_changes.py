@@ -1,4 +1,6 @@
-"""What a resume changes of a run's config: overrides on saved configs, what is said, kept and refused."""
+"""What a resume changes of a run's config: overrides on saved configs, what is said, kept and
+refused.
+"""
 
 import asyncio
 import json
@@ -167,12 +169,12 @@ def test_a_resume_names_what_it_changes_and_keeps_each_config(run: Path) -> None
     assert "  steps: 20 -> 40\n" in resumed(run, "steps=40", "trainer.schedule=constant")
     assert sorted(path.name for path in run.glob("config*.yaml")) == [
         "config.0.yaml", "config.1.yaml", "config.2.yaml", "config.yaml",
-    ]  # fmt: skip
+    ]
     assert (run / "config.0.yaml").read_text() == first
     kept = [load_config(run / f"config.{number}.yaml").config for number in range(3)]
     assert [(one.trainer.settings.model_dump()["lr"], one.steps) for one in kept] == [
         (0.001, 20), (0.0005, 20), (0.0005, 40),
-    ]  # fmt: skip
+    ]
     assert (run / "config.2.yaml").read_text() == (run / "config.yaml").read_text()
     changes = [json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines()]
     assert [(row["config"], row["step"]) for row in changes] == [(0, 0), (1, 3), (2, 3)]
@@ -345,7 +347,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept
         (["algorithm.entropy_bonus=0"], None),
         (["steps=40", "trainer.schedule=constant", "trainer.lr=6e-4"], None),
     ],
-)  # fmt: skip
+)
 def test_a_learning_rate_that_jumps_at_a_resume_is_said(run: Path, overrides: list[str], jump: str | None) -> None:
     found = notes(resumed(run, *overrides, step=10))
     if jump is None:

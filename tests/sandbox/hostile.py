@@ -1,7 +1,8 @@
-"""Programs that want out, for `tests/sandbox/test_sandbox.py`. What gets through a wall says ESCAPED.
+"""Programs that want out, for `tests/sandbox/test_sandbox.py`. What gets through a wall says
+ESCAPED.
 
-Each kind is a function of a generator, which varies it. `@contained` names the outcomes that it may have: how it ran
-("ran", whatever the exit status), or the limits it may hit.
+Each kind is a function of a generator, which varies it. `@contained` names the outcomes that it may
+have: how it ran ("ran", whatever the exit status), or the limits it may hit.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,13 @@ def contained(*outcomes: str) -> Callable[[Writer], Writer]:
 
 @contained("wall", "cpu", "ran")
 def fork_bomb(rng: Random) -> str:
-    body = rng.choice(["os.fork()", "os.fork() or os.setsid()", "os.posix_spawn('/bin/sh', ['sh', '-c', ':'], {})"])
+    body = rng.choice(
+        [
+            "os.fork()",
+            "os.fork() or os.setsid()",
+            "os.posix_spawn('/bin/sh', ['sh', '-c', ':'], {})",
+        ]
+    )
     return f"while True:\n    try:\n        {body}\n    except OSError:\n        pass"
 
 
@@ -75,12 +82,14 @@ os._exit(0 if len(threads) < 100 else print("ESCAPED", len(threads)))
 
 @contained("ran", "cpu", "memory")
 def memory_hog(rng: Random) -> str:
-    return rng.choice([
-        "x = b'x'\nwhile True: x += x",
-        f"x = bytearray({rng.randint(1, 9)} << 30); print('ESCAPED', len(x))",
-        "x = []\nwhile True: x.append(bytes(1 << 20))",
-        "import mmap\nx = mmap.mmap(-1, 1 << 30); x.write(b'x' * (1 << 30)); print('ESCAPED')",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            "x = b'x'\nwhile True: x += x",
+            f"x = bytearray({rng.randint(1, 9)} << 30); print('ESCAPED', len(x))",
+            "x = []\nwhile True: x.append(bytes(1 << 20))",
+            "import mmap\nx = mmap.mmap(-1, 1 << 30); x.write(b'x' * (1 << 30)); print('ESCAPED')",
+        ]
+    )
 
 
 @contained("ran", "memory", "cpu", "wall")
@@ -103,37 +112,48 @@ time.sleep(60)
 
 @contained("cpu", "wall")
 def endless(rng: Random) -> str:
-    return rng.choice([
-        "while True: pass",
-        "x = 3\nwhile True: x = x * x",
-        "import re; re.match('(a+)+$', 'a' * 64 + 'b')",
-        "print(len(str(7 ** 10 ** 8)))",
-        "signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-        "for s in set(range(1, 32)) - {9, 19}: signal.signal(s, lambda *_: None)\nwhile True: pass",
-        "import itertools; sum(1 for _ in itertools.permutations(range(20)))",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            "while True: pass",
+            "x = 3\nwhile True: x = x * x",
+            "import re; re.match('(a+)+$', 'a' * 64 + 'b')",
+            "print(len(str(7 ** 10 ** 8)))",
+            "signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+            "for s in set(range(1, 32)) - {9, 19}: signal.signal(s, lambda *_: None)\nwhile True: pass",
+            "import itertools; sum(1 for _ in itertools.permutations(range(20)))",
+        ]
+    )
 
 
 @contained("wall")
 def idle(rng: Random) -> str:
-    return rng.choice([
-        "time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)", "signal.pause()", "threading.Event().wait()",
-        "threading.Thread(target=time.sleep, args=(1000,)).start()",
-        "import atexit; atexit.register(time.sleep, 1000)",
-        "r, w = os.pipe(); os.read(r, 1)", "os.close(0); os.close(1); os.close(2); time.sleep(1000)",
-        "class C:\n    def __eq__(self, o): time.sleep(1000)\nC() == C()",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            "time.sleep(1000)",
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "signal.pause()",
+            "threading.Event().wait()",
+            "threading.Thread(target=time.sleep, args=(1000,)).start()",
+            "import atexit; atexit.register(time.sleep, 1000)",
+            "r, w = os.pipe(); os.read(r, 1)",
+            "os.close(0); os.close(1); os.close(2); time.sleep(1000)",
+            "class C:\n    def __eq__(self, o): time.sleep(1000)\nC() == C()",
+        ]
+    )
 
 
 @contained("output", "cpu", "wall")
 def output_flood(rng: Random) -> str:
     stream = rng.choice([1, 2])
-    return rng.choice([
-        f"while True: os.write({stream}, b'x' * {rng.choice([1, 100, 1 << 16])})",
-        f"os.write({stream}, b'x' * (1 << 20)); time.sleep(1000)",
-        "while True: print('flood')", "raise RuntimeError('x' * (1 << 20))",
-        "[os.write(1, os.urandom(1 << 16)) for _ in range(10**9)]",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            f"while True: os.write({stream}, b'x' * {rng.choice([1, 100, 1 << 16])})",
+            f"os.write({stream}, b'x' * (1 << 20)); time.sleep(1000)",
+            "while True: print('flood')",
+            "raise RuntimeError('x' * (1 << 20))",
+            "[os.write(1, os.urandom(1 << 16)) for _ in range(10**9)]",
+        ]
+    )
 
 
 @contained("ran")
@@ -271,7 +291,9 @@ except OSError:
 
 @contained("ran")
 def links(rng: Random) -> str:
-    target = rng.choice(["/etc", "/root", "/", "/proc/1/root", "/etc/shadow", "../../../../../../etc", "@SECRET@"])
+    target = rng.choice(
+        ["/etc", "/root", "/", "/proc/1/root", "/etc/shadow", "../../../../../../etc", "@SECRET@"]
+    )
     return f"""
 os.symlink({target!r}, "link")
 wall("through a link", lambda: open("link/shadow").read() if os.path.isdir("link") else open("link").read())
@@ -286,27 +308,33 @@ wall("through my folder", lambda: open("/proc/self/cwd/../etc/shadow"))
 
 @contained("ran", "cpu", "wall", "memory", "output")
 def recursion(rng: Random) -> str:
-    return rng.choice([
-        "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", "eval('(' * 10**5 + ')' * 10**5)",
-        "sys.setrecursionlimit(10**9)\nclass A:\n    def __repr__(self): return repr(self)\nprint(repr(A()))",
-        "x = []\nfor _ in range(10**6): x = [x]\nprint(x == x, str(x)[:10])",
-        "exec('x' + '.x' * 10**6)", "threading.stack_size(1 << 26)\ndef f(): f()\nthreading.Thread(target=f).start()",
-        "import json; json.loads('[' * 10**6)",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+            "eval('(' * 10**5 + ')' * 10**5)",
+            "sys.setrecursionlimit(10**9)\nclass A:\n    def __repr__(self): return repr(self)\nprint(repr(A()))",
+            "x = []\nfor _ in range(10**6): x = [x]\nprint(x == x, str(x)[:10])",
+            "exec('x' + '.x' * 10**6)",
+            "threading.stack_size(1 << 26)\ndef f(): f()\nthreading.Thread(target=f).start()",
+            "import json; json.loads('[' * 10**6)",
+        ]
+    )
 
 
 @contained("ran", "disk", "cpu", "wall")
 def huge_files(rng: Random) -> str:
-    return rng.choice([
-        "open('x', 'wb').write(bytes(1 << 25)); print('ESCAPED')",
-        "f = open('x', 'wb'); f.truncate(1 << 40); print('ESCAPED')",
-        "for i in range(10**6): open(str(i), 'wb').write(bytes(1 << 20))\nprint('ESCAPED')",
-        "for i in range(10**6): open(str(i), 'w').close()\nprint('ESCAPED')",
-        "for i in range(10**6): os.mkdir('d'); os.chdir('d')\nprint('ESCAPED')",
-        "f = open('/dev/shm/x', 'wb')\nwhile True: f.write(bytes(1 << 20))",
-        "import tempfile\nfs = []\nwhile True: fs.append(tempfile.TemporaryFile()); fs[-1].write(bytes(1 << 20))",
-        "fd = os.memfd_create('x'); os.write(fd, b'x'); print('ESCAPED')",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            "open('x', 'wb').write(bytes(1 << 25)); print('ESCAPED')",
+            "f = open('x', 'wb'); f.truncate(1 << 40); print('ESCAPED')",
+            "for i in range(10**6): open(str(i), 'wb').write(bytes(1 << 20))\nprint('ESCAPED')",
+            "for i in range(10**6): open(str(i), 'w').close()\nprint('ESCAPED')",
+            "for i in range(10**6): os.mkdir('d'); os.chdir('d')\nprint('ESCAPED')",
+            "f = open('/dev/shm/x', 'wb')\nwhile True: f.write(bytes(1 << 20))",
+            "import tempfile\nfs = []\nwhile True: fs.append(tempfile.TemporaryFile()); fs[-1].write(bytes(1 << 20))",
+            "fd = os.memfd_create('x'); os.write(fd, b'x'); print('ESCAPED')",
+        ]
+    )
 
 
 @contained("ran")
@@ -350,15 +378,29 @@ syscall("a call of the future", 500)
 
 @contained("ran")
 def crashes(rng: Random) -> str:
-    return rng.choice([
-        "ctypes.string_at(0)", "os.abort()", "os._exit(0)", "os._exit(77)", "os.kill(os.getpid(), 9)",
-        "sys.stdout = None; sys.stderr = None", "del sys.modules['sys'], sys.stdout", "sys.exit('bye')",
-        "raise KeyboardInterrupt", "import builtins; builtins.__dict__.clear()", "os.execv('/bin/false', ['x'])",
-        "sys.settrace(lambda *_: 1/0)\ndef f(): pass\nf()", "def", "\\0", "\\ud800", "raise SystemExit(1 << 40)",
-        "__import__('faulthandler')._sigsegv()",
-        "threading.excepthook = None; threading.Thread(target=lambda: 1/0).start()",
-        "import gc; [x.clear() for x in gc.get_objects() if isinstance(x, dict) and x is not globals()]",
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            "ctypes.string_at(0)",
+            "os.abort()",
+            "os._exit(0)",
+            "os._exit(77)",
+            "os.kill(os.getpid(), 9)",
+            "sys.stdout = None; sys.stderr = None",
+            "del sys.modules['sys'], sys.stdout",
+            "sys.exit('bye')",
+            "raise KeyboardInterrupt",
+            "import builtins; builtins.__dict__.clear()",
+            "os.execv('/bin/false', ['x'])",
+            "sys.settrace(lambda *_: 1/0)\ndef f(): pass\nf()",
+            "def",
+            "\\0",
+            "\\ud800",
+            "raise SystemExit(1 << 40)",
+            "__import__('faulthandler')._sigsegv()",
+            "threading.excepthook = None; threading.Thread(target=lambda: 1/0).start()",
+            "import gc; [x.clear() for x in gc.get_objects() if isinstance(x, dict) and x is not globals()]",
+        ]
+    )
 
 
 @contained("ran", "output")
@@ -414,12 +456,21 @@ for _ in range(500):
 
 @contained("ran")
 def inputs(rng: Random) -> str:
-    return rng.choice(["os.close(0)", "sys.stdin.read(); print('x')", "input()", "os.dup2(1, 0); time.sleep(0.01)"])
+    return rng.choice(
+        [
+            "os.close(0)",
+            "sys.stdin.read(); print('x')",
+            "input()",
+            "os.dup2(1, 0); time.sleep(0.01)",
+        ]
+    )
 
 
 @contained("ran", "memory", "cpu", "wall")
 def socket_buffers(rng: Random) -> str:
-    """Memory of the kernel: much more than the limit, in the buffers of many sockets, of processes or on their way."""
+    """Memory of the kernel: much more than the limit, in the buffers of many sockets, of processes
+    or on their way.
+    """
     many, way = rng.randint(6, 12), rng.choice(["larger", "hidden", "plain"])
     return f"""
 held = []
@@ -490,7 +541,9 @@ if libc.inotify_init() != -1: print("ESCAPED: watches files")
 
 @contained("ran")
 def thief(rng: Random) -> str:
-    """Looks in its memory for what an earlier program was, has read and has written, and leaves a mark for the next."""
+    """Looks in its memory for what an earlier program was, has read and has written, and leaves a
+    mark for the next.
+    """
     mark = f"{rng.randrange(16**8):08x}"
     return f"""
 print(sys.stdin.read(), "LOOT-{mark}")  # what is worth stealing
@@ -518,7 +571,9 @@ for loot in found:
 
 @contained("ran")
 def shared_files(rng: Random) -> str:
-    """Stalls others, or tells them something, by a file that all programs may read: leases, notices, locks, hints."""
+    """Stalls others, or tells them something, by a file that all programs may read: leases,
+    notices, locks, hints.
+    """
     return f"""
 import fcntl
 file = open({rng.choice(["os.__file__", "struct.__file__", "sys.executable"])}, "rb")

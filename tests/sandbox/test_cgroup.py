@@ -42,11 +42,13 @@ def test_a_group_that_lacks_a_file_is_none(unified: Path) -> None:
 
 def test_what_version_2_says_is_understood(tmp_path: Path) -> None:
     says = {
-        "cgroup.procs": "", "memory.max": "max\n", "memory.current": "1000\n",
+        "cgroup.procs": "",
+        "memory.max": "max\n",
+        "memory.current": "1000\n",
         "memory.stat": "anon 600\nfile 400\nkernel 100\n",
         "memory.events": "low 0\nhigh 0\noom 7\noom_kill 1\noom_group_kill 0\n",
         "cpu.stat": "usage_usec 5000000\nuser_usec 4000000\n",
-    }  # fmt: skip
+    }
     for name, text in says.items():
         (tmp_path / name).write_text(text)
 
@@ -68,7 +70,9 @@ def test_what_version_2_says_is_understood(tmp_path: Path) -> None:
         assert change("cpu.stat", "usage_usec 5900000\n") == ""
         assert change("memory.events", "oom 8\noom_kill 2\n") == "memory"
         assert change("memory.current", f"{ORDER.memory + 401}\n") == "memory"
-        assert change("memory.current", f"{ORDER.memory + 399}\n") == ""  # the rest is files, which count as disk
+        assert (
+            change("memory.current", f"{ORDER.memory + 399}\n") == ""
+        )  # the rest is files, which count as disk
 
 
 def test_without_a_group_nothing_is_counted() -> None:
@@ -79,8 +83,12 @@ def test_without_a_group_nothing_is_counted() -> None:
         assert group.limit_hit() == ""
 
 
-@pytest.mark.parametrize("backend", ["namespaces", pytest.param("landlock", marks=pytest.mark.slow)])
-def test_no_group_is_left_by_a_sandbox_that_ends_in_a_run_or_whose_driver_is_killed(backend: str) -> None:
+@pytest.mark.parametrize(
+    "backend", ["namespaces", pytest.param("landlock", marks=pytest.mark.slow)]
+)
+def test_no_group_is_left_by_a_sandbox_that_ends_in_a_run_or_whose_driver_is_killed(
+    backend: str,
+) -> None:
     config = SandboxConfig(backend=backend, size=1)  # type: ignore[arg-type]
 
     async def main() -> tuple[str, ...]:
@@ -104,7 +112,9 @@ async def main():
         await sandbox.run("import time; time.sleep(1000)")
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as driver:
         assert driver.stdout is not None
         groups = list(iter(lambda: driver.stdout.readline().strip(), ""))  # type: ignore[union-attr]
         assert all(map(os.path.isdir, groups))

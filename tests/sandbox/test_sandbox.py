@@ -23,10 +23,13 @@ from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from tests.processes import still_alive, title
 from tests.sandbox.hostile import KINDS
 
-SMALL = SandboxLimits(wall=0.5, cpu=0.2, memory=256 << 20, processes=16, disk=4 << 20, output=1 << 16)
+SMALL = SandboxLimits(
+    wall=0.5, cpu=0.2, memory=256 << 20, processes=16, disk=4 << 20, output=1 << 16
+)
 
 each_backend = pytest.mark.parametrize(
-    "backend", [BACKENDS[0], *(pytest.param(backend, marks=pytest.mark.slow) for backend in BACKENDS[1:])]
+    "backend",
+    [BACKENDS[0], *(pytest.param(backend, marks=pytest.mark.slow) for backend in BACKENDS[1:])],
 )
 
 
@@ -58,23 +61,31 @@ def ran(outcome: Outcome) -> str:
 def test_a_program_reads_stdin_writes_stdout_and_has_an_exit_status(backend: str) -> None:
     async def main(sandbox: Sandbox) -> None:
         assert ran(await sandbox.run("print(int(input()) ** 2)", "12")) == "144\n"
-        assert ran(await sandbox.run("import sys; print(len(sys.stdin.read()))", "é" * 300_000)) == "300000\n"
+        assert (
+            ran(await sandbox.run("import sys; print(len(sys.stdin.read()))", "é" * 300_000))
+            == "300000\n"
+        )
         assert (
             ran(await sandbox.run("print(__name__, __file__, __import__('sys').argv)"))
             == "__main__ main.py ['main.py']\n"
         )
         for program, status in (
             ("raise SystemExit(3)", 3),
-            ("import sys; sys.exit('no')", 1), ("exit()", 0), ("quit(2)", 2), ("1/0", 1), ("def", 1),
-            ("import os; os.kill(os.getpid(), 9)", -9), ("import os; os._exit(7)", 7),
-        ):  # fmt: skip
+            ("import sys; sys.exit('no')", 1),
+            ("exit()", 0),
+            ("quit(2)", 2),
+            ("1/0", 1),
+            ("def", 1),
+            ("import os; os.kill(os.getpid(), 9)", -9),
+            ("import os; os._exit(7)", 7),
+        ):
             outcome = await sandbox.run(program)
             assert isinstance(outcome, Ran)
             assert outcome.exit == status
         outcome = await sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
         assert isinstance(outcome, Ran)
-        assert outcome.stderr == (
-            "Traceback (most recent call last):\n"
+        assert (
+            outcome.stderr == "Traceback (most recent call last):\n"
             '  File "main.py", line 4, in <module>\n    f(0)\n'
             '  File "main.py", line 2, in f\n    return 1 / x\n           ~~^~~\n'
             "ZeroDivisionError: division by zero\n"
@@ -148,7 +159,9 @@ def test_the_limit_that_was_hit_is_named_and_what_was_written_is_kept(backend: s
 
 
 @pytest.mark.slow
-def test_the_memory_of_all_processes_together_is_limited_but_what_they_share_is_counted_once() -> None:
+def test_the_memory_of_all_processes_together_is_limited_but_what_they_share_is_counted_once() -> (
+    None
+):
     program = """
 import os, time
 shared = b"x" * ({shared} << 20)
@@ -347,7 +360,9 @@ def test_the_cpu_time_of_children_that_nobody_waits_for_counts(means: str, seed:
 
 
 def test_shells_and_children_run_with_either_means(means: str) -> None:
-    wait = " true & wait;" if means == "control group" else ""  # with the filter, `wait` of dash waits for ever
+    wait = (
+        " true & wait;" if means == "control group" else ""
+    )  # with the filter, `wait` of dash waits for ever
     program = """
 import asyncio, subprocess, multiprocessing
 print(subprocess.run(["/bin/sh", "-c", "WAIT (echo a; sleep 0.01; echo b) | cat"], capture_output=True).stdout)
@@ -384,13 +399,16 @@ def test_a_program_finds_nothing_of_earlier_ones_in_its_memory(backend: str) -> 
 
 
 @each_backend
-def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(backend: str) -> None:
+def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(
+    backend: str,
+) -> None:
     fork = "os.fork()\n" if backend == "namespaces" else ""
 
     async def main(sandbox: Sandbox) -> None:
         async with Flow("test") as flow:
             task = flow.start(sandbox.run(f"import os, time\n{fork}time.sleep(100)"), name="run")
-            # the server, its supervisor and the program; with namespaces, two that wait for them, and the fork
+            # the server, its supervisor and the program; with namespaces, two that wait for them,
+            # and the fork
             while len(before := jails()) < (6 if sandbox.backend == "namespaces" else 3):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             task.cancel()
@@ -424,7 +442,9 @@ def test_a_program_that_two_jails_were_lost_of_is_set_aside_and_others_run() -> 
             outcome = task.result()
             assert isinstance(outcome, SandboxLost)
             assert outcome.final == (number > 0)
-            assert number == 0 or "2 sandboxes were lost in runs of the same program" in outcome.error
+            assert (
+                number == 0 or "2 sandboxes were lost in runs of the same program" in outcome.error
+            )
             assert ran(await sandbox.run("print(1)")) == "1\n"
         assert sandbox.lost == 2
 
@@ -447,13 +467,17 @@ def test_a_sandbox_that_is_closed_during_a_run_loses_it_and_can_be_entered_again
 
 
 @pytest.mark.slow
-def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(jail, "_GRACE", 0.2)
 
     async def main(sandbox: Sandbox) -> None:
         for process in jails():
             process.suspend()
-        assert isinstance(await sandbox.run("print(1)", limits=SandboxLimits(wall=0.1)), SandboxLost)
+        assert isinstance(
+            await sandbox.run("print(1)", limits=SandboxLimits(wall=0.1)), SandboxLost
+        )
 
     run(main, SandboxConfig(size=1))
 
@@ -481,7 +505,9 @@ async def main():
         await sandbox.run("import time; time.sleep(1000)")
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "started\n"
         started = psutil.Process(driver.pid).children(recursive=True)
@@ -511,9 +537,12 @@ def test_the_strongest_backend_is_chosen_and_logged_and_without_any_it_refuses(
     start = "import sys; sys.path.insert(0, {source!r})\n" + missing + whole
     monkeypatch.setattr(jail, "_START", start)
     assert asyncio.run(enter(SandboxConfig(size=1))) == "landlock"
-    monkeypatch.setattr(jail, "_START", start.replace("kernel.unshare", "kernel.landlock_version = kernel.unshare"))
+    monkeypatch.setattr(
+        jail, "_START", start.replace("kernel.unshare", "kernel.landlock_version = kernel.unshare")
+    )
     with pytest.raises(
-        ConfigError, match=r"cannot isolate.*namespaces: .*not here.*landlock: .*not here.*allow_unsafe"
+        ConfigError,
+        match=r"cannot isolate.*namespaces: .*not here.*landlock: .*not here.*allow_unsafe",
     ):
         asyncio.run(enter(SandboxConfig(size=1)))
     with caplog.at_level(logging.WARNING):
@@ -522,7 +551,10 @@ def test_the_strongest_backend_is_chosen_and_logged_and_without_any_it_refuses(
 
 
 def test_walls_that_do_not_hold_are_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    hole = "import agentrl.sandbox.walls as w; w.Landlock.confine = lambda *_: None; " + jail._START.split("; ", 2)[2]
+    hole = (
+        "import agentrl.sandbox.walls as w; w.Landlock.confine = lambda *_: None; "
+        + jail._START.split("; ", 2)[2]
+    )
     monkeypatch.setattr(jail, "_START", "import sys; sys.path.insert(0, {source!r}); " + hole)
 
     async def main() -> None:
@@ -533,7 +565,9 @@ def test_walls_that_do_not_hold_are_found_at_the_start(monkeypatch: pytest.Monke
         asyncio.run(main())
 
 
-def test_extra_folders_can_be_imported_from_and_nothing_else_of_them_is_writable(tmp_path: Path) -> None:
+def test_extra_folders_can_be_imported_from_and_nothing_else_of_them_is_writable(
+    tmp_path: Path,
+) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "extra_of_ours.py").write_text("X = 5")
 
@@ -563,9 +597,11 @@ def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         abstract.bind(f"\0agentrl-{os.getpid()}")
         port = str(server.getsockname()[1])
         yield {
-            "@SECRET@": str(secret), "@DRIVER@": str(os.getpid()), "@PORT@": port,
+            "@SECRET@": str(secret),
+            "@DRIVER@": str(os.getpid()),
+            "@PORT@": port,
             "@CHECKOUT@": str(Path(__file__).parents[2]),
-        }  # fmt: skip
+        }
     assert secret.read_text() == "the key"
 
 
@@ -578,7 +614,13 @@ def program_of(kind: str, rng: Random, targets: dict[str, str]) -> str:
 
 def escape(kind: str, program: str, outcome: Outcome, busy: bool = False) -> str:
     """What was not contained, or nothing. On a busy machine anything may take too long."""
-    name = "ran" if isinstance(outcome, Ran) else outcome.which if isinstance(outcome, LimitHit) else "lost"
+    name = (
+        "ran"
+        if isinstance(outcome, Ran)
+        else outcome.which
+        if isinstance(outcome, LimitHit)
+        else "lost"
+    )
     wrote = "" if isinstance(outcome, SandboxLost) else outcome.stdout
     if name in KINDS[kind].outcomes | ({"wall"} if busy else set()) and "ESCAPED" not in wrote:
         return ""
@@ -586,34 +628,50 @@ def escape(kind: str, program: str, outcome: Outcome, busy: bool = False) -> str
 
 
 @each_backend
-def test_hostile_programs_that_end_by_themselves_are_contained(backend: str, targets: dict[str, str]) -> None:
+def test_hostile_programs_that_end_by_themselves_are_contained(
+    backend: str, targets: dict[str, str]
+) -> None:
     async def main(sandbox: Sandbox) -> None:
         for kind in (name for name, kind in KINDS.items() if kind.quick):
             program = program_of(kind, Random(kind), targets)
             assert not (found := escape(kind, program, await sandbox.run(program))), found
         assert len(jails()) == (2 if backend == "namespaces" else 1)
 
-    run(main, SandboxConfig(backend=backend, size=1, limits=SMALL.model_copy(update={"wall": 10.0, "cpu": 5.0})))
+    run(
+        main,
+        SandboxConfig(
+            backend=backend, size=1, limits=SMALL.model_copy(update={"wall": 10.0, "cpu": 5.0})
+        ),
+    )
 
 
 @pytest.mark.slow
 @each_backend
-def test_a_hundred_hostile_programs_are_contained_and_the_pool_lives(backend: str, targets: dict[str, str]) -> None:
+def test_a_hundred_hostile_programs_are_contained_and_the_pool_lives(
+    backend: str, targets: dict[str, str]
+) -> None:
     seconds_of_hostile(backend, 100, targets)
 
 
 @pytest.mark.long
 @each_backend
-def test_a_thousand_hostile_programs_are_contained_and_the_pool_lives(backend: str, targets: dict[str, str]) -> None:
+def test_a_thousand_hostile_programs_are_contained_and_the_pool_lives(
+    backend: str, targets: dict[str, str]
+) -> None:
     seconds = seconds_of_hostile(backend, 1000, targets)
     assert sorted(seconds)[int(0.99 * len(seconds))] <= SMALL.wall + 1
 
 
 def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> list[float]:
-    """Run so many hostile programs of all kinds in a pool, and see that none gets out; how long each has taken."""
+    """Run so many hostile programs of all kinds in a pool, and see that none gets out; how long
+    each has taken.
+    """
     rng = Random(7)
     kinds = list(KINDS)
-    waiting = [(kind, program_of(kind, rng, targets)) for kind in (kinds[i % len(kinds)] for i in range(count))]
+    waiting = [
+        (kind, program_of(kind, rng, targets))
+        for kind in (kinds[i % len(kinds)] for i in range(count))
+    ]
     assert len(kinds) >= 20
     found: list[str] = []
     seconds: list[float] = []
@@ -636,8 +694,12 @@ def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> lis
                 flow.start(worker(sandbox), name=f"worker-{number}")
         assert not found, "\n\n".join(found[:5])
         assert outcomes["SandboxLost"] == 0
-        assert {process.pid for process in jails()} == first  # the very jails that there were, and nothing else in them
-        for _ in range(2 * sandbox.config.size):  # on a busy machine, even this may take longer than SMALL allows
+        assert {
+            process.pid for process in jails()
+        } == first  # the very jails that there were, and nothing else in them
+        for _ in range(
+            2 * sandbox.config.size
+        ):  # on a busy machine, even this may take longer than SMALL allows
             assert ran(await sandbox.run("print(1)", limits=SandboxLimits(wall=60))) == "1\n"
 
     run(main, SandboxConfig(backend=backend, size=4, limits=SMALL))

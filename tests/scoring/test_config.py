@@ -14,7 +14,8 @@ from agentrl.trajectory import Trajectory
 
 BASE = "env: frozen_lake\nsteps: 3\n"
 LIST = (
-    BASE + "reward:\n- environment\n- name: tests.scoring.test_config:brevity\n  weight: 0.5\n  as: short\n  limit: 7\n"
+    BASE + "reward:\n- environment\n- name: tests.scoring.test_config:brevity\n  weight: 0.5\n  as:"
+    " short\n  limit: 7\n"
 )
 
 
@@ -50,7 +51,10 @@ def made(path: Path, *overrides: str) -> tuple[RewardPart, ...]:
 
 def test_a_list_of_parts_has_names_and_weights_and_overrides_by_number(path):
     assert parts(path) == [("environment", 1.0), ("short", 0.5)]
-    assert parts(path, "reward.1.weight=0.25", "reward.0.as=lake") == [("lake", 1.0), ("short", 0.25)]
+    assert parts(path, "reward.1.weight=0.25", "reward.0.as=lake") == [
+        ("lake", 1.0),
+        ("short", 0.25),
+    ]
     assert parts(path, "reward.2={name: environment, as: again, weight: -1}")[2] == ("again", -1.0)
     reward = made(path, "reward.1.limit=9")[1].reward
     assert reward.keywords == {"limit": 9, "softly": False}
@@ -58,14 +62,24 @@ def test_a_list_of_parts_has_names_and_weights_and_overrides_by_number(path):
 
 def test_one_reward_is_written_as_before_and_a_whole_one_replaces_what_the_file_says(path):
     assert parts(path, "reward=environment") == [("environment", 1.0)]
-    assert parts(path, "reward=[{name: environment, as: a}, {name: environment, as: b}]") == [("a", 1.0), ("b", 1.0)]
+    assert parts(path, "reward=[{name: environment, as: a}, {name: environment, as: b}]") == [
+        ("a", 1.0),
+        ("b", 1.0),
+    ]
     path.write_text(BASE + "reward:\n  scale: 2\n")
     config = load_config(path, ["reward.weight=3", "reward=environment"]).config.reward
-    assert (config.listed, config.parts[0].settings.scale, config.parts[0].settings.weight) == (False, 2.0, 3.0)
+    assert (config.listed, config.parts[0].settings.scale, config.parts[0].settings.weight) == (
+        False,
+        2.0,
+        3.0,
+    )
 
 
 def test_every_setting_of_a_part_says_where_it_came_from(path):
-    rows = {key: (value, origin) for key, value, origin in load_config(path, ["reward.1.weight=0.3"]).rows()}
+    rows = {
+        key: (value, origin)
+        for key, value, origin in load_config(path, ["reward.1.weight=0.3"]).rows()
+    }
     assert rows["reward.1.weight"] == (0.3, "command line")
     assert rows["reward.1.limit"][0] == 7
     assert rows["reward.1.limit"][1].endswith("lake.yaml:8")
@@ -91,7 +105,9 @@ def test_a_wrong_setting_of_a_part_names_the_nearest_right_one_and_its_line(path
 
 def test_a_path_that_does_not_say_which_part_or_leaves_a_gap_is_refused(path):
     assert "reward is a list here, so name the part" in problem(path, "reward.weight=2")
-    assert "0 is environment, 1 is tests.scoring.test_config:brevity" in problem(path, "reward.7.weight=2")
+    assert "0 is environment, 1 is tests.scoring.test_config:brevity" in problem(
+        path, "reward.7.weight=2"
+    )
     assert "reward.2.name: missing (command line)" in problem(path, "reward.2.weight=2")
     assert "the list is empty" in problem(path, "reward=[]")
 
@@ -105,7 +121,9 @@ def test_a_function_of_two_arguments_is_no_reward_and_the_error_says_how_to_writ
     said = problem(path, "reward=tests.scoring.test_config:two_arguments")
     assert "write f(trajectory) -> float" in said
     assert "Installed" not in said
-    assert "it must be a class or a function" in problem(path, "reward=tests.scoring.test_config:BASE")
+    assert "it must be a class or a function" in problem(
+        path, "reward=tests.scoring.test_config:BASE"
+    )
 
 
 def test_the_resolved_list_reads_back_to_itself(path, tmp_path):
@@ -124,7 +142,10 @@ def test_the_resolved_list_reads_back_to_itself(path, tmp_path):
 
 
 def test_what_is_quoted_in_the_file_stays_a_text(path):
-    path.write_text(BASE + "reward:\n- {name: regex, pattern: '[0-9]'}\n- {name: exact, gold: '1e3'}\nmodel: '7'\n")
+    path.write_text(
+        BASE
+        + "reward:\n- {name: regex, pattern: '[0-9]'}\n- {name: exact, gold: '1e3'}\nmodel: '7'\n"
+    )
     config = load_config(path).config
     settings = [part.settings for part in config.reward.parts]
     assert (settings[0].pattern, settings[1].gold, config.model.name) == ("[0-9]", "1e3", "7")

@@ -28,14 +28,24 @@ PLAYED = trajectory("hello")
 
 @pytest.mark.parametrize(
     "value",
-    [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), Decimal("0.5"), Fraction(1, 2), Score(np.float32(0.5))],
+    [
+        0.5,
+        np.float32(0.5),
+        np.float64(0.5),
+        np.array(0.5),
+        Decimal("0.5"),
+        Fraction(1, 2),
+        Score(np.float32(0.5)),
+    ],
 )
 def test_numbers_of_every_library_are_scores(value):
     score = as_score(value)
     assert (type(score.value), score.value) == (float, 0.5)
 
 
-@pytest.mark.parametrize(("value", "read"), [(True, 1.0), (np.True_, 1.0), (np.False_, 0.0), (np.int64(3), 3.0)])
+@pytest.mark.parametrize(
+    ("value", "read"), [(True, 1.0), (np.True_, 1.0), (np.False_, 0.0), (np.int64(3), 3.0)]
+)
 def test_truth_values_and_integers_are_numbers(value, read):
     assert as_score(value).value == read
 
@@ -93,7 +103,10 @@ def test_scores_of_a_group_are_a_list_or_are_refused_by_name(value, why):
 
 
 def test_scores_of_a_group_may_be_an_array():
-    assert [score.value for score in as_scores(np.array([1.0, 0.25], np.float32), [1, 1])] == [1.0, 0.25]
+    assert [score.value for score in as_scores(np.array([1.0, 0.25], np.float32), [1, 1])] == [
+        1.0,
+        0.25,
+    ]
     assert [score.value for score in as_scores((True, Score(2.0)), [1, 1])] == [1.0, 2.0]
 
 
@@ -213,7 +226,9 @@ def scored(path: Path, reward: dict[str, object]) -> Score:
     ],
 )
 @pytest.mark.parametrize("isolation", ["inline", "thread"])
-def test_rewards_may_be_partials_callable_instances_and_methods(name, settings, value, isolation, tmp_path):
+def test_rewards_may_be_partials_callable_instances_and_methods(
+    name, settings, value, isolation, tmp_path
+):
     score = scored(tmp_path, {"name": f"{__name__}:{name}", "isolation": isolation, **settings})
     assert score.status == Scored()
     assert score.value == value
@@ -226,7 +241,9 @@ def test_partials_and_callable_instances_run_in_a_process(name, value, tmp_path)
 
 
 def test_what_cannot_be_sent_to_a_process_is_refused_before_the_run(tmp_path):
-    with pytest.raises(ConfigError, match=r"the reward 'LAMBDA' cannot run in a process.*isolation: thread"):
+    with pytest.raises(
+        ConfigError, match=r"the reward 'LAMBDA' cannot run in a process.*isolation: thread"
+    ):
         scored(tmp_path, {"name": f"{__name__}:LAMBDA", "isolation": "process"})
 
 
@@ -249,7 +266,15 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("no answer"), RewardError("down"), KeyError("x"), math.nan, None, Score.failed("why")]
+    "error",
+    [
+        ConfigError("no answer"),
+        RewardError("down"),
+        KeyError("x"),
+        math.nan,
+        None,
+        Score.failed("why"),
+    ],
 )
 def test_a_part_of_weight_0_that_fails_is_told_and_changes_no_score(error, caplog):
     parts = [RewardPart(lambda played: 1.0, "one"), RewardPart(Broken(error), "watch", 0.0)]
@@ -260,14 +285,28 @@ def test_a_part_of_weight_0_that_fails_is_told_and_changes_no_score(error, caplo
 
     with caplog.at_level(logging.WARNING):
         found = asyncio.run(main())
-    assert [(score.value, dict(score.parts), score.status) for score in found] == [(1.0, {"one": 1.0}, Scored())] * 3
-    assert len([record for record in caplog.records if "the reward watch, of weight 0" in record.message]) == 1
+    assert [(score.value, dict(score.parts), score.status) for score in found] == [
+        (1.0, {"one": 1.0}, Scored())
+    ] * 3
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "the reward watch, of weight 0" in record.message
+            ]
+        )
+        == 1
+    )
     assert pipeline.metrics() == {"scoring/watch/failed": 3.0}
     assert pipeline.metrics() == {"scoring/watch/failed": 0.0}
 
 
 def test_a_part_of_weight_0_that_a_constraint_needs_must_not_fail():
-    parts = [RewardPart(lambda played: 1.0, "one"), RewardPart(Broken(KeyError("x")), "cost", 0.0, needed=True)]
+    parts = [
+        RewardPart(lambda played: 1.0, "one"),
+        RewardPart(Broken(KeyError("x")), "cost", 0.0, needed=True),
+    ]
     score = asyncio.run(RewardPipeline(parts, deadline=10.0).score(PLAYED))
     assert isinstance(score.status, Failed)
 

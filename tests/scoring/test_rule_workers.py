@@ -51,7 +51,9 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
         config = RulePoolConfig(cpu_seconds=1.0, deadline=PATIENCE_SECONDS)
         async with RuleWorkers(start, 2, config, [__name__]) as pool:
             async with Flow("test") as flow:
-                doubled = [flow.start(pool.run(double, number), name=str(number)) for number in range(20)]
+                doubled = [
+                    flow.start(pool.run(double, number), name=str(number)) for number in range(20)
+                ]
             assert [task.result() for task in doubled] == [2 * number for number in range(20)]
             with pytest.raises(RuleLimitError, match=r"hang computed for more than 1 s"):
                 await pool.run(hang, 0)
@@ -79,7 +81,9 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
     assert still_alive(pids, 10) == []
 
 
-def test_a_worker_whose_successors_die_as_they_start_is_replaced_all_the_same(start: StartWorker) -> None:
+def test_a_worker_whose_successors_die_as_they_start_is_replaced_all_the_same(
+    start: StartWorker,
+) -> None:
     starts: list[int] = []
 
     async def start_on_a_lost_machine(role: str, make: Make, rank: int) -> Worker:

@@ -17,7 +17,9 @@ from agentrl.trajectory import Score, Trajectory
 def words(trajectory: Trajectory, *, per_word: float) -> float:
     """A plain function as a part."""
     return per_word * sum(
-        len(message.content.split()) for message in trajectory.messages if message.role == "assistant"
+        len(message.content.split())
+        for message in trajectory.messages
+        if message.role == "assistant"
     )
 
 
@@ -26,7 +28,9 @@ class Ranks:
 
     async def score_group(self, trajectories):
         order = sorted(range(len(trajectories)), key=lambda member: trajectories[member].num_tokens)
-        return [Score(1 - order.index(member) / (len(order) - 1)) for member in range(len(trajectories))]
+        return [
+            Score(1 - order.index(member) / (len(order) - 1)) for member in range(len(trajectories))
+        ]
 
 
 PARTS = [
@@ -34,13 +38,24 @@ PARTS = [
     {"name": "tool_use", "weight": 0.5},
     {"name": "monitor", "formula": "F submit & G !refused", "as": "rule"},
     {"name": "regex", "pattern": "[aeiou]", "as": "vowels", "weight": 0.25},
-    {"name": "tests.scoring.test_run:words", "per_word": 0.5, "as": "words", "weight": 0.1, "isolation": "process"},
+    {
+        "name": "tests.scoring.test_run:words",
+        "per_word": 0.5,
+        "as": "words",
+        "weight": 0.1,
+        "isolation": "process",
+    },
     {"name": "tests.scoring.test_run:Ranks", "weight": 2.0},
 ]
 CONFIG = {
     "steps": 2,
     "env": "calculator",
-    "rollout": {"groups_per_step": 2, "group_size": 4, "budget": {"turns": 2}, "sampling": {"max_tokens": 6}},
+    "rollout": {
+        "groups_per_step": 2,
+        "group_size": 4,
+        "budget": {"turns": 2},
+        "sampling": {"max_tokens": 6},
+    },
     "reward": PARTS,
     "batch_processing": {
         "constraints": [{"part": "rule/violated", "at_most": 0.25, "rate": 0.2}],
@@ -57,13 +72,24 @@ def test_a_run_with_parts_of_every_kind_trains_and_each_has_its_curve(tmp_path: 
     path.write_text(yaml.safe_dump({**CONFIG, "run_dir": str(tmp_path / "run")}))
     with Run(load_config(path), Console(file=StringIO())) as run:
         asyncio.run(run.config.recipe.call(run))
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "reward" in row]
-    weights = {"environment": 1, "tool_use": 0.5, "rule": 1, "vowels": 0.25, "words": 0.1, "Ranks": 2}
+    weights = {
+        "environment": 1,
+        "tool_use": 0.5,
+        "rule": 1,
+        "vowels": 0.25,
+        "words": 0.1,
+        "Ranks": 2,
+    }
     assert len(steps) == 2
     multiplier = 0.0
     for row in steps:
-        assert row["reward"] == pytest.approx(sum(weight * row[f"reward/{name}"] for name, weight in weights.items()))
+        assert row["reward"] == pytest.approx(
+            sum(weight * row[f"reward/{name}"] for name, weight in weights.items())
+        )
         assert row["reward/Ranks"] == pytest.approx(0.5)
         assert all(f"reward_std/{name}" in row for name in weights)
         assert row["constraints/rate/rule/violated"] == row["reward/rule/violated"]

@@ -71,13 +71,15 @@ def hangs(played):
 def test_a_composite_is_the_weighted_sum_of_its_parts(drawn):
     parts = [RewardPart(None, f"part {number}", weight) for number, (_, weight) in enumerate(drawn)]
     score = total(parts, [Score(value) for value, _ in drawn])
-    assert score.value == pytest.approx(math.fsum(value * weight for value, weight in drawn), rel=1e-9, abs=1e-6)
+    assert score.value == pytest.approx(
+        math.fsum(value * weight for value, weight in drawn), rel=1e-9, abs=1e-6
+    )
     assert score.parts == {f"part {number}": value for number, (value, _) in enumerate(drawn)}
     split = len(drawn) // 2
     singles = total(parts[:split], [Score(value) for value, _ in drawn[:split]])
-    assert total(parts[split:], [Score(value) for value, _ in drawn[split:]], singles).value == pytest.approx(
-        score.value
-    )
+    assert total(
+        parts[split:], [Score(value) for value, _ in drawn[split:]], singles
+    ).value == pytest.approx(score.value)
 
 
 @given(st.lists(st.one_of(numbers, st.none()), min_size=1, max_size=6))
@@ -99,12 +101,22 @@ def test_a_failed_part_fails_the_score_and_never_enters_a_mean(drawn):
 def test_parts_are_asked_at_once_and_only_the_failed_one_again(virtual):
     async def main():
         sound, broken = Slow(1.0), Slow(3.0, failures=2)
-        parts = [RewardPart(sound, "sound"), RewardPart(broken, "broken", 0.5), RewardPart(length, "n", 0.1, "inline")]
+        parts = [
+            RewardPart(sound, "sound"),
+            RewardPart(broken, "broken", 0.5),
+            RewardPart(length, "n", 0.1, "inline"),
+        ]
         failed: list[str] = []
         reward = RewardPipeline(parts, deadline=50.0, retries=Retries(reward=2))
         score = await reward.score(PLAYED, failed.append)
         assert score.value == pytest.approx(1.0 + 1.5 + 0.5)
-        assert score.parts == {"sound": 1, "sound/detail": 2, "broken": 3, "broken/detail": 6, "n": 5}
+        assert score.parts == {
+            "sound": 1,
+            "sound/detail": 2,
+            "broken": 3,
+            "broken/detail": 6,
+            "n": 5,
+        }
         assert (sound.asked, broken.asked, failed) == (1, 3, [PLAYED.id] * 2)
         assert now() == pytest.approx(30 + 0.5 + 1.0)
 
@@ -140,11 +152,15 @@ def test_what_is_no_score_is_a_failure(said, why):
     assert math.isnan(score.value)
 
 
-@pytest.mark.parametrize("isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow), None])
+@pytest.mark.parametrize(
+    "isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow), None]
+)
 @pytest.mark.parametrize("reward", [length, length_async])
 def test_a_function_is_a_reward_wherever_it_runs(reward, isolation):
     async def main():
-        async with RewardPipeline([RewardPart(reward, "n", isolation=isolation)], deadline=60.0) as pipeline:
+        async with RewardPipeline(
+            [RewardPart(reward, "n", isolation=isolation)], deadline=60.0
+        ) as pipeline:
             return await pipeline.score(PLAYED)
 
     assert asyncio.run(main()) == Score(5.0, {"n": 5.0})
@@ -154,10 +170,14 @@ def divides(played):
     return 1 / 0
 
 
-@pytest.mark.parametrize("isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow)]
+)
 def test_the_failure_of_a_reward_names_the_line_that_raised_it(isolation):
     async def main():
-        async with RewardPipeline([RewardPart(divides, "n", isolation=isolation)], deadline=60.0) as pipeline:
+        async with RewardPipeline(
+            [RewardPart(divides, "n", isolation=isolation)], deadline=60.0
+        ) as pipeline:
             return await pipeline.score(PLAYED)
 
     score = asyncio.run(main())
@@ -174,9 +194,13 @@ def _exits(trajectory):
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize(("reward", "isolation"), [(_exits, "inline"), (_exits, "thread"), (_cancels, None)])
+@pytest.mark.parametrize(
+    ("reward", "isolation"), [(_exits, "inline"), (_exits, "thread"), (_cancels, None)]
+)
 def test_a_reward_that_exits_or_cancels_is_a_failed_score(reward, isolation):
-    score = asyncio.run(RewardPipeline([RewardPart(reward, "it", isolation=isolation)], deadline=5).score(PLAYED))
+    score = asyncio.run(
+        RewardPipeline([RewardPart(reward, "it", isolation=isolation)], deadline=5).score(PLAYED)
+    )
     assert isinstance(score.status, Failed)
     assert score.status.error.startswith(("it: SystemExit: 3 (", "it: CancelledError ("))
 
@@ -214,21 +238,34 @@ class Ranking:
 
 def test_a_group_reward_is_asked_once_per_group_and_adds_to_what_the_members_have():
     ranking = Ranking()
-    reward = RewardPipeline([RewardPart(Slow(2.0), "slow"), RewardPart(ranking, "rank", 0.5)], deadline=50.0)
+    reward = RewardPipeline(
+        [RewardPart(Slow(2.0), "slow"), RewardPart(ranking, "rank", 0.5)], deadline=50.0
+    )
     world = World(config(), steps=3, reward=reward).run()
     groups = [group for batch in world.batches for group in batch]
     assert set(ranking.asked.values()) == {1}
     for group in groups:
-        assert sorted(score.parts["rank"] for score in group.scores) == list(range(len(group.scores)))
-        assert [score.value for score in group.scores] == [2.0 + 0.5 * score.parts["rank"] for score in group.scores]
+        assert sorted(score.parts["rank"] for score in group.scores) == list(
+            range(len(group.scores))
+        )
+        assert [score.value for score in group.scores] == [
+            2.0 + 0.5 * score.parts["rank"] for score in group.scores
+        ]
 
 
 def test_a_failed_ranking_is_asked_again_without_playing_again_and_a_lasting_one_fails_its_task():
     ranking = Ranking(failures=2)
     world = World(config(retries=Retries(reward=3)), steps=2, reward=ranking).run()
     assert set(ranking.asked.values()) == {3}
-    assert all(played.id.endswith("/0") for batch in world.batches for group in batch for played in group.trajectories)
-    stubborn = World(config(retries=Retries(reward=1), max_failed_tasks=0), steps=1, reward=Ranking(failures=9))
+    assert all(
+        played.id.endswith("/0")
+        for batch in world.batches
+        for group in batch
+        for played in group.trajectories
+    )
+    stubborn = World(
+        config(retries=Retries(reward=1), max_failed_tasks=0), steps=1, reward=Ranking(failures=9)
+    )
     with pytest.raises(Exception, match="the group could not be scored: Ranking: no ranking today"):
         stubborn.run()
 
@@ -246,7 +283,9 @@ def test_one_score_too_few_for_a_group_is_a_failure():
             return [Score(1.0)]
 
     async def main():
-        return await RewardPipeline.of(Short(), 5.0, Retries(reward=0)).score_group([PLAYED, PLAYED], [Score(0.0)] * 2)
+        return await RewardPipeline.of(Short(), 5.0, Retries(reward=0)).score_group(
+            [PLAYED, PLAYED], [Score(0.0)] * 2
+        )
 
     assert all("1 scores for 2 trajectories" in score.status.error for score in asyncio.run(main()))
 
@@ -270,7 +309,9 @@ def test_rewards_are_entered_and_left_by_the_run_the_last_one_first():
             return Score(1.0)
 
     async def main(*clients):
-        async with RewardPipeline([RewardPart(client, client.name) for client in clients], deadline=5.0):
+        async with RewardPipeline(
+            [RewardPart(client, client.name) for client in clients], deadline=5.0
+        ):
             log.append("run")
 
     asyncio.run(main(Client("a"), Client("b")))
@@ -302,16 +343,30 @@ class Squared:
 def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_same_content():
     async def main():
         pool = RulePool(RulePoolConfig(workers=1, cache=2))
-        async with RewardPipeline([RewardPart(Squared(), "square")], pool, deadline=60.0) as scoring:
-            texts = ["a", "b", "cc", "a", "dddd", "a", "cc"]  # two contents are kept: 1, 2, then 4 drives 2 out
+        async with RewardPipeline(
+            [RewardPart(Squared(), "square")], pool, deadline=60.0
+        ) as scoring:
+            texts = [
+                "a",
+                "b",
+                "cc",
+                "a",
+                "dddd",
+                "a",
+                "cc",
+            ]  # two contents are kept: 1, 2, then 4 drives 2 out
             values = [(await scoring.score(trajectory(text))).value for text in texts]
             assert values == [1, 1, 4, 1, 16, 1, 4]
             assert pool.hits == 3
             dead = await scoring.score(trajectory("eee"))
             assert "took its process down (exit status 7)" in dead.status.error
             assert (await scoring.score(trajectory("fffff"))).value == 25
-            with pytest.raises(ConfigError, match=r"'local' cannot run in a process: .*, or isolation: thread"):
-                RewardPipeline([RewardPart(lambda played: 1.0, "local", isolation="process")], deadline=60.0)
+            with pytest.raises(
+                ConfigError, match=r"'local' cannot run in a process: .*, or isolation: thread"
+            ):
+                RewardPipeline(
+                    [RewardPart(lambda played: 1.0, "local", isolation="process")], deadline=60.0
+                )
 
     asyncio.run(main())
 
@@ -321,7 +376,11 @@ def test_every_part_has_a_curve_of_its_mean_and_spread():
     group = Group(PLAYED.task, (PLAYED, replace(PLAYED, id="task/1/0")), scores)
     metrics = rollout_metrics([group], step=0)
     assert (metrics["reward"], metrics["reward/a"], metrics["reward/b"]) == (1.0, 1.0, 1.0)
-    assert (metrics["reward_std"], metrics["reward_std/a"], metrics["reward_std/b"]) == (1.0, 1.0, 0.0)
+    assert (metrics["reward_std"], metrics["reward_std/a"], metrics["reward_std/b"]) == (
+        1.0,
+        1.0,
+        0.0,
+    )
 
 
 class Broken:
@@ -372,8 +431,14 @@ class Shared:
         (lambda: Broken("random"), r"\[pure\] two calls with the same trajectory"),
         (lambda: Broken("nan"), r"\[value\] the reward returned NaN"),
         (lambda: Broken("key"), r"\[failure\] task/0/0: it raised KeyError.*raise RewardError"),
-        (lambda: Broken("number"), r"\[failure\] task/0/0: a failed score has the value 0; write Score.failed"),
-        (lambda: Broken("dict"), r"\[value\] the reward returned \{'quality': 0.5\}.*parts go into Score"),
+        (
+            lambda: Broken("number"),
+            r"\[failure\] task/0/0: a failed score has the value 0; write Score.failed",
+        ),
+        (
+            lambda: Broken("dict"),
+            r"\[value\] the reward returned \{'quality': 0.5\}.*parts go into Score",
+        ),
         (lambda: partial(Broken("dict").score), r"\[value\] the reward returned \{'quality'"),
         (lambda: lambda played: None, r"\[value\] the reward returned None"),
         (lambda: Broken("raises"), r"\[metrics\] metrics\(\) raised ZeroDivisionError: no calls"),
@@ -398,7 +463,11 @@ def test_check_reward_lets_sound_rewards_and_honest_failures_pass():
 
     honest = Broken("message")  # its sentence begins as one about a wrong value does
     for reward in (length, length_async, fails, Ranking(), partial(length), Callable(), honest):
-        check_reward(lambda reward=reward: reward, [trajectory("a"), trajectory("bbb", id="task/1/0")], pure=True)
+        check_reward(
+            lambda reward=reward: reward,
+            [trajectory("a"), trajectory("bbb", id="task/1/0")],
+            pure=True,
+        )
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, math.inf, math.nan])
@@ -420,7 +489,9 @@ def test_a_sum_that_overflows_is_a_failed_score():
     parts = [RewardPart(None, name, 1e30) for name in ("one", "two")]
     score = total(parts, [Score(1e30), Score(1e30, turns=(1e30,))])
     assert isinstance(score.status, Failed)
-    assert score.status.error.startswith("one, two: the weighted sum of its parts is 2e+60, which is too large")
+    assert score.status.error.startswith(
+        "one, two: the weighted sum of its parts is 2e+60, which is too large"
+    )
     base = total(parts[:1], [Score(1.0)])
     assert isinstance(total(parts[1:], [Score(1e3)], base).status, Failed)
 
@@ -445,7 +516,10 @@ def test_content_that_processes_die_of_is_set_aside_as_a_failure_and_not_asked_a
                 score = await scoring.score(trajectory("eee"))
                 assert math.isnan(score.value)
                 assert score.status.final
-                assert re.match(r"square: the processes of rules died 2 times while they worked on", score.status.error)
+                assert re.match(
+                    r"square: the processes of rules died 2 times while they worked on",
+                    score.status.error,
+                )
             assert (await scoring.score(trajectory("ffff"))).value == 4
             assert scoring.metrics()["restarts/rules"] == 2
 
@@ -476,12 +550,16 @@ def test_rule_workers_that_die_again_and_again_end_the_run(virtual):
                 with suppress(RewardError):
                     await pool.run(math.sqrt, number)
 
-    with pytest.raises(WorkerDiedError, match="it was restarted 3 times in a row without a verdict in between"):
+    with pytest.raises(
+        WorkerDiedError, match="it was restarted 3 times in a row without a verdict in between"
+    ):
         virtual(main)
     assert len(starts) == 4
 
 
-def test_a_pool_whose_processes_did_not_start_is_started_again_for_the_next_content(virtual, monkeypatch):
+def test_a_pool_whose_processes_did_not_start_is_started_again_for_the_next_content(
+    virtual, monkeypatch
+):
     class Pool:
         def __init__(self, broken):
             self.broken = broken

@@ -40,10 +40,14 @@ TASK = Task("qa", 0, {"answer": "144"}, "qa/0")
 SILENT: tuple[Mapping[str, Any], ...] = ({}, {"success": None})
 
 
-def played(info: Mapping[str, Any], tokens: int = 2, said: str = "144", **fields: Any) -> Trajectory:
+def played(
+    info: Mapping[str, Any], tokens: int = 2, said: str = "144", **fields: Any
+) -> Trajectory:
     completion = Completion((5,) * tokens, (-1.0,) * tokens, (0,) * tokens, "stop")
     messages = (Message("user", "12 * 12?"), Message("assistant", said))
-    return Trajectory("x/0/0", TASK, (Turn((1,), completion, 1.0, info),), Terminated(), messages, **fields)
+    return Trajectory(
+        "x/0/0", TASK, (Turn((1,), completion, 1.0, info),), Terminated(), messages, **fields
+    )
 
 
 def group_of(scores: Sequence[Score], lengths: Sequence[int], info: Mapping[str, Any]) -> Group:
@@ -85,7 +89,9 @@ def test_rejection_sampling_imitates_what_the_score_says_is_right(info: Mapping[
 
 
 @pytest.mark.parametrize("info", SILENT)
-def test_short_right_answers_get_the_bonus_of_the_length_penalty_by_the_score(info: Mapping[str, Any]) -> None:
+def test_short_right_answers_get_the_bonus_of_the_length_penalty_by_the_score(
+    info: Mapping[str, Any],
+) -> None:
     group = group_of([Score(1.0), Score(1.0), Score(0.0), Score(0.0)], (2, 10, 2, 10), info)
     (changed,) = BatchProcessing(BatchProcessingConfig(length_penalty=1.0)).scores([group])
     assert changed.rewards_G == [1.5, 0.5, 0.0, -0.5]
@@ -120,12 +126,20 @@ def test_a_score_that_a_program_returns_keeps_its_verdict() -> None:
 def test_what_is_unknown_is_no_failure_in_any_figure() -> None:
     silent, told = played({}), played({"success": True})
     unknown = Evaluation(((silent, UNSCORED),), ()).metrics()
-    assert all(math.isnan(unknown[f"eval/{name}"]) for name in ("success", "success_low", "success_high", "reward"))
+    assert all(
+        math.isnan(unknown[f"eval/{name}"])
+        for name in ("success", "success_low", "success_high", "reward")
+    )
     half = Evaluation(((silent, UNSCORED), (told, UNSCORED)), ()).metrics()
     assert half["eval/success"] == 1.0
-    suite = SuiteConfig.model_validate({"name": "wide", "env": {"name": "guess_number"}, "samples": 2})
+    suite = SuiteConfig.model_validate(
+        {"name": "wide", "env": {"name": "guess_number"}, "samples": 2}
+    )
     of_suite = SuiteEvaluation(suite, ((silent, UNSCORED),), ()).metrics()
-    assert all(math.isnan(of_suite[f"eval/wide/{name}"]) for name in ("success", "pass@1", "pass@2", "reward"))
+    assert all(
+        math.isnan(of_suite[f"eval/wide/{name}"])
+        for name in ("success", "pass@1", "pass@2", "reward")
+    )
     group = Group(TASK, (silent, told), (UNSCORED, UNSCORED))
     assert rollout_metrics([group], 0)["success"] == 1.0
     report = report_of("held_out", 0, Evaluation(((silent, UNSCORED), (told, Score(0.5))), ()))
@@ -161,7 +175,9 @@ def config(tmp_path: Path, text: str) -> RunConfig:
     return load_config(path).config
 
 
-def test_demonstrations_are_judged_by_the_runs_reward_where_the_environment_is_silent(tmp_path: Path) -> None:
+def test_demonstrations_are_judged_by_the_runs_reward_where_the_environment_is_silent(
+    tmp_path: Path,
+) -> None:
     loaded = config(tmp_path, "env: qa\nreward: {name: math, tag: answer}\n")
     said = [played({"success": None}, said=text) for text in ("<answer>144</answer>", "144")]
     assert asyncio.run(judged(loaded, [*said, played({"success": False})])) == [True, False, False]
@@ -179,7 +195,9 @@ def test_a_best_checkpoint_that_no_evaluation_can_find_is_refused(tmp_path: Path
         f"env: guess_number\nevaluation: {{every: 10}}\nreward: {{name: '{__name__}:Ranked'}}\n"
         "checkpoint: {best: eval/%s}\n"
     )
-    with pytest.raises(ConfigError, match=r"checkpoint.best=eval/reward is never measured.*eval/success"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.best=eval/reward is never measured.*eval/success"
+    ):
         config(tmp_path, text % "reward")
     assert config(tmp_path, text % "success").checkpoint.best == "eval/success"
 
@@ -188,7 +206,11 @@ def test_a_best_checkpoint_that_no_evaluation_can_find_is_refused(tmp_path: Path
     ("pairs", "step", "said"),
     [
         ([({}, UNSCORED)], 3, "is unknown"),
-        ([({}, Score(0.4)), ({}, Score(0.9))], 3, "cannot tell .* success_at .* checkpoint.best=eval/reward"),
+        (
+            [({}, Score(0.4)), ({}, Score(0.9))],
+            3,
+            "cannot tell .* success_at .* checkpoint.best=eval/reward",
+        ),
         ([({}, Score(0.0)), ({}, Score(0.9))], 3, ""),
         ([({"success": True}, Score(0.4)), ({"success": True}, Score(0.9))], 3, ""),
         ([({}, Score(1.0)), ({}, Score(1.0))], 3, ""),
@@ -208,7 +230,9 @@ def test_a_success_that_cannot_choose_a_checkpoint_is_told(
 
 def test_a_run_whose_best_checkpoint_is_unknown_ends_before_it_trains(tmp_path: Path) -> None:
     run = SimpleNamespace(
-        config=config(tmp_path, "env: qa\nevaluation: {every: 10}\ncheckpoint: {best: eval/success}\n")
+        config=config(
+            tmp_path, "env: qa\nevaluation: {every: 10}\ncheckpoint: {best: eval/success}\n"
+        )
     )
     with pytest.raises(ConfigError, match=r"write checkpoint\.best=eval/reward"):
         check_best(cast(Any, run), 0, Evaluation(((played({}), UNSCORED),), ()))

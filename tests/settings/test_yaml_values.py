@@ -1,4 +1,6 @@
-"""YAML is read in one way, from files and from the command line, and what is written is read back as it was."""
+"""YAML is read in one way, from files and from the command line, and what is written is read back
+as it was.
+"""
 
 import math
 from contextlib import suppress
@@ -109,7 +111,10 @@ WRITTEN: list[tuple[str, Any]] = [
     ("None", "None"),
     ("[]", []),
     ("{}", {}),
-    ("[1e-3, '007', nan, 2026-11-25, 12:30, ~]", [0.001, "007", "nan", "2026-11-25", "12:30", None]),
+    (
+        "[1e-3, '007', nan, 2026-11-25, 12:30, ~]",
+        [0.001, "007", "nan", "2026-11-25", "12:30", None],
+    ),
     ("[[], [[]], {}]", [[], [[]], {}]),
     ("{a: 1, 'b c': [true]}", {"a": 1, "b c": [True]}),
     (
@@ -118,7 +123,10 @@ WRITTEN: list[tuple[str, Any]] = [
     ),
     ("{a.b: 1, '': 2, ' ': 3}", {"a.b": 1, "": 2, " ": 3}),
     ("[{1: {2: 3}}]", [{"1": {"2": 3}}]),
-    ("{tasks: q.jsonl, name: x, reward: {'1': exact}}", {"tasks": "q.jsonl", "name": "x", "reward": {"1": "exact"}}),
+    (
+        "{tasks: q.jsonl, name: x, reward: {'1': exact}}",
+        {"tasks": "q.jsonl", "name": "x", "reward": {"1": "exact"}},
+    ),
     ("{mixture: [a, b], '0': {name: null}}", {"mixture": ["a", "b"], "0": {"name": None}}),
     ("[&a [1], *a, *a]", [[1], [1], [1]]),
     ("{a: &x {p: 1, q: 2}, b: {<<: *x, q: 3}}", {"a": {"p": 1, "q": 2}, "b": {"p": 1, "q": 3}}),
@@ -168,7 +176,9 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """With libyaml, if it is there, and without."""
     if request.param == "pure":
         pure = type(
-            "Pure", (yaml.SafeLoader,), {"yaml_implicit_resolvers": yaml_values._Reader.yaml_implicit_resolvers}
+            "Pure",
+            (yaml.SafeLoader,),
+            {"yaml_implicit_resolvers": yaml_values._Reader.yaml_implicit_resolvers},
         )
         monkeypatch.setattr(yaml_values, "_Reader", pure)
 
@@ -176,7 +186,11 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def same(one: Any, other: Any) -> bool:
     """Equal, also in their types: 1 is neither 1.0 nor true."""
     if isinstance(one, dict):
-        return type(other) is dict and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return (
+            type(other) is dict
+            and list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list):
         return type(other) is list and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and repr(one) == repr(other)
@@ -187,7 +201,9 @@ def options_of(path: Path, *overrides: str) -> Any:
 
 
 @pytest.mark.usefixtures("reader")
-def test_a_value_is_the_same_from_a_file_an_override_an_option_and_a_saved_config(tmp_path: Path) -> None:
+def test_a_value_is_the_same_from_a_file_an_override_an_option_and_a_saved_config(
+    tmp_path: Path,
+) -> None:
     path, saved = tmp_path / "run.yaml", tmp_path / "config.yaml"
     expected = {f"k{number}": value for number, (_, value) in enumerate(WRITTEN)}
     texts = [text for text, _ in WRITTEN]
@@ -197,8 +213,16 @@ def test_a_value_is_the_same_from_a_file_an_override_an_option_and_a_saved_confi
     saved.write_text(load_config(path).config.to_yaml())
     assert same(options_of(saved), expected)
     path.write_text("env: frozen_lake\n")
-    assert same(options_of(path, *(f"env.options.k{number}={text}" for number, text in enumerate(texts))), expected)
-    assert same(options_of(path, *(f"env.options.{key}={in_yaml(value)}" for key, value in expected.items())), expected)
+    assert same(
+        options_of(path, *(f"env.options.k{number}={text}" for number, text in enumerate(texts))),
+        expected,
+    )
+    assert same(
+        options_of(
+            path, *(f"env.options.{key}={in_yaml(value)}" for key, value in expected.items())
+        ),
+        expected,
+    )
     for text, value in WRITTEN:
         assert same(env_options(f"k: {text}"), {"k": value}), text
 
@@ -230,7 +254,9 @@ def test_what_is_written_is_read_back(value: Any) -> None:
     assert root is not None
     assert same(value_of(root), {"value": value})
     assert same(read_value(in_yaml(value)), value)
-    assert same(yaml.safe_load(to_yaml({"value": value})), {"value": value}), "other programs read it as we do"
+    assert same(yaml.safe_load(to_yaml({"value": value})), {"value": value}), (
+        "other programs read it as we do"
+    )
 
 
 def test_infinities_are_read_and_written() -> None:
@@ -287,16 +313,27 @@ def test_a_setting_that_is_written_twice_is_refused_with_both_lines(tmp_path: Pa
 
 
 SECTIONS = sorted(RunConfig.model_fields.keys() - {"seed", "steps", "run_dir", "trackers", "env"})
-SECTIONS += ["rollout.budget", "rollout.sampling", "env.options", "env.agents", "rollout.deadlines", "trainer.name"]
+SECTIONS += [
+    "rollout.budget",
+    "rollout.sampling",
+    "env.options",
+    "env.agents",
+    "rollout.deadlines",
+    "trainer.name",
+]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_section_whose_lines_are_all_comments_is_as_one_that_is_left_out(tmp_path: Path, section: str) -> None:
+def test_a_section_whose_lines_are_all_comments_is_as_one_that_is_left_out(
+    tmp_path: Path, section: str
+) -> None:
     path, nested = tmp_path / "run.yaml", section.split(".")
     path.write_text("env: frozen_lake\n")
     as_usual = load_config(path).config
     env = "" if nested[0] == "env" else "env: frozen_lake\n"
-    inner = f"{nested[0]}:\n" if len(nested) == 1 else f"{nested[0]}:\n  {nested[1]}:\n    # comment\n"
+    inner = (
+        f"{nested[0]}:\n" if len(nested) == 1 else f"{nested[0]}:\n  {nested[1]}:\n    # comment\n"
+    )
     path.write_text(env + inner)
     assert load_config(path, ["env=frozen_lake"]).config == as_usual
 
@@ -317,7 +354,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    "section", [*SECTIONS, "env", "env.mixture", "evaluation.suites", "trackers", "recipe.demonstrations"]
+    "section",
+    [*SECTIONS, "env", "env.mixture", "evaluation.suites", "trackers", "recipe.demonstrations"],
 )
 def test_something_else_than_a_section_ends_in_no_traceback(tmp_path: Path, section: str) -> None:
     path = tmp_path / "run.yaml"

@@ -1,4 +1,6 @@
-"""Outages of the environments' server, and crashes of all episodes at once: runs go on, and nothing is dropped."""
+"""Outages of the environments' server, and crashes of all episodes at once: runs go on, and nothing
+is dropped.
+"""
 
 import logging
 
@@ -26,7 +28,10 @@ def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> R
         }
     )
     env = SimulatedEnvs.Config.model_validate(
-        {"step_seconds": Uniform(low=2, high=10), "outages": [{"at": at, "seconds": long} for at, long in outages]}
+        {
+            "step_seconds": Uniform(low=2, high=10),
+            "outages": [{"at": at, "seconds": long} for at, long in outages],
+        }
     )
     simulation = SimulationConfig(env=env, train_seconds=Constant(value=20.0))
     return World(rollout, simulation, STEPS).run()
@@ -43,12 +48,16 @@ def test_a_run_outlives_its_server_s_restarts_and_drops_nothing(seconds: float, 
     assert (report.leaked_envs, report.leaked_slots) == (0, 0)
 
 
-def test_the_time_of_an_outage_is_in_no_deadline_of_a_group(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_of_an_outage_is_in_no_deadline_of_a_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         report = run(0, [(30.0, 500.0)], group=200.0)
     assert report.task_fates.failed == 0
     assert report.seconds > 530
-    (record,) = [record for record in caplog.records if "episodes wait for up to 600 s" in record.message]
+    (record,) = [
+        record for record in caplog.records if "episodes wait for up to 600 s" in record.message
+    ]
     assert "cannot be reached" in record.message
 
 

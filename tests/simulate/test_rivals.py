@@ -1,4 +1,6 @@
-"""The models of other schedulers in benchmarks/rivals.py: exact where that is known, and true to what they model."""
+"""The models of other schedulers in benchmarks/rivals.py: exact where that is known, and true to
+what they model.
+"""
 
 import asyncio
 import importlib.util
@@ -20,7 +22,9 @@ from agentrl.simulate.latency import Constant, Lognormal, Normal, Uniform
 
 def load() -> ModuleType:
     """benchmarks/ is no package."""
-    spec = importlib.util.spec_from_file_location("rivals", Path(__file__).parents[2] / "benchmarks/rivals.py")
+    spec = importlib.util.spec_from_file_location(
+        "rivals", Path(__file__).parents[2] / "benchmarks/rivals.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -36,7 +40,9 @@ close = pytest.approx
 
 def workload(**changes: Any) -> Any:
     """Two groups of two, one second per token."""
-    made = rivals.Workload("test", groups_per_step=2, group_size=2, steps=3, seconds_per_token=1.0, train_seconds=10.0)
+    made = rivals.Workload(
+        "test", groups_per_step=2, group_size=2, steps=3, seconds_per_token=1.0, train_seconds=10.0
+    )
     return replace(made, **changes)
 
 
@@ -61,7 +67,9 @@ def every_rule(bound: int) -> dict[str, Any]:
 def test_an_episode_is_a_function_of_seed_task_and_member() -> None:
     first = [[BUSY.turns(task, member) for member in range(4)] for task in range(50)]
     rivals._turns.cache_clear()
-    again = [[BUSY.turns(task, member) for member in reversed(range(4))] for task in reversed(range(50))]
+    again = [
+        [BUSY.turns(task, member) for member in reversed(range(4))] for task in reversed(range(50))
+    ]
     assert [group[::-1] for group in again[::-1]] == first
     assert len({turns for group in first for turns in group}) == 200
     assert replace(BUSY, seed=1).turns(0, 0) != first[0][0]
@@ -90,7 +98,9 @@ def test_the_floor_obeys_the_law_of_the_simulated_engine() -> None:
         return now()
 
     async def main() -> dict[int, float]:
-        config = SimulatedEngine.Config(slots=w.slots, seconds_per_token=1.0, slowdown=w.slowdown, knee=w.knee)
+        config = SimulatedEngine.Config(
+            slots=w.slots, seconds_per_token=1.0, slowdown=w.slowdown, knee=w.knee
+        )
         engine = SimulatedEngine(config, length_of=lambda request: lengths[request.id])
         async with engine, asyncio.TaskGroup() as tasks:
             started = {task: tasks.create_task(play(engine, task)) for task in range(30)}
@@ -117,11 +127,14 @@ def test_a_cancelled_episode_gives_its_slot_to_the_next_at_once() -> None:
 
 def test_simple_cases_by_hand() -> None:
     w = workload(num_turns=2, tokens=Constant(value=5), env_seconds=Constant(value=3.0), slots=4)
-    assert rivals.synchronous(w).seconds_per_step == close(26.0)  # two turns of 5 + 3, then the trainer's 10
+    assert rivals.synchronous(w).seconds_per_step == close(
+        26.0
+    )  # two turns of 5 + 3, then the trainer's 10
     assert rivals.lockstep(w).seconds_per_step == close(26.0)
     assert rivals.workers(w, 2).seconds_per_step == close(42.0)
     assert rivals.workers(w, 1).seconds_per_step == close(74.0)
-    # Four environments at one worker: the first answer comes at 5, then it steps for 3 seconds eight times.
+    # Four environments at one worker: the first answer comes at 5, then it steps for 3 seconds
+    # eight times.
     assert rivals.ring(w, 4).seconds_per_step == close(5 + 8 * 3 + 10)
     one_slot = replace(w, slots=1)
     assert rivals.synchronous(one_slot).seconds_per_step == close(4 * 2 * 5 + 3 + 10)
@@ -137,7 +150,9 @@ def test_all_rules_are_synchronous_without_asynchrony() -> None:
     for rule in (rivals.Gate, rivals.Drop, rivals.Wait, rivals.Drain):
         found = rivals.asynchronous(rule, 0)(BUSY)
         assert found.duration_ratio == close(expected.duration_ratio)  # its sum is in another order
-        assert replace(found, rule=expected.rule, duration_ratio=expected.duration_ratio) == expected
+        assert (
+            replace(found, rule=expected.rule, duration_ratio=expected.duration_ratio) == expected
+        )
     assert expected.largest_staleness == 0
     # A team per group, each environment once for each group: the same too.
     assert rivals.group_queue()(BUSY).seconds_per_step == close(expected.seconds_per_step)
@@ -152,19 +167,30 @@ def test_nobody_who_trains_on_all_tasks_beats_the_lower_bound(bound: int) -> Non
             total = every_rule(bound)[rule](w).seconds_per_step * w.steps
             assert total >= rivals.lower_bound(w, 0)
         for name in ("wait", "drain"):
-            assert every_rule(bound)[name](w).seconds_per_step * w.steps >= rivals.lower_bound(w, bound)
+            assert every_rule(bound)[name](w).seconds_per_step * w.steps >= rivals.lower_bound(
+                w, bound
+            )
 
 
 def test_the_lower_bound_is_reached_where_nothing_varies() -> None:
     w = workload(tokens=Constant(value=10), slots=4, steps=20)
-    assert rivals.lower_bound(w, 0) == close(rivals.synchronous(w).seconds_per_step * 20) == close(400.0)
-    assert rivals.lower_bound(w) == close(rivals.asynchronous(rivals.Wait, 1)(w).seconds_per_step * 20) == close(210.0)
+    assert (
+        rivals.lower_bound(w, 0)
+        == close(rivals.synchronous(w).seconds_per_step * 20)
+        == close(400.0)
+    )
+    assert (
+        rivals.lower_bound(w)
+        == close(rivals.asynchronous(rivals.Wait, 1)(w).seconds_per_step * 20)
+        == close(210.0)
+    )
 
 
 @pytest.mark.parametrize("bound", [1, 2])
 def test_who_keeps_the_bound_and_who_favours_short_episodes(bound: int) -> None:
     w = replace(
-        workload(tokens=Lognormal(median=100, sigma=1.4), slots=16, steps=150, train_seconds=120.0), groups_per_step=4
+        workload(tokens=Lognormal(median=100, sigma=1.4), slots=16, steps=150, train_seconds=120.0),
+        groups_per_step=4,
     )
     found = {name: rule(w) for name, rule in every_rule(bound).items()}
     for name in ("wait", "drain", "drop"):
@@ -201,8 +227,13 @@ def test_the_group_queue_comes_near_the_figures_known_of_it(
     queue: dict[str, int], gauss: float, fail_slow: float, thrown_away: float | None
 ) -> None:
     for name, known, tolerance in (("gauss", gauss, 0.03), ("fail-slow", fail_slow, 0.2)):
-        found = [rivals.group_queue(**queue)(replace(rivals.SETTINGS[name](seed), steps=25)) for seed in range(2)]
-        assert statistics.fmean(result.seconds_per_step for result in found) == close(known, rel=tolerance)
+        found = [
+            rivals.group_queue(**queue)(replace(rivals.SETTINGS[name](seed), steps=25))
+            for seed in range(2)
+        ]
+        assert statistics.fmean(result.seconds_per_step for result in found) == close(
+            known, rel=tolerance
+        )
         if name == "gauss" and thrown_away is not None:
             assert found[0].discarded == close(thrown_away, abs=0.06)
 
@@ -215,7 +246,11 @@ def test_the_asynchronous_rules_give_the_figures_they_were_fitted_to() -> None:
         found = [rivals.asynchronous(rule, bound)(w).seconds_per_step for w in workloads]
         return synchronous / statistics.fmean(found)
 
-    known = {rivals.Gate: (2.4, 3.9, 4.7), rivals.Wait: (1.8, 2.7, 4.3), rivals.Drop: (2.1, 3.4, 4.3)}
+    known = {
+        rivals.Gate: (2.4, 3.9, 4.7),
+        rivals.Wait: (1.8, 2.7, 4.3),
+        rivals.Drop: (2.1, 3.4, 4.3),
+    }
     for rule, figures in known.items():
         for bound, figure in zip((1, 2, 4), figures, strict=True):
             assert speed_up(rule, bound) == close(figure, rel=0.12)
@@ -225,17 +260,27 @@ def test_the_asynchronous_rules_give_the_figures_they_were_fitted_to() -> None:
 def test_a_strict_ring_wastes_the_core_that_a_ready_queue_keeps_busy() -> None:
     sigma = math.sqrt(math.log(2))  # the coefficient of variation is 1, the mean 5 s
     w = rivals.Workload(
-        "ring", steps=1, groups_per_step=100, group_size=1, num_turns=200, train_seconds=0.0,
-        tokens=Lognormal(median=250 / math.sqrt(2), sigma=sigma), env_seconds=Constant(value=0.05),
-    )  # fmt: skip
+        "ring",
+        steps=1,
+        groups_per_step=100,
+        group_size=1,
+        num_turns=200,
+        train_seconds=0.0,
+        tokens=Lognormal(median=250 / math.sqrt(2), sigma=sigma),
+        env_seconds=Constant(value=0.05),
+    )
     busy = 100 * 200 * 0.05
     assert busy / rivals.ring(w, 100).seconds_per_step == close(0.20, abs=0.02)
-    assert busy / rivals.ring(w, 100, strict=False).seconds_per_step > 0.75  # its last episodes play alone
+    assert (
+        busy / rivals.ring(w, 100, strict=False).seconds_per_step > 0.75
+    )  # its last episodes play alone
 
 
 def test_lockstep_loses_more_the_more_turns_vary() -> None:
     def lost(sd: float) -> float:
-        w = replace(rivals.SETTINGS["env-var-1"](0), env_seconds=Normal(mean=10, sd=sd, floor=0.1), steps=3)
+        w = replace(
+            rivals.SETTINGS["env-var-1"](0), env_seconds=Normal(mean=10, sd=sd, floor=0.1), steps=3
+        )
         return float(rivals.lockstep(w).seconds_per_step / rivals.synchronous(w).seconds_per_step)
 
     assert 1.1 < lost(1.0) < lost(5.0) < lost(10.0)
@@ -251,5 +296,7 @@ def test_every_rule_plays_every_setting(name: str) -> None:
             continue
         assert result.stalled_after is None, rule
         assert 0 < result.seconds_per_step < math.inf
-        assert result.episodes_per_second == close(w.groups_per_step * w.group_size / result.seconds_per_step)
+        assert result.episodes_per_second == close(
+            w.groups_per_step * w.group_size / result.seconds_per_step
+        )
         assert 0 <= result.discarded < 0.7

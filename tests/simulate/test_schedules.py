@@ -21,7 +21,9 @@ PATIENT = Deadlines(reset=40, step=40, generate=10_000, episode=20_000, group=10
 
 
 def random_world(seed: int, **changes: object) -> World:
-    """A small run with everything drawn: bound, sizes, tails up to lognormal sigma 1.4, crashes, hangs, slow ones."""
+    """A small run with everything drawn: bound, sizes, tails up to lognormal sigma 1.4, crashes,
+    hangs, slow ones.
+    """
     rng = Random(seed)
     steps_seconds = rng.choice(
         [
@@ -71,7 +73,9 @@ def check(world: World, report: Report) -> None:
     tasks, episodes = report.task_fates, report.episode_fates
     assert tasks.settled
     assert episodes.settled
-    assert tasks.trained == tasks.total == world.steps * config.groups_per_step, "something was dropped"
+    assert tasks.trained == tasks.total == world.steps * config.groups_per_step, (
+        "something was dropped"
+    )
     assert episodes.trained == tasks.trained * config.group_size
     assert episodes.trained + episodes.failed == episodes.total
     assert 0.97 <= report.metrics["bias/seconds"] <= 1.03
@@ -127,10 +131,16 @@ def test_other_rules_lose_nothing_they_do_not_name(seed, rule):
 def many_short_episodes(episodes: int, seed: int = 0) -> World:
     """Single-turn episodes with heavy tails, drawn from a population of 4,096."""
     rng, latency = Random(seed), Lognormal(median=0.5, sigma=1.0, cap=10)
-    population = [EpisodePlan(0.0, (latency.sample(rng),), float(rng.random() < 0.5)) for _ in range(1 << 12)]
-    rollout = RolloutConfig(groups_per_step=64, max_staleness=1, max_live_episodes=1024, min_live_episodes=256)
+    population = [
+        EpisodePlan(0.0, (latency.sample(rng),), float(rng.random() < 0.5)) for _ in range(1 << 12)
+    ]
+    rollout = RolloutConfig(
+        groups_per_step=64, max_staleness=1, max_live_episodes=1024, min_live_episodes=256
+    )
     simulation = SimulationConfig(
-        engine=SimulatedEngine.Config(slots=256, answer_tokens=Lognormal(median=64, sigma=0.6, cap=512)),
+        engine=SimulatedEngine.Config(
+            slots=256, answer_tokens=Lognormal(median=64, sigma=0.6, cap=512)
+        ),
         train_seconds=Constant(value=1.0),
     )
     steps = episodes // (rollout.groups_per_step * rollout.group_size)
@@ -147,16 +157,23 @@ def many_short_episodes(episodes: int, seed: int = 0) -> World:
 def test_the_same_seed_gives_the_same_events_and_the_same_everything():
     first, again, other = (many_short_episodes(1024, seed).run() for seed in (1, 1, 2))
     assert first.event_hash == again.event_hash != other.event_hash
-    assert (first.seconds, first.tokens, first.timeline) == (again.seconds, again.tokens, again.timeline)
+    assert (first.seconds, first.tokens, first.timeline) == (
+        again.seconds,
+        again.tokens,
+        again.timeline,
+    )
 
 
 @pytest.mark.long
 def test_memory_is_flat_over_three_hundred_thousand_episodes(tmp_path):
     def peak_after(episodes: int, name: str) -> int:
         spans = SimulationConfig(
-            episode_seconds=Lognormal(median=5.0, sigma=1.0, cap=100), train_seconds=Constant(value=1.0)
+            episode_seconds=Lognormal(median=5.0, sigma=1.0, cap=100),
+            train_seconds=Constant(value=1.0),
         )
-        rollout = RolloutConfig(groups_per_step=32, max_staleness=1, max_live_episodes=2048, min_live_episodes=512)
+        rollout = RolloutConfig(
+            groups_per_step=32, max_staleness=1, max_live_episodes=2048, min_live_episodes=512
+        )
         report = World(rollout, spans, episodes // 256, ledger=tmp_path / name).run()
         assert report.task_fates.trained == report.task_fates.total
         assert report.largest_staleness <= 1
@@ -167,7 +184,9 @@ def test_memory_is_flat_over_three_hundred_thousand_episodes(tmp_path):
 
 
 def gauss(steps: int, **env: float) -> World:
-    """Environments of ten turns, N(10, 5) seconds each, with an instant engine and a trainer of 30 s a step."""
+    """Environments of ten turns, N(10, 5) seconds each, with an instant engine and a trainer of 30
+    s a step.
+    """
     rollout = RolloutConfig(
         groups_per_step=8,
         group_size=4,
@@ -178,7 +197,9 @@ def gauss(steps: int, **env: float) -> World:
     )
     simulation = SimulationConfig(
         engine=SimulatedEngine.Config(seconds_per_token=0, prefill_seconds_per_token=0),
-        env=SimulatedEnvs.Config(turns=Constant(value=10), step_seconds=Normal(mean=10, sd=5, floor=0.1), **env),
+        env=SimulatedEnvs.Config(
+            turns=Constant(value=10), step_seconds=Normal(mean=10, sd=5, floor=0.1), **env
+        ),
     )
     return World(rollout, simulation, steps)
 
@@ -215,9 +236,14 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
         )
         simulation = SimulationConfig(
             engine=SimulatedEngine.Config(
-                slots=64, slowdown=0.5, knee=32, answer_tokens=Lognormal(median=160, sigma=0.6, cap=500)
+                slots=64,
+                slowdown=0.5,
+                knee=32,
+                answer_tokens=Lognormal(median=160, sigma=0.6, cap=500),
             ),
-            env=SimulatedEnvs.Config(turns=Constant(value=16), step_seconds=Lognormal(median=1.0, sigma=0.5), **env),
+            env=SimulatedEnvs.Config(
+                turns=Constant(value=16), step_seconds=Lognormal(median=1.0, sigma=0.5), **env
+            ),
             train_seconds=Constant(value=170.0),
         )
         return World(rollout, simulation, steps)
@@ -232,11 +258,15 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
 @pytest.mark.slow
 @pytest.mark.parametrize("sigma", [1.0, 1.4])
 def test_the_slots_are_kept_full_under_heavy_tails(sigma):
-    rollout = RolloutConfig(groups_per_step=512, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000})
+    rollout = RolloutConfig(
+        groups_per_step=512, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000}
+    )
     lengths = Lognormal(median=100, sigma=sigma, cap=1000)
     engine = SimulatedEngine.Config(slots=16, seconds_per_token=0.01, answer_tokens=lengths)
     simulation = SimulationConfig(
-        engine=engine, env=SimulatedEnvs.Config(turns=Constant(value=1)), train_seconds=Constant(value=0.0)
+        engine=engine,
+        env=SimulatedEnvs.Config(turns=Constant(value=1)),
+        train_seconds=Constant(value=0.0),
     )
     report = World(rollout, simulation, steps=1).run()
     lower_bound = report.tokens * engine.seconds_per_token / engine.slots

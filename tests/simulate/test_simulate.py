@@ -1,4 +1,6 @@
-"""Simulated engines and environments keep their law exactly, count everything, and cost next to nothing."""
+"""Simulated engines and environments keep their law exactly, count everything, and cost next to
+nothing.
+"""
 
 import asyncio
 import inspect
@@ -30,7 +32,13 @@ close = pytest.approx
 
 
 def request(
-    length: int, *, name: str = "", prompt: int = 1, priority: int = 0, session: str = "", max_tokens: int = 1000
+    length: int,
+    *,
+    name: str = "",
+    prompt: int = 1,
+    priority: int = 0,
+    session: str = "",
+    max_tokens: int = 1000,
 ) -> GenerateRequest:
     """A request whose answer has `length` tokens, its seed says so."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(STOP,))
@@ -38,9 +46,12 @@ def request(
 
 
 def engine(**config: Any) -> SimulatedEngine:
-    """One second per token unless said otherwise; the seed of a request is the length of its answer."""
+    """One second per token unless said otherwise; the seed of a request is the length of its
+    answer.
+    """
     return SimulatedEngine(
-        SimulatedEngine.Config(**{"seconds_per_token": 1.0, **config}), length_of=lambda request: request.seed
+        SimulatedEngine.Config(**{"seconds_per_token": 1.0, **config}),
+        length_of=lambda request: request.seed,
     )
 
 
@@ -52,7 +63,9 @@ class Played:
     completion: Completion
 
 
-async def play(engine: SimulatedEngine, arrivals: Sequence[tuple[float, GenerateRequest]]) -> list[Played]:
+async def play(
+    engine: SimulatedEngine, arrivals: Sequence[tuple[float, GenerateRequest]]
+) -> list[Played]:
     async def one(when: float, request: GenerateRequest) -> Played:
         await asyncio.sleep(when)
         completion = await engine.generate(request)
@@ -63,7 +76,9 @@ async def play(engine: SimulatedEngine, arrivals: Sequence[tuple[float, Generate
     return [task.result() for task in started]
 
 
-def played(engine: SimulatedEngine, *arrivals: tuple[float, GenerateRequest], updates: Sequence[float] = ()) -> Any:
+def played(
+    engine: SimulatedEngine, *arrivals: tuple[float, GenerateRequest], updates: Sequence[float] = ()
+) -> Any:
     """Play the arrivals, with new weights at the times of `updates`, from version 1 on."""
 
     async def main() -> list[Played]:
@@ -112,7 +127,9 @@ def test_samples_have_the_mean_and_the_limits_of_their_law(
 
 def test_latencies_are_told_apart_by_kind_and_wrong_ones_are_refused() -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(Latency)
-    assert adapter.validate_python({"kind": "pareto", "minimum": 1, "alpha": 2}) == Pareto(minimum=1, alpha=2)
+    assert adapter.validate_python({"kind": "pareto", "minimum": 1, "alpha": 2}) == Pareto(
+        minimum=1, alpha=2
+    )
     for wrong in (
         {"kind": "gamma"},
         {"value": 1},
@@ -129,18 +146,27 @@ def test_latencies_are_told_apart_by_kind_and_wrong_ones_are_refused() -> None:
 
 def test_two_requests_share_the_batch_evenly() -> None:
     # Alone until 4; together each second is half a token; alone again when the first has ended.
-    first, second = played(engine(slowdown=1.0, knee=1), (0.0, request(10, name="a")), (4.0, request(10, name="b")))
+    first, second = played(
+        engine(slowdown=1.0, knee=1), (0.0, request(10, name="a")), (4.0, request(10, name="b"))
+    )
     assert (first.ended, second.ended) == (close(16.0), close(20.0))
 
 
 def test_waiting_requests_are_served_by_priority_and_then_by_arrival() -> None:
-    queue = [(0.0, request(5)), *((n / 10, request(n, priority=p)) for n, p in ((1, 7), (2, 3), (3, 3), (4, 7)))]
+    queue = [
+        (0.0, request(5)),
+        *((n / 10, request(n, priority=p)) for n, p in ((1, 7), (2, 3), (3, 3), (4, 7))),
+    ]
     ended = [each.ended for each in played(engine(slots=1), *queue)]
     assert ended == [close(t) for t in (5.0, 11.0, 7.0, 10.0, 15.0)]
 
 
-def reference(jobs: Sequence[tuple[float, int, int]], slots: int, knee: int, slowdown: float) -> list[float]:
-    """When jobs of (arrival, priority, tokens) end: the law of the engine, done naively, event by event."""
+def reference(
+    jobs: Sequence[tuple[float, int, int]], slots: int, knee: int, slowdown: float
+) -> list[float]:
+    """When jobs of (arrival, priority, tokens) end: the law of the engine, done naively, event by
+    event.
+    """
     left = {i: float(tokens) for i, (_, _, tokens) in enumerate(jobs)}
     running: list[int] = []
     ended, clock = [math.inf] * len(jobs), 0.0
@@ -152,7 +178,9 @@ def reference(jobs: Sequence[tuple[float, int, int]], slots: int, knee: int, slo
         running += waiting[: slots - len(running)]
         rate = 1.0 / (1.0 + slowdown * max(0, len(running) - knee) / knee)
         next_end = min((left[i] / rate for i in running), default=math.inf)
-        next_arrival = min((jobs[i][0] - clock for i in left if jobs[i][0] > clock + 1e-9), default=math.inf)
+        next_arrival = min(
+            (jobs[i][0] - clock for i in left if jobs[i][0] > clock + 1e-9), default=math.inf
+        )
         step = min(next_end, next_arrival)
         clock += step
         for i in list(running):
@@ -166,7 +194,11 @@ def reference(jobs: Sequence[tuple[float, int, int]], slots: int, knee: int, slo
 
 @settings(deadline=None)
 @given(
-    jobs=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2), st.integers(1, 20)), min_size=1, max_size=12),
+    jobs=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 2), st.integers(1, 20)),
+        min_size=1,
+        max_size=12,
+    ),
     slots=st.integers(1, 6),
     knee=st.integers(1, 4),
     slowdown=st.sampled_from([0.0, 0.5, 1.0]),
@@ -174,9 +206,13 @@ def reference(jobs: Sequence[tuple[float, int, int]], slots: int, knee: int, slo
 def test_answers_come_when_the_law_says(
     jobs: list[tuple[float, int, int]], slots: int, knee: int, slowdown: float
 ) -> None:
-    jobs = [(t + i / 100, p, n) for i, (t, p, n) in enumerate(jobs)]  # no two at once: their order would be nobody's
+    jobs = [
+        (t + i / 100, p, n) for i, (t, p, n) in enumerate(jobs)
+    ]  # no two at once: their order would be nobody's
     arrivals = [(t, request(n, name=str(i), priority=p)) for i, (t, p, n) in enumerate(jobs)]
-    ended = [each.ended for each in played(engine(slots=slots, knee=knee, slowdown=slowdown), *arrivals)]
+    ended = [
+        each.ended for each in played(engine(slots=slots, knee=knee, slowdown=slowdown), *arrivals)
+    ]
     assert ended == close(reference(jobs, slots, knee, slowdown), abs=1e-3)
 
 
@@ -185,12 +221,18 @@ def test_answers_come_when_the_law_says(
     jobs=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=8),
     updates=st.sets(st.integers(0, 40), max_size=6),
 )
-def test_each_token_has_the_version_of_its_second(jobs: list[tuple[int, int]], updates: set[int]) -> None:
+def test_each_token_has_the_version_of_its_second(
+    jobs: list[tuple[int, int]], updates: set[int]
+) -> None:
     times = [update + 0.5 for update in sorted(updates)]
     arrivals = [(float(t), request(n, name=str(i))) for i, (t, n) in enumerate(jobs)]
-    for (arrived, length), each in zip(jobs, played(engine(), *arrivals, updates=times), strict=True):
+    for (arrived, length), each in zip(
+        jobs, played(engine(), *arrivals, updates=times), strict=True
+    ):
         sampled_at = [arrived + k for k in range(1, length + 1)]
-        assert list(each.completion.policy_versions) == [sum(u < t for u in times) for t in sampled_at]
+        assert list(each.completion.policy_versions) == [
+            sum(u < t for u in times) for t in sampled_at
+        ]
 
 
 def test_an_answer_ends_with_the_stop_token_or_at_the_limit() -> None:
@@ -200,7 +242,9 @@ def test_an_answer_ends_with_the_stop_token_or_at_the_limit() -> None:
         (0.0, request(6, max_tokens=3)),
         (0.0, GenerateRequest("unnamed", (3,), SamplingParams(max_tokens=9), 2)),
     )
-    assert whole.completion == Completion((FILLER, FILLER, FILLER, STOP), (0.0,) * 4, (0,) * 4, "stop")
+    assert whole.completion == Completion(
+        (FILLER, FILLER, FILLER, STOP), (0.0,) * 4, (0,) * 4, "stop"
+    )
     assert cut.completion == Completion((FILLER,) * 3, (0.0,) * 3, (0,) * 3, "length")
     assert (whole.ended, cut.ended) == (close(4.0), close(3.0))
     assert unnamed.completion.finish_reason == "stop"
@@ -210,8 +254,18 @@ def test_an_answer_ends_with_the_stop_token_or_at_the_limit() -> None:
     ("kv_on_update", "updated", "ended", "versions"),
     [
         ("keep", 4.5, 9.0, (0, 0, 0, 1, 1, 1, 1, 1)),
-        ("recompute", 4.5, 10.3, (0, 0, 0, 1, 1, 1, 1, 1)),  # 13 tokens of context are prefilled again
-        ("recompute", 4.0, 10.3, (0, 0, 0, 1, 1, 1, 1, 1)),  # what is due at an update was sampled before it
+        (
+            "recompute",
+            4.5,
+            10.3,
+            (0, 0, 0, 1, 1, 1, 1, 1),
+        ),  # 13 tokens of context are prefilled again
+        (
+            "recompute",
+            4.0,
+            10.3,
+            (0, 0, 0, 1, 1, 1, 1, 1),
+        ),  # what is due at an update was sampled before it
         ("recompute", 0.5, 9.5, (1,) * 8),  # the prefill begins again
         ("keep", 0.5, 9.0, (1,) * 8),
     ],
@@ -246,7 +300,9 @@ def test_a_later_turn_prefills_only_what_is_new_until_the_weights_change() -> No
 
 
 @pytest.mark.parametrize(("kv_on_update", "second_ended"), [("keep", 34.0), ("recompute", 32.0)])
-def test_no_prefix_of_older_weights_is_served_to_a_later_turn(kv_on_update: str, second_ended: float) -> None:
+def test_no_prefix_of_older_weights_is_served_to_a_later_turn(
+    kv_on_update: str, second_ended: float
+) -> None:
     # Kept, the first turn's KV is of version 0 to its end; recomputed, it is of version 1.
     tested = engine(prefill_seconds_per_token=0.1, kv_on_update=kv_on_update)
     first = (0.0, request(10, name="0", prompt=10, session="episode"))
@@ -270,7 +326,10 @@ def test_idle_prefixes_leave_the_cache_least_recently_used_first() -> None:
 def test_a_full_cache_preempts_the_youngest_whose_context_is_computed_again() -> None:
     tested = engine(kv_tokens=20, max_context=20, prefill_seconds_per_token=0.1)
     first, second = played(
-        tested, (0.0, request(10, name="a", prompt=5)), (0.0, request(10, name="b", prompt=5)), updates=[4.9]
+        tested,
+        (0.0, request(10, name="a", prompt=5)),
+        (0.0, request(10, name="b", prompt=5)),
+        updates=[4.9],
     )
     assert (tested.stats().preemptions, first.ended) == (1, close(11.4, abs=1e-3))
     # Five tokens are sampled when the cache is full; then it waits, and prefills ten.
@@ -282,23 +341,42 @@ def test_a_full_cache_preempts_the_youngest_whose_context_is_computed_again() ->
 def test_of_two_requests_the_less_urgent_is_preempted() -> None:
     tested = engine(kv_tokens=20, max_context=20)
     late, early = played(
-        tested, (0.0, request(10, name="a", prompt=5, priority=8)), (0.0, request(10, name="b", prompt=5, priority=3))
+        tested,
+        (0.0, request(10, name="a", prompt=5, priority=8)),
+        (0.0, request(10, name="b", prompt=5, priority=3)),
     )
-    assert (early.ended, late.ended, tested.stats().preemptions) == (close(10.0), close(15.0, abs=1e-3), 1)
+    assert (early.ended, late.ended, tested.stats().preemptions) == (
+        close(10.0),
+        close(15.0, abs=1e-3),
+        1,
+    )
 
 
 def test_statistics_say_what_the_engine_does_now() -> None:
     async def main() -> None:
-        async with engine(slots=2, kv_tokens=100, max_context=100) as tested, asyncio.TaskGroup() as tasks:
+        async with (
+            engine(slots=2, kv_tokens=100, max_context=100) as tested,
+            asyncio.TaskGroup() as tasks,
+        ):
             for i in range(3):
                 tasks.create_task(tested.generate(request(10, name=str(i), prompt=10)))
             await asyncio.sleep(4.5)
             stats = tested.stats()
-            assert (stats.running, stats.waiting, stats.generated_tokens, stats.prefilled_tokens) == (2, 1, 8, 20)
+            assert (
+                stats.running,
+                stats.waiting,
+                stats.generated_tokens,
+                stats.prefilled_tokens,
+            ) == (2, 1, 8, 20)
             assert stats.kv_use == close(0.29)
             await asyncio.sleep(100)
             stats = tested.stats()
-            assert (stats.running, stats.waiting, stats.generated_tokens, stats.kv_use) == (0, 0, 30, 0.0)
+            assert (stats.running, stats.waiting, stats.generated_tokens, stats.kv_use) == (
+                0,
+                0,
+                30,
+                0.0,
+            )
             assert tested.slot_seconds == close(30.0)
 
     run_virtual(main)
@@ -349,7 +427,11 @@ def test_a_dead_engine_says_so_to_everybody() -> None:
             with pytest.raises(EngineDeadError):
                 await tested.generate(request(4))
             assert now() == close(5.0)
-            for call in (tested.generate(request(1)), tested.interrupt(), tested.update_weights({}, 1)):
+            for call in (
+                tested.generate(request(1)),
+                tested.interrupt(),
+                tested.update_weights({}, 1),
+            ):
                 with pytest.raises(EngineDeadError):
                     await call
             assert tested.stats().generated_tokens == 4 + 1
@@ -373,7 +455,9 @@ def test_a_hung_engine_and_a_lost_request_never_answer(seconds_per_token: float)
 
 
 def test_an_instant_engine_sets_no_timer() -> None:
-    tested = SimulatedEngine(SimulatedEngine.Config(seconds_per_token=0.0, answer_tokens=Constant(value=5)))
+    tested = SimulatedEngine(
+        SimulatedEngine.Config(seconds_per_token=0.0, answer_tokens=Constant(value=5))
+    )
 
     async def main() -> None:
         async with tested:
@@ -385,7 +469,9 @@ def test_an_instant_engine_sets_no_timer() -> None:
 
 
 def test_the_same_seed_is_answered_as_long_and_lengths_are_of_the_law() -> None:
-    config = SimulatedEngine.Config(seconds_per_token=0.0, answer_tokens=Lognormal(median=100, sigma=0.5))
+    config = SimulatedEngine.Config(
+        seconds_per_token=0.0, answer_tokens=Lognormal(median=100, sigma=0.5)
+    )
 
     async def lengths() -> list[int]:
         async with SimulatedEngine(config) as tested:
@@ -414,7 +500,10 @@ def test_wrong_requests_and_settings_are_refused() -> None:
                 await tested.update_weights({}, 3)
 
     run_virtual(main)
-    for config in ({"kv_tokens": 10, "max_context": 20}, {"seconds_per_token": 0, "kv_tokens": 10, "max_context": 10}):
+    for config in (
+        {"kv_tokens": 10, "max_context": 20},
+        {"seconds_per_token": 0, "kv_tokens": 10, "max_context": 10},
+    ):
         with pytest.raises(ValidationError):
             SimulatedEngine.Config(**config)
 
@@ -443,7 +532,9 @@ def test_every_sampled_token_reaches_its_caller_or_is_counted_as_cancelled(
 
     async def client(number: int) -> None:
         await asyncio.sleep(rng.randrange(60))
-        asked = request(rng.randint(1, 30), name=str(number), prompt=rng.randint(1, 30), session=str(number % 3))
+        asked = request(
+            rng.randint(1, 30), name=str(number), prompt=rng.randint(1, 30), session=str(number % 3)
+        )
         try:
             async with asyncio.timeout(rng.choice([None, 7, 30])):
                 answered.append(await tested.generate(asked))
@@ -465,20 +556,29 @@ def test_every_sampled_token_reaches_its_caller_or_is_counted_as_cancelled(
 
     run_virtual(main)
     stats = tested.stats()
-    assert stats.generated_tokens == sum(len(each.token_ids) for each in answered) + tested.cancelled_tokens
+    assert (
+        stats.generated_tokens
+        == sum(len(each.token_ids) for each in answered) + tested.cancelled_tokens
+    )
     assert (stats.running, stats.waiting, stats.kv_use) == (0, 0, 0.0)
     assert all(list(each.policy_versions) == sorted(each.policy_versions) for each in answered)
 
 
 @pytest.mark.long
 def test_200_000_requests_are_a_matter_of_seconds() -> None:
-    config = SimulatedEngine.Config(slowdown=1.0, knee=32, answer_tokens=Lognormal(median=140, sigma=0.6, cap=500))
+    config = SimulatedEngine.Config(
+        slowdown=1.0, knee=32, answer_tokens=Lognormal(median=140, sigma=0.6, cap=500)
+    )
     tested = SimulatedEngine(config)
 
     async def client(number: int) -> None:
         for turn in range(200):
             seed = number * 7919 + turn * 104729
-            await tested.generate(GenerateRequest(f"{number}/{turn}", (3,) * 50, SamplingParams(max_tokens=1000), seed))
+            await tested.generate(
+                GenerateRequest(
+                    f"{number}/{turn}", (3,) * 50, SamplingParams(max_tokens=1000), seed
+                )
+            )
 
     async def main() -> None:
         async with tested, asyncio.TaskGroup() as tasks:
@@ -509,7 +609,9 @@ async def episode(env: Any, seed: int) -> list[float]:
 
 
 SLOW = SimulatedEnvs.Config(
-    turns=Uniform(low=2, high=9), reset_seconds=Constant(value=2.0), step_seconds=Lognormal(median=1.0, sigma=1.0)
+    turns=Uniform(low=2, high=9),
+    reset_seconds=Constant(value=2.0),
+    step_seconds=Lognormal(median=1.0, sigma=1.0),
 )
 
 
@@ -552,7 +654,9 @@ def test_an_episode_that_was_broken_off_is_played_again_as_it_was(how: str) -> N
 )
 def test_slow_troubles_take_their_time(trouble: str, seconds: list[float]) -> None:
     config: dict[str, Any] = {"turns": Constant(value=4), "step_seconds": Constant(value=1.0)}
-    envs = SimulatedEnvs(SimulatedEnvs.Config(**config, **({} if trouble == "none" else {trouble: 1.0})))
+    envs = SimulatedEnvs(
+        SimulatedEnvs.Config(**config, **({} if trouble == "none" else {trouble: 1.0}))
+    )
 
     async def main() -> list[float]:
         return (await episode(envs(), 17))[1:-1]
@@ -591,7 +695,9 @@ def test_troubles_come_in_their_shares_and_are_drawn_anew_at_each_attempt() -> N
     for trouble, share in shares.items():
         assert envs.troubles[trouble] / 8000 == close(share, abs=0.015)
     hung = [
-        later.trouble for first, later in zip(attempts[::2], attempts[1::2], strict=True) if first.trouble == "hung"
+        later.trouble
+        for first, later in zip(attempts[::2], attempts[1::2], strict=True)
+        if first.trouble == "hung"
     ]
     assert hung.count("hung") / len(hung) == close(0.1, abs=0.05)
 
@@ -627,7 +733,10 @@ def test_a_plan_may_come_from_elsewhere() -> None:
 
 def test_the_host_of_environments_plays_them_and_leaks_none() -> None:
     envs = SimulatedEnvs(
-        SimulatedEnvs.Config(step_seconds=Uniform(low=0, high=2), hung=0.1, crash=0.1, slow_drip=0.1), seed=3
+        SimulatedEnvs.Config(
+            step_seconds=Uniform(low=0, high=2), hung=0.1, crash=0.1, slow_drip=0.1
+        ),
+        seed=3,
     )
 
     async def main() -> None:

@@ -1,4 +1,5 @@
-"""Files as people have them: small ones in the shapes of well-known datasets, and what becomes of each as tasks.
+"""Files as people have them: small ones in the shapes of well-known datasets, and what becomes of
+each as tasks.
 
 `FILES` is also the table of docs/tasks.md (`table`).
 """
@@ -18,8 +19,9 @@ Rows = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a shape, and what becomes of it. `line`: the end of the only line that it gets; "" if it is taken.
-    `prompt` and `answer`: of its first task, with the settings that the line names, or with none.
+    """A file of a shape, and what becomes of it. `line`: the end of the only line that it gets; ""
+    if it is taken. `prompt` and `answer`: of its first task, with the settings that the line names,
+    or with none.
     """
 
     shape: str
@@ -73,12 +75,22 @@ def said(content: Any) -> dict[str, Any]:
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 QA = {"prompt": "2 + 2?", "answer": "4"}
-GSM8K = {"question": "Ann has 2 eggs and buys 2. How many has she?", "answer": "She has 2 + 2 = <<2+2=4>>4.\n#### 4"}
+GSM8K = {
+    "question": "Ann has 2 eggs and buys 2. How many has she?",
+    "answer": "She has 2 + 2 = <<2+2=4>>4.\n#### 4",
+}
 CHOICES = ["3", "4", "5", "6"]
 LETTERED = "2 + 2?\nA. 3\nB. 4\nC. 5\nD. 6"
 WEATHER = {"name": "weather", "arguments": '{"city": "Rome"}'}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": WEATHER}]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": WEATHER}],
+}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "sun"}
 
 
@@ -90,19 +102,42 @@ def named(prompt: str, answer: str = "") -> str:
 FILES = [
     DataFile("prompt and answer, JSON lines", "a.jsonl", lines([QA])),
     DataFile(
-        "GSM8K", "gsm8k.parquet", parquet([GSM8K]), named("question", "answer"), GSM8K["question"], GSM8K["answer"]
+        "GSM8K",
+        "gsm8k.parquet",
+        parquet([GSM8K]),
+        named("question", "answer"),
+        GSM8K["question"],
+        GSM8K["answer"],
     ),
     DataFile(
         "MATH (Hendrycks)",
         "math.jsonl",
-        lines([{"problem": "2 + 2?", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{4}$."}]),
+        lines(
+            [
+                {
+                    "problem": "2 + 2?",
+                    "level": "Level 1",
+                    "type": "Algebra",
+                    "solution": r"It is $\boxed{4}$.",
+                }
+            ]
+        ),
         named("problem", "solution"),
         answer=r"It is $\boxed{4}$.",
     ),
     DataFile(
         "MATH-500, AIME",
         "math500.jsonl",
-        lines([{"problem": "2 + 2?", "solution": r"It is $\boxed{4}$.", "answer": "4", "unique_id": "a/1.json"}]),
+        lines(
+            [
+                {
+                    "problem": "2 + 2?",
+                    "solution": r"It is $\boxed{4}$.",
+                    "answer": "4",
+                    "unique_id": "a/1.json",
+                }
+            ]
+        ),
         named("problem", "answer"),
     ),
     DataFile(
@@ -124,7 +159,17 @@ FILES = [
     DataFile(
         "MMLU-Pro",
         "mmlu_pro.parquet",
-        parquet([{"question_id": 1, "question": "2 + 2?", "options": CHOICES, "answer": "B", "answer_index": 1}]),
+        parquet(
+            [
+                {
+                    "question_id": 1,
+                    "question": "2 + 2?",
+                    "options": CHOICES,
+                    "answer": "B",
+                    "answer_index": 1,
+                }
+            ]
+        ),
         r"""write 'tasks.prompt="{question}\n{options | lettered}"' and tasks.columns={answer: answer}""",
         LETTERED,
         "B",
@@ -149,7 +194,9 @@ FILES = [
     DataFile(
         "HellaSwag",
         "hellaswag.jsonl",
-        lines([{"ind": 1, "ctx": "A man sits. He", "endings": ["flies.", "stands."], "label": "1"}]),
+        lines(
+            [{"ind": 1, "ctx": "A man sits. He", "endings": ["flies.", "stands."], "label": "1"}]
+        ),
         r"""write 'tasks.prompt="{ctx}\n{endings | lettered}"' and tasks.columns={answer: label}""",
         "A man sits. He\nA. flies.\nB. stands.",
         "1",
@@ -201,7 +248,14 @@ FILES = [
     DataFile(
         "SQuAD's own file, one object with the key data",
         "squad.json",
-        text(json.dumps({"version": "2.0", "data": [{"title": "Rome", "paragraphs": [{"context": "x", "qas": []}]}]})),
+        text(
+            json.dumps(
+                {
+                    "version": "2.0",
+                    "data": [{"title": "Rome", "paragraphs": [{"context": "x", "qas": []}]}],
+                }
+            )
+        ),
         "paragraphs is a list of objects, and a task is one row: write a row for each of them",
     ),
     DataFile(
@@ -225,7 +279,10 @@ FILES = [
                 [
                     {
                         "id": "x1",
-                        "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
+                        "conversations": [
+                            {"from": "human", "value": "2 + 2?"},
+                            {"from": "gpt", "value": "4"},
+                        ],
                     }
                 ]
             )
@@ -277,10 +334,22 @@ FILES = [
         folder(
             {
                 "data/train_sft-00000-of-00001.parquet": parquet(
-                    [{"prompt": "2 + 2?", "prompt_id": "p1", "messages": [user("2 + 2?"), said("4")]}]
+                    [
+                        {
+                            "prompt": "2 + 2?",
+                            "prompt_id": "p1",
+                            "messages": [user("2 + 2?"), said("4")],
+                        }
+                    ]
                 ),
                 "data/test_sft-00000-of-00001.parquet": parquet(
-                    [{"prompt": "3 + 3?", "prompt_id": "p2", "messages": [user("3 + 3?"), said("6")]}]
+                    [
+                        {
+                            "prompt": "3 + 3?",
+                            "prompt_id": "p2",
+                            "messages": [user("3 + 3?"), said("6")],
+                        }
+                    ]
                 ),
             }
         ),
@@ -301,7 +370,12 @@ FILES = [
                     ],
                     "source": "airoboros",
                 },
-                {"system_prompt": "x", "model": "m", "conversations": [{"from": "human", "value": "1?"}], "source": ""},
+                {
+                    "system_prompt": "x",
+                    "model": "m",
+                    "conversations": [{"from": "human", "value": "1?"}],
+                    "source": "",
+                },
             ]
         ),
         named("conversations"),
@@ -318,7 +392,15 @@ FILES = [
     DataFile(
         "BFCL",
         "bfcl.jsonl",
-        lines([{"id": "simple_0", "question": [[user("Weather in Rome?")]], "function": [TOOL["function"]]}]),
+        lines(
+            [
+                {
+                    "id": "simple_0",
+                    "question": [[user("Weather in Rome?")]],
+                    "function": [TOOL["function"]],
+                }
+            ]
+        ),
         named("question"),
         [user("Weather in Rome?")],
         None,
@@ -327,8 +409,8 @@ FILES = [
         "BFCL of several turns",
         "bfcl_multi_turn.jsonl",
         lines([{"id": "multi_0", "prompt": [[user("2 + 2?")], [user("3 + 3?")]], "path": ["x"]}]),
-        "prompt: it has 2 turns with messages of their own, and a task asks once: choose one, such as "
-        "tasks.columns={prompt: COLUMN.0}",
+        "prompt: it has 2 turns with messages of their own, and a task asks once: choose one, such"
+        " as tasks.columns={prompt: COLUMN.0}",
     ),
     DataFile(
         "UltraFeedback, with a prompt",
@@ -355,7 +437,13 @@ FILES = [
         "HH-RLHF",
         "hh.jsonl.gz",
         packed(
-            [{"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}], "gzip"
+            [
+                {
+                    "chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4",
+                    "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5",
+                }
+            ],
+            "gzip",
         ),
         "these are preferences, which recipe=dpo learns from (recipe.preferences.path)",
     ),
@@ -379,7 +467,9 @@ FILES = [
     DataFile(
         "verl's, with its answer",
         "verl.parquet",
-        parquet([{"prompt": [user("2 + 2?")], "reward_model": {"style": "rule", "ground_truth": "4"}}]),
+        parquet(
+            [{"prompt": [user("2 + 2?")], "reward_model": {"style": "rule", "ground_truth": "4"}}]
+        ),
         prompt=[user("2 + 2?")],
         settings={"columns": {"prompt": "prompt", "answer": "reward_model.ground_truth"}},
     ),
@@ -441,7 +531,11 @@ FILES = [
             said("")
             | {
                 "tool_calls": [
-                    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": {"city": "Rome"}},
+                    }
                 ]
             },
             {"role": "tool", "content": "sun", "tool_call_id": "c1"},
@@ -457,7 +551,16 @@ FILES = [
     DataFile(
         "a chat of content parts",
         "parts.jsonl",
-        lines([{"prompt": [user([{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}])], "answer": "4"}]),
+        lines(
+            [
+                {
+                    "prompt": [
+                        user([{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}])
+                    ],
+                    "answer": "4",
+                }
+            ]
+        ),
         prompt=[user("2 + 2?")],
     ),
     DataFile(
@@ -475,19 +578,40 @@ FILES = [
     DataFile(
         "a chat with a picture",
         "picture.jsonl",
-        lines([{"prompt": [user([{"type": "image_url", "image_url": {"url": "x.png"}}])], "answer": "4"}]),
-        "prompt: message 1 (user) has a part of type 'image_url', and models that are trained here read text alone",
+        lines(
+            [
+                {
+                    "prompt": [user([{"type": "image_url", "image_url": {"url": "x.png"}}])],
+                    "answer": "4",
+                }
+            ]
+        ),
+        "prompt: message 1 (user) has a part of type 'image_url', and models that are trained here"
+        " read text alone",
     ),
     DataFile(
         "a chat with another role",
         "role.jsonl",
         lines([{"prompt": [{"role": "narrator", "content": "x"}, user("2 + 2?")], "answer": "4"}]),
-        "prompt: message 1 has the role 'narrator': write system, user, assistant, tool or developer",
+        "prompt: message 1 has the role 'narrator': write system, user, assistant, tool or"
+        " developer",
     ),
-    DataFile("CSV with a mark of UTF-8 (Excel)", "excel.csv", text("prompt;answer\r\n2 + 2?;4\r\n", "utf-8-sig")),
+    DataFile(
+        "CSV with a mark of UTF-8 (Excel)",
+        "excel.csv",
+        text("prompt;answer\r\n2 + 2?;4\r\n", "utf-8-sig"),
+    ),
     DataFile("CSV with a line sep=", "sep.csv", text("sep=;\r\nprompt;answer\r\n2 + 2?;4\r\n")),
-    DataFile("Excel's Unicode text, UTF-16 with tabs", "excel.tsv", text("prompt\tanswer\r\n2 + 2?\t4\r\n", "utf-16")),
-    DataFile("TSV in UTF-16 without a mark", "no_mark.tsv", text("prompt\tanswer\n2 + 2?\t4\n", "utf-16-le")),
+    DataFile(
+        "Excel's Unicode text, UTF-16 with tabs",
+        "excel.tsv",
+        text("prompt\tanswer\r\n2 + 2?\t4\r\n", "utf-16"),
+    ),
+    DataFile(
+        "TSV in UTF-16 without a mark",
+        "no_mark.tsv",
+        text("prompt\tanswer\n2 + 2?\t4\n", "utf-16-le"),
+    ),
     DataFile("CSV in UTF-16", "utf16.csv", text("prompt,answer\r\n2 + 2?,4\r\n", "utf-16")),
     DataFile("JSON lines in UTF-16 (PowerShell)", "utf16.jsonl", lines([QA], "utf-16")),
     DataFile(
@@ -510,7 +634,11 @@ FILES = [
     ),
     DataFile("JSON array", "array.json", text(json.dumps([QA], indent=2))),
     DataFile("JSON array in a file called .jsonl", "array.jsonl", text(json.dumps([QA], indent=2))),
-    DataFile("JSON object with the key data", "data.json", text(json.dumps({"version": 1, "data": [QA]}, indent=2))),
+    DataFile(
+        "JSON object with the key data",
+        "data.json",
+        text(json.dumps({"version": 1, "data": [QA]}, indent=2)),
+    ),
     DataFile(
         "JSON object of columns (pandas)",
         "columns.json",
@@ -519,7 +647,11 @@ FILES = [
     ),
     DataFile("JSON lines, gzip", "a.jsonl.gz", packed([QA], "gzip")),
     DataFile("JSON lines, zstd", "a.jsonl.zst", packed([QA], "zstd")),
-    DataFile("CSV, gzip", "a.csv.gz", lambda path: path.write_bytes(gzip.compress(b"prompt,answer\n2 + 2?,4\n"))),
+    DataFile(
+        "CSV, gzip",
+        "a.csv.gz",
+        lambda path: path.write_bytes(gzip.compress(b"prompt,answer\n2 + 2?,4\n")),
+    ),
     DataFile(
         "folder of shards",
         "shards",
@@ -528,13 +660,20 @@ FILES = [
     DataFile(
         "folder of splits",
         "splits",
-        folder({"sums_train.jsonl": lines([QA]), "sums_test.jsonl": lines([QA | {"prompt": "3 + 1?"}])}),
+        folder(
+            {"sums_train.jsonl": lines([QA]), "sums_test.jsonl": lines([QA | {"prompt": "3 + 1?"}])}
+        ),
         settings={"held_out": "test"},
     ),
     DataFile(
         "folder with a folder for each subset",
         "subsets",
-        folder({"main/train-00000-of-00001.jsonl": lines([QA]), "socratic/train-00000-of-00001.jsonl": lines([QA])}),
+        folder(
+            {
+                "main/train-00000-of-00001.jsonl": lines([QA]),
+                "socratic/train-00000-of-00001.jsonl": lines([QA]),
+            }
+        ),
         settings={"subset": "main"},
     ),
     DataFile(
@@ -550,7 +689,9 @@ def table() -> str:
     """The table of docs/tasks.md: what becomes of each file."""
     rows = ["| a file of | is |", "|---|---|"]
     for file in FILES:
-        with_settings = ", ".join(f"`tasks.{name}={_written(value)}`" for name, value in file.settings.items())
+        with_settings = ", ".join(
+            f"`tasks.{name}={_written(value)}`" for name, value in file.settings.items()
+        )
         taken = f"taken, with {with_settings}" if with_settings else "taken"
         ending = file.line.replace("`", "").replace("|", "\\|")
         rows.append(f"| {file.shape} | {f'refused: `{ending}`' if ending else taken} |")
@@ -558,5 +699,9 @@ def table() -> str:
 
 
 def _written(value: Any) -> str:
-    inner = ", ".join(f"{name}: {one}" for name, one in value.items()) if isinstance(value, dict) else ""
+    inner = (
+        ", ".join(f"{name}: {one}" for name, one in value.items())
+        if isinstance(value, dict)
+        else ""
+    )
     return f"{{{inner}}}" if inner else str(value)

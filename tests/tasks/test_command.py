@@ -22,16 +22,26 @@ def gsm8k(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_file_of_other_columns_is_refused_with_the_setting_to_write(agentrl: Any, gsm8k: str) -> None:
+def test_a_file_of_other_columns_is_refused_with_the_setting_to_write(
+    agentrl: Any, gsm8k: str
+) -> None:
     done = agentrl("tasks", gsm8k)
     assert done.returncode == 2
     assert done.stderr.rstrip().endswith(f"the columns are question, answer: write {COLUMNS}")
 
 
 def test_tasks_are_shown_with_their_place_and_what_is_paid(agentrl: Any, gsm8k: str) -> None:
-    done = agentrl("tasks", gsm8k, COLUMNS, "reward=numeric", "--answer", "It is 4.", "--answer", "5")
+    done = agentrl(
+        "tasks", gsm8k, COLUMNS, "reward=numeric", "--answer", "It is 4.", "--answer", "5"
+    )
     assert done.returncode == 0
-    for text in ("line 1", "user 2 + 2?", "#### 4", 'the answer "It is 4.": 1 (numeric 1), success', "tasks: 1, of qa"):
+    for text in (
+        "line 1",
+        "user 2 + 2?",
+        "#### 4",
+        'the answer "It is 4.": 1 (numeric 1), success',
+        "tasks: 1, of qa",
+    ):
         assert text in done.stdout
     assert 'the answer "5": 0 (numeric 0), no success' in done.stdout
     assert (
@@ -40,7 +50,9 @@ def test_tasks_are_shown_with_their_place_and_what_is_paid(agentrl: Any, gsm8k: 
     )
 
 
-def test_a_reward_that_would_pay_nothing_is_said_and_the_tasks_are_shown_nevertheless(agentrl: Any, gsm8k: str) -> None:
+def test_a_reward_that_would_pay_nothing_is_said_and_the_tasks_are_shown_nevertheless(
+    agentrl: Any, gsm8k: str
+) -> None:
     done = agentrl("tasks", gsm8k, COLUMNS)
     assert done.returncode == 1
     assert "user 2 + 2?" in done.stdout
@@ -67,7 +79,10 @@ def test_the_prompt_is_shown_as_the_template_of_a_model_writes_it_with_its_token
     ids = renderer.whole(read_chat(chat), ())
     assert renderer.decode(ids).strip() in done.stdout
     assert f"\n{len(ids)} tokens\n" in done.stdout
-    assert f"prompts of the first 1 tasks: {len(ids)} tokens (median), {len(ids)} at most" in done.stdout
+    assert (
+        f"prompts of the first 1 tasks: {len(ids)} tokens (median), {len(ids)} at most"
+        in done.stdout
+    )
 
 
 def test_tasks_of_a_config_are_those_of_its_environment(agentrl: Any, tmp_path: Path) -> None:

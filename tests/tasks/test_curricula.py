@@ -21,17 +21,23 @@ Outcome = Callable[[Task], list[float]]
 
 
 def levels(rule: Any = "band", split: str = "train", **settings: Any) -> Levels:
-    return Levels(Levels.Config(levels=LEVELS, rule=rule, **settings), "text_maze", 0, split, {"shared": 1})
+    return Levels(
+        Levels.Config(levels=LEVELS, rule=rule, **settings), "text_maze", 0, split, {"shared": 1}
+    )
 
 
 def pools(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> DifficultyPools:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n}) + "\n" for n in range(30)))
-    return DifficultyPools(DifficultyPools.Config(data=str(path), held_out=0.0, **settings), "qa", 0)
+    return DifficultyPools(
+        DifficultyPools.Config(data=str(path), held_out=0.0, **settings), "qa", 0
+    )
 
 
-def train(source: Curriculum, outcome: Outcome, first: int = 0, count: int = 200) -> list[tuple[Task, list[float]]]:
+def train(
+    source: Curriculum, outcome: Outcome, first: int = 0, count: int = 200
+) -> list[tuple[Task, list[float]]]:
     """Steps of four tasks, whose outcomes are observed after each."""
     played = []
     for step in range(first, first + count, 4):
@@ -43,8 +49,13 @@ def train(source: Curriculum, outcome: Outcome, first: int = 0, count: int = 200
 
 
 def reaches(highest: int) -> Outcome:
-    """A policy that solves all levels below `highest` always, that level half of the time, and none above."""
-    return lambda task: [float(task.options["level"] < highest), float(task.options["level"] <= highest)]
+    """A policy that solves all levels below `highest` always, that level half of the time, and none
+    above.
+    """
+    return lambda task: [
+        float(task.options["level"] < highest),
+        float(task.options["level"] <= highest),
+    ]
 
 
 def share(played: list[tuple[Task, list[float]]], level: int) -> float:
@@ -85,7 +96,9 @@ def test_held_out_tasks_have_all_levels_in_turn_and_no_seed_of_a_training_task()
     assert not {task.seed for task in tasks} & {levels().task(index).seed for index in range(200)}
 
 
-def test_easy_and_hard_rows_are_drawn_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_easy_and_hard_rows_are_drawn_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = pools(tmp_path, monkeypatch, easy=0.1, hard=0.5)
 
     def outcome(task: Task) -> list[float]:
@@ -151,5 +164,7 @@ def test_a_source_that_returns_something_else_than_a_task_is_refused_by_name(ret
         def task(self, index: int) -> Any:
             return returned
 
-    with pytest.raises(ConfigError, match=r"the task source Wrong returned .* for the index 3, and not an"):
+    with pytest.raises(
+        ConfigError, match=r"the task source Wrong returned .* for the index 3, and not an"
+    ):
         next_task(Wrong(), 3)

@@ -1,4 +1,6 @@
-"""Datasets: rows of files as tasks, each once in an epoch, in an order that a resumed run continues."""
+"""Datasets: rows of files as tasks, each once in an epoch, in an order that a resumed run
+continues.
+"""
 
 import gzip
 import json
@@ -37,11 +39,14 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 def questions(count: int, start: int = 0) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "id": f"sum/{n}"} for n in range(start, start + count)
+        {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "id": f"sum/{n}"}
+        for n in range(start, start + count)
     ]
 
 
-def tasks(data: Path | str, split: str = "train", seed: int = 0, env: str = "qa", **settings: Any) -> DatasetTasks:
+def tasks(
+    data: Path | str, split: str = "train", seed: int = 0, env: str = "qa", **settings: Any
+) -> DatasetTasks:
     return DatasetTasks(DatasetTasks.Config(data=str(data), **settings), env, seed, split)
 
 
@@ -57,7 +62,9 @@ def test_a_permutation_has_each_number_once(size: int, seed: int) -> None:
         order[size]
 
 
-def test_permutations_of_other_seeds_are_other_orders_and_every_number_comes_first_sometimes() -> None:
+def test_permutations_of_other_seeds_are_other_orders_and_every_number_comes_first_sometimes() -> (
+    None
+):
     orders = [[Permutation(5, seed)[place] for place in range(5)] for seed in range(400)]
     for place in range(5):
         for number in range(5):
@@ -82,7 +89,9 @@ def test_a_task_depends_on_the_runs_seed_and_its_index_alone(tmp_path: Path) -> 
     assert prompts(other, 40) != prompts(first, 40)
 
 
-def test_a_share_is_held_out_whatever_the_seed_and_equal_prompts_stay_together(tmp_path: Path) -> None:
+def test_a_share_is_held_out_whatever_the_seed_and_equal_prompts_stay_together(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "data.jsonl", [*questions(100), *questions(100)])
     train, held = tasks(path, held_out=0.2), tasks(path, "held-out", held_out=0.2)
     assert len(train) + len(held) == 200
@@ -100,13 +109,20 @@ def test_a_file_is_held_out_unless_a_task_of_it_is_trained_on(tmp_path: Path) ->
     )
     held.write_text("\n" + held.read_text())
     write(held, [{"prompt": "new", "answer": 1}, *questions(2, start=4)])
-    with pytest.raises(ConfigError, match=r"2 of 3 held-out rows .* line 2 is the task of .*data.jsonl, line 5"):
+    with pytest.raises(
+        ConfigError, match=r"2 of 3 held-out rows .* line 2 is the task of .*data.jsonl, line 5"
+    ):
         tasks(path, "held-out", held_out=str(held))
 
 
 def test_the_key_says_which_columns_tell_tasks_apart(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"prompt": "Solve it.", "answer": n, "board": n} for n in range(20)])
-    held = write(tmp_path / "b.jsonl", [{"prompt": "Solve it.", "answer": n, "board": n} for n in range(20, 30)])
+    path = write(
+        tmp_path / "a.jsonl", [{"prompt": "Solve it.", "answer": n, "board": n} for n in range(20)]
+    )
+    held = write(
+        tmp_path / "b.jsonl",
+        [{"prompt": "Solve it.", "answer": n, "board": n} for n in range(20, 30)],
+    )
     with pytest.raises(ConfigError, match=r"tasks\.key"):
         tasks(path, "held-out", held_out=str(held))
     assert len(tasks(path, "held-out", held_out=str(held), key=("prompt", "board"))) == 10
@@ -117,7 +133,11 @@ def test_the_key_says_which_columns_tell_tasks_apart(tmp_path: Path) -> None:
 def test_bad_rows_are_named_by_file_and_line_before_anything_starts(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     good = json.dumps({"prompt": "2 + 2?", "answer": "4"})
-    path.write_text("\n".join([good, "", '{"prompt": 3}', good, "{", "[1]", '{"prompt": "x", "answer": NaN}', good]))
+    path.write_text(
+        "\n".join(
+            [good, "", '{"prompt": 3}', good, "{", "[1]", '{"prompt": "x", "answer": NaN}', good]
+        )
+    )
     with pytest.raises(ConfigError) as raised:
         tasks(path)
     text = str(raised.value)
@@ -138,19 +158,30 @@ def test_bad_rows_are_named_by_file_and_line_before_anything_starts(tmp_path: Pa
 
 
 def test_columns_are_mapped_by_name_and_a_missing_one_is_refused(tmp_path: Path) -> None:
-    rows = [{"question": f"q{n}", "reward_model": {"ground_truth": n}, "source": "x"} for n in range(5)]
+    rows = [
+        {"question": f"q{n}", "reward_model": {"ground_truth": n}, "source": "x"} for n in range(5)
+    ]
     path = write(tmp_path / "data.jsonl", rows)
-    source = tasks(path, held_out=0.0, columns={"prompt": "question", "answer": "reward_model.ground_truth"})
+    source = tasks(
+        path, held_out=0.0, columns={"prompt": "question", "answer": "reward_model.ground_truth"}
+    )
     assert sorted(source.task(index).options["answer"] for index in range(5)) == list(range(5))
     assert source.task(0).options.keys() == {"prompt", "answer"}
-    with pytest.raises(ConfigError, match=r"line 1: no column 'qestion'. Did you mean 'question'\?"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: no column 'qestion'. Did you mean 'question'\?"
+    ):
         tasks(path, columns={"prompt": "qestion"})
 
 
 def test_a_row_may_have_a_seed_and_options_for_any_environment(tmp_path: Path) -> None:
-    path = write(tmp_path / "data.jsonl", [{"seed": n, "options": {"high": 50 + n}} for n in range(9)])
+    path = write(
+        tmp_path / "data.jsonl", [{"seed": n, "options": {"high": 50 + n}} for n in range(9)]
+    )
     source = DatasetTasks(
-        DatasetTasks.Config(data=str(path), held_out=0.0), "guess_number", 0, options={"max_turns": 3, "high": 2}
+        DatasetTasks.Config(data=str(path), held_out=0.0),
+        "guess_number",
+        0,
+        options={"max_turns": 3, "high": 2},
     )
     task = source.task(4)
     assert dict(task.options) == {"max_turns": 3, "high": 50 + task.seed}
@@ -163,16 +194,22 @@ def test_a_row_may_have_a_seed_and_options_for_any_environment(tmp_path: Path) -
 
 
 def as_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("prompt,answer,id\n" + "".join(f'"{r["prompt"]}",{r["answer"]},{r["id"]}\n' for r in rows))
+    path.write_text(
+        "prompt,answer,id\n" + "".join(f'"{r["prompt"]}",{r["answer"]},{r["id"]}\n' for r in rows)
+    )
 
 
 def as_semicolons(path: Path, rows: list[dict[str, Any]]) -> None:
-    text = "prompt; answer ;id\r\n" + "".join(f"{r['prompt']};{r['answer']};{r['id']}\r\n" for r in rows)
+    text = "prompt; answer ;id\r\n" + "".join(
+        f"{r['prompt']};{r['answer']};{r['id']}\r\n" for r in rows
+    )
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
 
 
 def as_tabs(path: Path, rows: list[dict[str, Any]]) -> None:
-    text = "prompt\tanswer\tid\n" + "".join(f"{r['prompt']}\t{r['answer']}\t{r['id']}\n" for r in rows)
+    text = "prompt\tanswer\tid\n" + "".join(
+        f"{r['prompt']}\t{r['answer']}\t{r['id']}\n" for r in rows
+    )
     path.write_bytes(gzip.compress(text.encode()))
 
 
@@ -201,7 +238,9 @@ def as_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 def as_packed_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     as_lines(path, rows)
     text = path.read_bytes()
-    with pa.output_stream(str(path), compression={".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[path.suffix]) as stream:
+    with pa.output_stream(
+        str(path), compression={".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[path.suffix]
+    ) as stream:
         stream.write(text)
 
 
@@ -222,7 +261,9 @@ def as_packed_lines(path: Path, rows: list[dict[str, Any]]) -> None:
         (".json.bz2", as_packed_lines),
     ],
 )
-def test_other_formats_have_the_same_tasks_in_the_same_order(tmp_path: Path, suffix: str, save: Any) -> None:
+def test_other_formats_have_the_same_tasks_in_the_same_order(
+    tmp_path: Path, suffix: str, save: Any
+) -> None:
     lines = tasks(write(tmp_path / "data.jsonl", questions(30)))
     save(tmp_path / f"other{suffix}", questions(30))
     other = tasks(tmp_path / f"other{suffix}")
@@ -238,30 +279,68 @@ def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.csv", "prompt,answer\ncafé,1\n".encode("latin-1"), "line 2: column 'prompt' has text that is not UTF-8"),
+        (
+            "a.csv",
+            "prompt,answer\ncafé,1\n".encode("latin-1"),
+            "line 2: column 'prompt' has text that is not UTF-8",
+        ),
         ("a.csv", b"prompt,prompt\na,b\n", "two columns are called 'prompt'"),
-        ("a.csv", b'prompt,answer\na,1\n"b,2\nc,3\n', "a.csv cannot be read further than line 2: unexpected end"),
+        (
+            "a.csv",
+            b'prompt,answer\na,1\n"b,2\nc,3\n',
+            "a.csv cannot be read further than line 2: unexpected end",
+        ),
         ("a.json", b'[{"prompt": "a"},\n{"prompt": 3}]', r"row 2 \(line 2\): prompt"),
-        ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"', r"further than row 1 \(line 1\): .* the array is not closed"),
-        ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"}', r"further than row 1 \(line 1\): .* the array is not closed"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 9999)[:-20], "cannot be read further than .*Truncated"),
+        (
+            "a.json",
+            b'[{"prompt": "a"},\n{"prompt": "b"',
+            r"further than row 1 \(line 1\): .* the array is not closed",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "a"},\n{"prompt": "b"}',
+            r"further than row 1 \(line 1\): .* the array is not closed",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 9999)[:-20],
+            "cannot be read further than .*Truncated",
+        ),
         ("a.jsonl.gz", b'{"prompt": "a"}\n', "cannot be read further than its beginning"),
         ("a.jsonl", b'{"prompt": "a", "answer": ' + b"[" * 99_999, "line 1: it is not JSON"),
     ],
-    ids=["latin-1", "twice", "quote", "bad row", "half a row", "no bracket", "cut off", "not packed", "deep"],
+    ids=[
+        "latin-1",
+        "twice",
+        "quote",
+        "bad row",
+        "half a row",
+        "no bracket",
+        "cut off",
+        "not packed",
+        "deep",
+    ],
 )
-def test_files_that_are_broken_are_refused_with_the_place(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+def test_files_that_are_broken_are_refused_with_the_place(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         tasks(tmp_path / name)
 
 
 def test_columns_that_json_cannot_hold_are_named_unless_they_are_left_out(tmp_path: Path) -> None:
-    rows = pa.table({"prompt": ["a", "b"], "answer": [Decimal("1.50"), Decimal(2)], "image": [b"\xff", b"x"]})
+    rows = pa.table(
+        {"prompt": ["a", "b"], "answer": [Decimal("1.50"), Decimal(2)], "image": [b"\xff", b"x"]}
+    )
     pq.write_table(rows, tmp_path / "data.parquet")
-    with pytest.raises(ConfigError, match=r"row 1: column 'image': bytes is no value of JSON: .* tasks.columns"):
+    with pytest.raises(
+        ConfigError, match=r"row 1: column 'image': bytes is no value of JSON: .* tasks.columns"
+    ):
         tasks(tmp_path / "data.parquet")
-    source = tasks(tmp_path / "data.parquet", held_out=0.0, columns={"prompt": "prompt", "answer": "answer"})
+    source = tasks(
+        tmp_path / "data.parquet", held_out=0.0, columns={"prompt": "prompt", "answer": "answer"}
+    )
     assert {source.task(index).options["answer"] for index in range(2)} == {"1.50", "2.00"}
     pq.write_table(pa.table({"prompt": ["a"], "answer": [float("nan")]}), tmp_path / "data.parquet")
     with pytest.raises(ConfigError, match=r"row 1: column 'answer': "):
@@ -272,15 +351,24 @@ def test_long_rows_and_fields_are_read(tmp_path: Path) -> None:
     long = [{"prompt": letter * 300_000, "answer": "1"} for letter in "abc"]
     write(tmp_path / "a.jsonl", long)
     (tmp_path / "a.json").write_text(json.dumps(long))
-    (tmp_path / "a.csv").write_text("prompt,answer\n" + "".join(f"{row['prompt']},1\n" for row in long))
+    (tmp_path / "a.csv").write_text(
+        "prompt,answer\n" + "".join(f"{row['prompt']},1\n" for row in long)
+    )
     for name in ("a.jsonl", "a.json", "a.csv"):
-        assert sorted(prompts(tasks(tmp_path / name, held_out=0.0), 3)) == [row["prompt"] for row in long]
+        assert sorted(prompts(tasks(tmp_path / name, held_out=0.0), 3)) == [
+            row["prompt"] for row in long
+        ]
 
 
 def test_a_folder_has_no_hidden_files_and_an_empty_part_is_no_error(tmp_path: Path) -> None:
     write(tmp_path / "data" / "a.jsonl", questions(10))
     write(tmp_path / "data" / "c.jsonl", questions(10, start=10))
-    for name, content in ((".hidden.jsonl", b"x"), ("._a.jsonl", b"\0"), ("b.jsonl", b""), ("README.md", b"x")):
+    for name, content in (
+        (".hidden.jsonl", b"x"),
+        ("._a.jsonl", b"\0"),
+        ("b.jsonl", b""),
+        ("README.md", b"x"),
+    ):
         (tmp_path / "data" / name).write_bytes(content)
     (tmp_path / "data" / "folder.jsonl").mkdir()
     source = tasks(tmp_path / "data", held_out=0.0)
@@ -291,13 +379,19 @@ def test_a_folder_has_no_hidden_files_and_an_empty_part_is_no_error(tmp_path: Pa
         tasks(tmp_path / "data")
 
 
-def test_a_saved_dataset_has_its_own_rows_and_not_those_that_a_map_has_left_beside_them(tmp_path: Path) -> None:
+def test_a_saved_dataset_has_its_own_rows_and_not_those_that_a_map_has_left_beside_them(
+    tmp_path: Path,
+) -> None:
     import datasets
 
     splits = {"train": questions(12), "test": questions(4, start=50)}
-    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    )
     saved.save_to_disk(tmp_path / "saved")
-    datasets.load_from_disk(tmp_path / "saved" / "train").map(lambda row: {"prompt": row["prompt"].upper()})
+    datasets.load_from_disk(tmp_path / "saved" / "train").map(
+        lambda row: {"prompt": row["prompt"].upper()}
+    )
     assert [*(tmp_path / "saved" / "train").glob("cache-*.arrow")]
     for data in (tmp_path / "saved", tmp_path / "saved" / "train"):
         source = tasks(data, held_out="test" if data.name == "saved" else 0.0)
@@ -305,15 +399,21 @@ def test_a_saved_dataset_has_its_own_rows_and_not_those_that_a_map_has_left_besi
         assert sorted(prompts(source, 12)) == sorted(row["prompt"] for row in splits["train"])
 
 
-def test_data_may_not_set_what_decides_what_code_runs_unless_its_column_is_named(tmp_path: Path) -> None:
+def test_data_may_not_set_what_decides_what_code_runs_unless_its_column_is_named(
+    tmp_path: Path,
+) -> None:
     rows = [{"prompt": "x", "tool": "python", "allow_unsafe": True}, {"prompt": "y"}]
     path = write(tmp_path / "data.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"line 1: allow_unsafe can decide what code runs: set it in env.options"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: allow_unsafe can decide what code runs: set it in env.options"
+    ):
         tasks(path)
     write(path, [{"prompt": "x", "options": {"allow_unsafe": True}}])
     with pytest.raises(ConfigError, match=r"line 1: allow_unsafe can decide"):
         tasks(path)
-    write(path, [{"prompt": "x", "limits": {"wall": 3.0}}, {"prompt": "y", "limits": {"wall": 2.0}}])
+    write(
+        path, [{"prompt": "x", "limits": {"wall": 3.0}}, {"prompt": "y", "limits": {"wall": 2.0}}]
+    )
     assert len(tasks(path, columns={"prompt": "prompt", "limits": "limits"})) == 1
 
 
@@ -330,10 +430,14 @@ def test_the_splits_of_a_folder_are_its_folders_or_the_beginnings_of_names(tmp_p
             tasks(tmp_path / name, held_out="tset")
 
 
-def test_a_dataset_of_the_hub_is_read_once_and_then_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_hub_is_read_once_and_then_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
 
-    def load_dataset(name: str, subset: str | None, *, split: str, revision: str | None) -> list[dict[str, Any]]:
+    def load_dataset(
+        name: str, subset: str | None, *, split: str, revision: str | None
+    ) -> list[dict[str, Any]]:
         asked.append((name, subset, split, revision))
         return questions(20, start=0 if split == "train" else 100)
 
@@ -343,7 +447,10 @@ def test_a_dataset_of_the_hub_is_read_once_and_then_remembered(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     source = tasks("someone/sums", held_out="test", subset="main")
     assert sorted(prompts(source, 20)) == sorted(row["prompt"] for row in questions(20))
-    assert asked == [("someone/sums", "main", "train", None), ("someone/sums", "main", "test", None)]
+    assert asked == [
+        ("someone/sums", "main", "train", None),
+        ("someone/sums", "main", "test", None),
+    ]
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prompts(tasks("someone/sums", held_out="test", subset="main"), 20) == prompts(source, 20)
 
@@ -358,7 +465,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cache_hub_dataset(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> None:
-    """What the package datasets leaves in its cache of someone/sums: an Arrow file for each split, and their list."""
+    """What the package datasets leaves in its cache of someone/sums: an Arrow file for each split,
+    and their list.
+    """
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
@@ -372,11 +481,18 @@ def cache_hub_dataset(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> 
             for row in rows:
                 writer.write(row)
             writer.finalize()
-    named = {"dataset_name": "sums", "builder_name": "json", "config_name": "default", "version": "0.0.0"}
+    named = {
+        "dataset_name": "sums",
+        "builder_name": "json",
+        "config_name": "default",
+        "version": "0.0.0",
+    }
     datasets.DatasetInfo(features=features, splits=sizes, **named).write_to_directory(str(made))
 
 
-def test_a_cached_dataset_of_the_hub_is_read_by_its_real_package_without_the_hub(hub_cache: Path) -> None:
+def test_a_cached_dataset_of_the_hub_is_read_by_its_real_package_without_the_hub(
+    hub_cache: Path,
+) -> None:
     cache_hub_dataset(hub_cache, {"train": questions(20), "test": questions(5, start=100)})
     source = tasks("someone/sums", held_out="test")
     assert sorted(prompts(source, 20)) == sorted(row["prompt"] for row in questions(20))
@@ -385,7 +501,9 @@ def test_a_cached_dataset_of_the_hub_is_read_by_its_real_package_without_the_hub
 
 
 def test_a_dataset_that_is_in_no_cache_is_refused_by_name_without_the_hub(hub_cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'someone/sums' is no file .* cannot be loaded.*OfflineModeIsEnabled"):
+    with pytest.raises(
+        ConfigError, match=r"'someone/sums' is no file .* cannot be loaded.*OfflineModeIsEnabled"
+    ):
         tasks("someone/sums", held_out="test")
 
 
@@ -395,7 +513,9 @@ def test_an_index_is_made_once_and_made_again_when_the_file_changes(
     path = write(tmp_path / "data.jsonl", questions(20))
     before = tasks(path)
     with monkeypatch.context() as patched:
-        patched.setattr("agentrl.tasks.row_index._build", lambda *args: pytest.fail("indexed again"))
+        patched.setattr(
+            "agentrl.tasks.row_index._build", lambda *args: pytest.fail("indexed again")
+        )
         assert tasks(path).fingerprint == before.fingerprint
     write(path, questions(25))
     with pytest.raises(ConfigError, match="has changed while its tasks were in use"):
@@ -430,11 +550,15 @@ def test_a_cache_folder_that_cannot_be_written_is_named_and_a_full_one_is_enough
     path = write(tmp_path / "data.jsonl", questions(20))
     before = tasks(path)
     with monkeypatch.context() as patched:
-        patched.setattr("agentrl.tasks.row_index._locked", lambda folder: pytest.fail("it writes to its cache"))
+        patched.setattr(
+            "agentrl.tasks.row_index._locked", lambda folder: pytest.fail("it writes to its cache")
+        )
         assert tasks(path).task(3) == before.task(3)
     (tmp_path / "no_folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_folder"))
-    with pytest.raises(ConfigError, match=r"data.jsonl cannot be indexed in the cache folder .*XDG_CACHE_HOME"):
+    with pytest.raises(
+        ConfigError, match=r"data.jsonl cannot be indexed in the cache folder .*XDG_CACHE_HOME"
+    ):
         tasks(path)
 
 
@@ -443,7 +567,10 @@ def test_a_cache_folder_that_cannot_be_written_is_named_and_a_full_one_is_enough
     [
         ("nowhere.jsonl", "there is no file or folder 'nowhere.jsonl'"),
         ("./nowhere", "there is no file or folder './nowhere'"),
-        ("{tmp}/data.txt", "a file of tasks is one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
+        (
+            "{tmp}/data.txt",
+            "a file of tasks is one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow",
+        ),
         ("{tmp}/empty.jsonl", "has no rows"),
         ("{tmp}/broken.parquet", "broken.parquet cannot be read further than its beginning"),
     ],
@@ -458,9 +585,13 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, data: str, why: 
 
 def test_shares_that_leave_nothing_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", questions(1))
-    with pytest.raises(ConfigError, match=r"1 rows .* set tasks.held_out and evaluation.tasks to 0"):
+    with pytest.raises(
+        ConfigError, match=r"1 rows .* set tasks.held_out and evaluation.tasks to 0"
+    ):
         tasks(write(tmp_path / "same.jsonl", questions(1)))
-    with pytest.raises(ConfigError, match=r"'test', and .*data.jsonl is a single file, which has no splits"):
+    with pytest.raises(
+        ConfigError, match=r"'test', and .*data.jsonl is a single file, which has no splits"
+    ):
         tasks(path, held_out="test")
     with pytest.raises(ConfigError, match="write a share of the rows below 1"):
         tasks(path, held_out=3)
@@ -475,20 +606,34 @@ def test_shares_that_leave_nothing_are_refused(tmp_path: Path) -> None:
         ("exact", {"prompt": "x", "answr": 1}, "it has 'prompt', 'answr'. Write gold: OPTION"),
         ("exact", {"prompt": "x", "answer": None}, "it is None and no right answer"),
         ("{name: math, tag: a}", {"prompt": "x", "answer": ""}, "it is '' and no right answer"),
-        ("[{name: length, free: 1, limit: 9}, numeric]", {"prompt": "x", "answer": "ten"}, "'numeric' needs a number"),
+        (
+            "[{name: length, free: 1, limit: 9}, numeric]",
+            {"prompt": "x", "answer": "ten"},
+            "'numeric' needs a number",
+        ),
         ("choice", {"prompt": "x", "answer": "F"}, "needs one of the letters ABCDE"),
         ("regex", {"prompt": "x", "answer": "("}, "is no regular expression"),
-        ("code", {"prompt": "x", "tests": [{"stdin": "1"}]}, "Write a list of {stdin: ..., stdout: ...}"),
+        (
+            "code",
+            {"prompt": "x", "tests": [{"stdin": "1"}]},
+            "Write a list of {stdin: ..., stdout: ...}",
+        ),
     ],
 )
 def test_rows_that_the_reward_cannot_score_are_named_before_the_run(
     tmp_path: Path, reward: str, row: dict[str, Any], why: str
 ) -> None:
-    good = {"prompt": "?", "answer": "1" if "choice" not in reward else "A", "tests": ["assert True"]}
+    good = {
+        "prompt": "?",
+        "answer": "1" if "choice" not in reward else "A",
+        "tests": ["assert True"],
+    }
     path = write(tmp_path / "data.jsonl", [*({**good, "prompt": f"q{n}"} for n in range(20)), row])
     config = tmp_path / "run.yaml"
     config.write_text(f"env: qa\ntasks: {path}\nreward: {reward}\nmodel: tiny\n")
-    with pytest.raises(ConfigError, match=r"1 of 21 rows cannot be tasks:\n.*data.jsonl, line 21: ") as raised:
+    with pytest.raises(
+        ConfigError, match=r"1 of 21 rows cannot be tasks:\n.*data.jsonl, line 21: "
+    ) as raised:
         fingerprints(load_config(config).config)
     assert why.replace("'numeric'", "`numeric`") in str(raised.value)
     write(path, [{**good, "prompt": f"q{n}"} for n in range(20)])
@@ -509,29 +654,63 @@ SOLUTION = "She has 2 + 2 = <<2+2=4>>4 eggs.\n#### 4"
 @pytest.mark.parametrize(
     ("reward", "rows", "why"),
     [
-        ("environment", [{"prompt": "x", "answer": SOLUTION}], "whole solution, .* pay nothing: .*reward=math"),
-        ("exact", [{"prompt": "x", "answer": SOLUTION}], "whole solution, .* pay nothing: .*reward=math"),
-        ("environment", [{"prompt": "x", "answer": r"So it is $\boxed{4}$."}], r"answer \| final\}\"' or reward=math"),
+        (
+            "environment",
+            [{"prompt": "x", "answer": SOLUTION}],
+            "whole solution, .* pay nothing: .*reward=math",
+        ),
+        (
+            "exact",
+            [{"prompt": "x", "answer": SOLUTION}],
+            "whole solution, .* pay nothing: .*reward=math",
+        ),
+        (
+            "environment",
+            [{"prompt": "x", "answer": r"So it is $\boxed{4}$."}],
+            r"answer \| final\}\"' or reward=math",
+        ),
         ("environment", [{"prompt": "x"}], "there is no right answer, for which env=qa pays"),
-        ("environment", [{"prompt": "x", "solution": "4"}], "Write tasks.columns={prompt: prompt, answer: solution}"),
-        ("math", [{"prompt": "x", "reward_model": {"ground_truth": "4"}}], "answer: reward_model.ground_truth}"),
+        (
+            "environment",
+            [{"prompt": "x", "solution": "4"}],
+            "Write tasks.columns={prompt: prompt, answer: solution}",
+        ),
+        (
+            "math",
+            [{"prompt": "x", "reward_model": {"ground_truth": "4"}}],
+            "answer: reward_model.ground_truth}",
+        ),
         ("math", [{"prompt": "x", "answer": "---"}], "'---', in which there is no mathematics"),
-        ("environment", [{"prompt": "x", "answer": {"text": "4"}}], "is an object of text: name one of its parts"),
+        (
+            "environment",
+            [{"prompt": "x", "answer": {"text": "4"}}],
+            "is an object of text: name one of its parts",
+        ),
     ],
 )
 def test_answers_that_nothing_would_be_paid_for_are_said_before_the_run(
     tmp_path: Path, reward: str, rows: list[dict[str, Any]], why: str
 ) -> None:
-    path = write(tmp_path / "data.jsonl", [row | {"prompt": f"q{n}"} for n in range(9) for row in rows])
+    path = write(
+        tmp_path / "data.jsonl", [row | {"prompt": f"q{n}"} for n in range(9) for row in rows]
+    )
     config = tmp_path / "run.yaml"
-    config.write_text(f"env: qa\ntasks: {path}\nreward: {reward}\nmodel: tiny\nevaluation: {{tasks: 2}}\n")
+    config.write_text(
+        f"env: qa\ntasks: {path}\nreward: {reward}\nmodel: tiny\nevaluation: {{tasks: 2}}\n"
+    )
     with pytest.raises(ConfigError, match=why) as raised:
         fingerprints(load_config(config, ["tasks.held_out=0.3"]).config)
     assert len(str(raised.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize("extra", ["reward=math", "reward=numeric", "tasks.answer={answer | final}"])
+@pytest.mark.parametrize(
+    "extra", ["reward=math", "reward=numeric", "tasks.answer={answer | final}"]
+)
 def test_whole_solutions_are_taken_where_they_are_read(tmp_path: Path, extra: str) -> None:
-    path = write(tmp_path / "data.jsonl", [{"prompt": f"q{n}", "answer": SOLUTION} for n in range(9)])
-    (tmp_path / "run.yaml").write_text(f"env: qa\ntasks: {path}\nmodel: tiny\nevaluation: {{tasks: 2}}\n")
+    path = write(
+        tmp_path / "data.jsonl", [{"prompt": f"q{n}", "answer": SOLUTION} for n in range(9)]
+    )
+    (tmp_path / "run.yaml").write_text(
+        f"env: qa\ntasks: {path}\nmodel: tiny\nevaluation: {{tasks: 2}}\n"
+    )
     assert fingerprints(load_config(tmp_path / "run.yaml", [extra]).config)

@@ -26,7 +26,9 @@ def first_task(path: Path, settings: dict[str, Any]) -> Task:
 
 
 @pytest.mark.parametrize("file", FILES, ids=[file.shape for file in FILES])
-def test_each_file_is_taken_or_refused_in_one_line_that_says_what_to_write(file: DataFile, tmp_path: Path) -> None:
+def test_each_file_is_taken_or_refused_in_one_line_that_says_what_to_write(
+    file: DataFile, tmp_path: Path
+) -> None:
     path = tmp_path / file.name
     file.save(path)
     settings = dict(file.settings)

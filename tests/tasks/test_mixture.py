@@ -30,7 +30,9 @@ class Remembering(SeededTasks):
 SEEN: list[tuple[str, int, tuple[float, ...]]] = []
 
 
-def mixture(count: Any = "groups", source: type[SeededTasks] = SeededTasks, **weights: float) -> Mixture:
+def mixture(
+    count: Any = "groups", source: type[SeededTasks] = SeededTasks, **weights: float
+) -> Mixture:
     return Mixture(
         [
             Share(name, f"{name}_env", weight, source(NoSettings(), f"{name}_env", 0), 2, 1)
@@ -42,7 +44,11 @@ def mixture(count: Any = "groups", source: type[SeededTasks] = SeededTasks, **we
 
 def group(task: Task, tokens: int = 1) -> Group:
     completion = Completion([1] * tokens, [0.0] * tokens, [0] * tokens, "stop")
-    return Group(task, (Trajectory("x", task, (Turn((1,), completion, 0.0, {}),), Terminated()),), (Score(0.0),))
+    return Group(
+        task,
+        (Trajectory("x", task, (Turn((1,), completion, 0.0, {}),), Terminated()),),
+        (Score(0.0),),
+    )
 
 
 def test_each_environment_gets_the_tasks_of_its_own_source_in_order_and_in_its_share() -> None:
@@ -58,7 +64,9 @@ def test_each_environment_gets_the_tasks_of_its_own_source_in_order_and_in_its_s
 
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=5), st.integers(0, 1000))
-def test_the_shares_are_kept_to_less_than_a_group_whatever_is_lost(weights: list[int], seed: int) -> None:
+def test_the_shares_are_kept_to_less_than_a_group_whatever_is_lost(
+    weights: list[int], seed: int
+) -> None:
     mixed, rng = mixture(**{f"e{n}": weight for n, weight in enumerate(weights)}), Random(seed)
     trained: Counter[str] = Counter()
     for number in range(300):
@@ -84,7 +92,9 @@ def test_weights_may_count_tokens() -> None:
 
 @pytest.mark.parametrize("count", ["groups", "tokens"])
 @pytest.mark.parametrize("stopped_at", range(3, 30, 3))
-def test_a_resumed_mixture_goes_on_as_one_that_was_never_stopped(count: str, stopped_at: int) -> None:
+def test_a_resumed_mixture_goes_on_as_one_that_was_never_stopped(
+    count: str, stopped_at: int
+) -> None:
     whole, again = mixture(count, a=3, b=2), mixture(count, a=3, b=2)
     fates: list[tuple[int, str, Any]] = []
     tokens: Counter[str] = Counter()
@@ -99,7 +109,9 @@ def test_a_resumed_mixture_goes_on_as_one_that_was_never_stopped(count: str, sto
             whole.trained([group(task, 1 + number)])
             tokens[task.env] += 1 + number
             fates.append((number, task.env, "trained"))
-    again.restore(fates, [{f"envs/{env}/tokens": float(n)} for env, n in tokens.items()], gives_up=False)
+    again.restore(
+        fates, [{f"envs/{env}/tokens": float(n)} for env, n in tokens.items()], gives_up=False
+    )
     numbers = range(stopped_at, stopped_at + 20)
     assert [again.task(number) for number in numbers] == [whole.task(number) for number in numbers]
 
@@ -125,7 +137,9 @@ def test_a_curriculum_observes_the_outcomes_of_its_own_tasks_also_when_resumed()
     mixed.observe(3, tasks[3], (1.0, 0.0))
     mixed.observe(4, tasks[4], (0.5, 0.0))
     again = mixture(source=Remembering, a=1, b=1)
-    again.restore([(number, task.env, "trained") for number, task in enumerate(tasks)], [], gives_up=False)
+    again.restore(
+        [(number, task.env, "trained") for number, task in enumerate(tasks)], [], gives_up=False
+    )
     again.observe(3, tasks[3], (1.0, 0.0))
     again.observe(4, tasks[4], (0.5, 0.0))
     assert SEEN == [("b_env", 1, (1.0, 0.0)), ("a_env", 2, (0.5, 0.0))] * 2
@@ -152,12 +166,21 @@ algorithm: {clip_low: 0.1}
 
 
 def test_env_may_be_a_list_whose_entries_are_overridden_and_read_back(tmp_path: Path) -> None:
-    first = loaded(tmp_path, LIST, "env.mixture.1.weight=3", "env.exhausted=others", "env.mixture.2.reward=math")
+    first = loaded(
+        tmp_path,
+        LIST,
+        "env.mixture.1.weight=3",
+        "env.exhausted=others",
+        "env.mixture.2.reward=math",
+    )
     lake, big, qa = first.config.env.mixture
     assert (lake.called, big.called, qa.called) == ("frozen_lake", "big", "qa")
     assert (big.weight, first.config.env.exhausted) == (3, "others")
     assert big.algorithm is not None
-    assert (big.algorithm.settings.advantage, big.algorithm.settings.clip_low) == ("group_mean", 0.1)  # type: ignore[attr-defined]
+    assert (big.algorithm.settings.advantage, big.algorithm.settings.clip_low) == (
+        "group_mean",
+        0.1,
+    )  # type: ignore[attr-defined]
     assert qa.tasks is not None
     assert (qa.tasks.name, qa.tasks.settings.data) == ("dataset", "x.jsonl")  # type: ignore[attr-defined]
     assert qa.reward is not None
@@ -166,9 +189,14 @@ def test_env_may_be_a_list_whose_entries_are_overridden_and_read_back(tmp_path: 
     assert loaded(tmp_path, first.config.to_yaml()).config == first.config
 
 
-def test_a_list_on_the_command_line_replaces_the_list_or_the_environment_of_the_file(tmp_path: Path) -> None:
+def test_a_list_on_the_command_line_replaces_the_list_or_the_environment_of_the_file(
+    tmp_path: Path,
+) -> None:
     mixed = loaded(
-        tmp_path, LIST, "env.exhausted=others", "env=[{name: sokoban}, {name: frozen_lake, weight: 3}]"
+        tmp_path,
+        LIST,
+        "env.exhausted=others",
+        "env=[{name: sokoban}, {name: frozen_lake, weight: 3}]",
     ).config
     assert [(one.name, one.weight, one.tasks) for one in mixed.env.mixture] == [
         ("sokoban", 1, None),
@@ -177,15 +205,18 @@ def test_a_list_on_the_command_line_replaces_the_list_or_the_environment_of_the_
     assert mixed.env.exhausted == "others"
     assert loaded(tmp_path, LIST, "env=sokoban").config.env.name == "sokoban"
     text = "env: {name: sokoban, options: {level: 2}}\n"
-    assert [one.name for one in loaded(tmp_path, text, "env=[search, shop]").config.env.mixture] == ["search", "shop"]
+    assert [
+        one.name for one in loaded(tmp_path, text, "env=[search, shop]").config.env.mixture
+    ] == ["search", "shop"]
     assert loaded(tmp_path, text, "env=sokoban").config.env.options == {"level": 2}
     rewards = loaded(tmp_path, LIST, "env.mixture.1.reward=math").config.env.mixture[1].reward
     assert rewards is not None
     assert [part.name for part in rewards.parts] == ["math"]
     text = "env: sokoban\nevaluation: {suites: [{name: a, tasks: 3}, {name: b}]}\n"
-    assert [one.name for one in loaded(tmp_path, text, "evaluation.suites=[{name: c}]").config.evaluation.suites] == [
-        "c"
-    ]
+    assert [
+        one.name
+        for one in loaded(tmp_path, text, "evaluation.suites=[{name: c}]").config.evaluation.suites
+    ] == ["c"]
 
 
 def test_an_entry_that_has_had_tasks_must_stay() -> None:
@@ -197,19 +228,32 @@ def test_an_entry_that_has_had_tasks_must_stay() -> None:
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("env.mixture.0.label=qa", r"more than one environment is called 'qa': give each a `label`"),
+        (
+            "env.mixture.0.label=qa",
+            r"more than one environment is called 'qa': give each a `label`",
+        ),
         ("env.options={size: 4}", r"options belongs to one environment"),
         ("env.name=frozen_lake", r"write the name of one environment, or a list of several"),
         ("env.mixture.1.reward.0.scael=3", r"env.mixture.1.reward.0.scael: no such setting"),
-        ("env.mixture.2.tasks=nothing", r"env.mixture.2.tasks.name: no task source named 'nothing'"),
+        (
+            "env.mixture.2.tasks=nothing",
+            r"env.mixture.2.tasks.name: no task source named 'nothing'",
+        ),
         ("env.mixture.2.algorithm=ppo", r"qa names another algorithm"),
         ("env.mixture.0.group_size=1", r"group_size is 1"),
-        ("env.mixture.1.wieght=2", r"env.mixture.1.wieght: no such setting .* Did you mean 'weight'"),
+        (
+            "env.mixture.1.wieght=2",
+            r"env.mixture.1.wieght: no such setting .* Did you mean 'weight'",
+        ),
         ("env.mixture.0.name=frozen_lak", r"no env named 'frozen_lak'"),
         ("algorithm=ppo", r"big has algorithm settings of its own"),
     ],
 )
 def test_a_wrong_mixture_is_refused(tmp_path: Path, override: str, why: str) -> None:
-    text = LIST.replace("{advantage: group_mean}", "{clip_low: 0.3}") if override == "algorithm=ppo" else LIST
+    text = (
+        LIST.replace("{advantage: group_mean}", "{clip_low: 0.3}")
+        if override == "algorithm=ppo"
+        else LIST
+    )
     with pytest.raises(ConfigError, match=why):
         loaded(tmp_path, text, override)

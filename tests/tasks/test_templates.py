@@ -35,7 +35,10 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("Q: { question }\n{choices | lettered}", "Q: Which is {prime}?\nA. four\nB. 5\nC."),
         ("{choices}, {choices.0}, {choices.-2}", '["four", 5, null], four, 5'),
         ("{context.title} {context.text}|{none}|", '["Sums"] é||'),
-        ("{Question Text} \\boxed{} \\frac{1}{2} {'a': 1}", "Well? \\boxed{} \\frac{1}{2} {'a': 1}"),
+        (
+            "{Question Text} \\boxed{} \\frac{1}{2} {'a': 1}",
+            "Well? \\boxed{} \\frac{1}{2} {'a': 1}",
+        ),
         ("{hostile}", ROW["hostile"]),
         ("{{ hostile }}", ROW["hostile"]),
         ("{{ choices }}{{ none }}", '["four", 5, null]'),
@@ -67,9 +70,14 @@ def test_a_template_of_jinja_reaches_no_code(template: str) -> None:
 
 
 def test_a_template_that_fails_says_what_exists() -> None:
-    with pytest.raises(BadRowError, match=r"no column 'qestion'. Did you mean 'question'.* need a template of Jinja"):
+    with pytest.raises(
+        BadRowError,
+        match=r"no column 'qestion'. Did you mean 'question'.* need a template of Jinja",
+    ):
         RowTemplate("{qestion}").of(ROW)
-    with pytest.raises(BadRowError, match=r"'qestion' is undefined. The columns are question, choices"):
+    with pytest.raises(
+        BadRowError, match=r"'qestion' is undefined. The columns are question, choices"
+    ):
         RowTemplate("{{ qestion }}").of(ROW)
     with pytest.raises(BadRowError, match="`lettered` takes a list"):
         RowTemplate("{question | lettered}").of(ROW)
@@ -80,12 +88,18 @@ def test_a_template_that_fails_says_what_exists() -> None:
 
 
 def config(tmp_path: Path, *overrides: str) -> Any:
-    (tmp_path / "run.yaml").write_text(f"env: qa\ntasks: {tmp_path}/data.csv\nmodel: tiny\nreward: choice\n")
+    (tmp_path / "run.yaml").write_text(
+        f"env: qa\ntasks: {tmp_path}/data.csv\nmodel: tiny\nreward: choice\n"
+    )
     return load_config(tmp_path / "run.yaml", overrides).config
 
 
-def test_templates_are_settings_of_tasks_and_suites_in_files_and_on_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("question,a,b,key\n" + "".join(f"{n}?,x,y,b) yes\n" for n in range(4)))
+def test_templates_are_settings_of_tasks_and_suites_in_files_and_on_the_command_line(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data.csv").write_text(
+        "question,a,b,key\n" + "".join(f"{n}?,x,y,b) yes\n" for n in range(4))
+    )
     template = 'tasks.prompt="{question}\\nA. {a}\\nB. {b}"'
     answer = 'tasks.answer="{{ key[0] | upper }}"'
     loaded = config(tmp_path, template, answer, "tasks.held_out=0", "evaluation.tasks=0")
@@ -93,15 +107,28 @@ def test_templates_are_settings_of_tasks_and_suites_in_files_and_on_the_command_
     assert options["prompt"][1:] == "?\nA. x\nB. y"
     assert options["answer"] == "B"
     (tmp_path / "data.yaml").write_text(
-        f'env: qa\ntasks: {{data: {tmp_path}/data.csv, prompt: "{{a}}", answer: "B", held_out: 0}}\nmodel: tiny\n'
+        f'env: qa\ntasks: {{data: {tmp_path}/data.csv, prompt: "{{a}}", answer: "B", held_out:'
+        " 0}\nmodel: tiny\n"
     )
-    written = load_config(tmp_path / "data.yaml", ["tasks.prompt={question}", "evaluation.tasks=0"]).config
+    written = load_config(
+        tmp_path / "data.yaml", ["tasks.prompt={question}", "evaluation.tasks=0"]
+    ).config
     assert task_source(written, "train").task(0).options["prompt"][1:] == "?"
-    loaded = config(tmp_path, "tasks.prompt={question}", "tasks.columns={answer: key}", "tasks.held_out=0")
+    loaded = config(
+        tmp_path, "tasks.prompt={question}", "tasks.columns={answer: key}", "tasks.held_out=0"
+    )
     assert set(task_source(loaded, "train").task(0).options) == {"prompt", "answer"}
-    suite = f'evaluation.suites=[{{name: s, data: {tmp_path}/data.csv, prompt: "Is {{question}}", answer: "B"}}]'
+    suite = (
+        f'evaluation.suites=[{{name: s, data: {tmp_path}/data.csv, prompt: "Is {{question}}",'
+        ' answer: "B"}]'
+    )
     [first] = config(tmp_path, suite, "tasks.prompt={question}", answer).evaluation.suites
-    assert first.source(config(tmp_path, suite, "tasks.prompt={question}").env).task(0).options["answer"] == "B"
+    assert (
+        first.source(config(tmp_path, suite, "tasks.prompt={question}").env)
+        .task(0)
+        .options["answer"]
+        == "B"
+    )
     with pytest.raises(ConfigError, match=r"tasks.prompt: it is no template of Jinja"):
         config(tmp_path, "tasks.prompt='{% for %}'")
     with pytest.raises(ConfigError, match=r"none of the 4 rows can be a task: .*no column 'q'"):

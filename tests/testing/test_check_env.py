@@ -1,4 +1,6 @@
-"""`check_env`: each check has an environment that is broken in that one way, and only that check finds it."""
+"""`check_env`: each check has an environment that is broken in that one way, and only that check
+finds it.
+"""
 
 import asyncio
 import os
@@ -24,7 +26,9 @@ from agentrl.testing import envs as testing_envs
 
 
 class Sound:
-    """Keeps the contract: five turns, a random number as observation. The broken ones below change one thing."""
+    """Keeps the contract: five turns, a random number as observation. The broken ones below change
+    one thing.
+    """
 
     system_prompt = "Say yes."
 
@@ -39,7 +43,13 @@ class Sound:
 
     def step(self, action: str) -> StepResult:
         self.turns += 1
-        return f"turn {self.turns}: {self.draw()}", float(action == "yes"), self.turns >= 5, False, {"success": True}
+        return (
+            f"turn {self.turns}: {self.draw()}",
+            float(action == "yes"),
+            self.turns >= 5,
+            False,
+            {"success": True},
+        )
 
     def draw(self) -> int:
         return self.rng.randrange(100)
@@ -66,7 +76,12 @@ def changed(at: int, to: Any) -> type[Sound]:
 
 
 def tool(**changes: Any) -> dict[str, Any]:
-    function = {"name": "go", "description": "", "parameters": {"type": "object", "properties": {}}, **changes}
+    function = {
+        "name": "go",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+        **changes,
+    }
     return {"type": "function", "function": function}
 
 
@@ -303,7 +318,9 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("tools", with_attribute("tools", [tool(parameters={"properties": {}})]), "a tool is"),
     (
         "tools",
-        with_attribute("tools", [tool(parameters={"type": "object", "properties": {}, "required": ["x"]})]),
+        with_attribute(
+            "tools", [tool(parameters={"type": "object", "properties": {}, "required": ["x"]})]
+        ),
         '"required" names',
     ),
     ("tools", with_attribute("tools", [tool(default=object())]), "JSON cannot express"),
@@ -313,7 +330,11 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("raises", RaisesAtLength, "x at the end' ("),
     ("raises", LetsACancellationOut, "reset raised CancelledError ("),
     ("raises", ExitsWhenMade, "raised SystemExit: usage: game.py ("),
-    ("isolation", RunsALoopInline, "on the event loop, where a run plays it, step (turn 1) raised RuntimeError"),
+    (
+        "isolation",
+        RunsALoopInline,
+        "on the event loop, where a run plays it, step (turn 1) raised RuntimeError",
+    ),
     ("raises", NeedsArguments, "constructor, called with no arguments, raised TypeError"),
     ("deadline", HangsInStep, "step did not answer within 0.3 s"),
     ("deadline", HangsAsync, "step did not answer within 0.3 s"),
@@ -338,7 +359,9 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "env", "said"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("check", "env", "said"), BROKEN, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_a_broken_environment_is_found_by_the_check_for_it_and_no_other(
     check: str, env: Callable[[], Any], said: str
 ) -> None:
@@ -354,7 +377,9 @@ def test_an_inline_environment_that_blocks_is_found_and_the_same_in_a_thread_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(testing_envs, "INLINE_STEP", 0.005)
-    with pytest.raises(ConformanceError, match=r"1\. \[blocking\] .* the median step takes 0\.") as error:
+    with pytest.raises(
+        ConformanceError, match=r"1\. \[blocking\] .* the median step takes 0\."
+    ) as error:
         check_env(BlocksInline, seeds=(0,), actions=["yes", "no"])
     assert "2. " not in str(error.value)
 
@@ -375,7 +400,9 @@ def test_an_inline_environment_that_awaits_something_slow_blocks_nothing() -> No
     check_env(Waits, seeds=(0,), actions=["yes"])
 
 
-@pytest.mark.parametrize("actions", [None, ["yes", "no", "yes"], lambda env, rng: rng.choice(["yes", "no"])])
+@pytest.mark.parametrize(
+    "actions", [None, ["yes", "no", "yes"], lambda env, rng: rng.choice(["yes", "no"])]
+)
 def test_a_sound_environment_passes_with_any_kind_of_actions(actions: Any) -> None:
     check_env(Sound, actions=actions, options={"level": 1})
 
@@ -405,7 +432,12 @@ def test_everything_wrong_is_listed_at_once() -> None:
     with pytest.raises(ConformanceError) as error:
         check_env(Many, options={"list": []})
     assert "Many breaks the contract" in str(error.value)
-    assert set(re.findall(r"\[(\w+)\]", str(error.value))) >= {"attributes", "close", "garbage", "options"}
+    assert set(re.findall(r"\[(\w+)\]", str(error.value))) >= {
+        "attributes",
+        "close",
+        "garbage",
+        "options",
+    }
 
 
 def test_a_hang_costs_its_deadline_and_no_more() -> None:
@@ -437,13 +469,17 @@ def test_the_deadline_of_an_environment_of_its_own_is_no_hang() -> None:
         async def step(self, action: str) -> StepResult:  # type: ignore[override]
             raise TimeoutError("the service")
 
-    with pytest.raises(ConformanceError, match=r"\[raises\] step \(turn 1\) raised TimeoutError: the service"):
+    with pytest.raises(
+        ConformanceError, match=r"\[raises\] step \(turn 1\) raised TimeoutError: the service"
+    ):
         check_env(TimesOut)
 
 
 def test_an_answer_that_is_told_is_tried_and_one_that_nobody_knows_is_remarked_on() -> None:
     assert check_env(Quiz) == ()
-    assert check_env(type("Unknown", (Quiz,), {"told": None}))[0].startswith('[gold] info["answer"] of seed 0 is None')
+    assert check_env(type("Unknown", (Quiz,), {"told": None}))[0].startswith(
+        '[gold] info["answer"] of seed 0 is None'
+    )
 
 
 def test_a_player_that_should_succeed_has_to() -> None:
@@ -503,12 +539,27 @@ class Runs(Free):
     ("name", "said"),
     [
         ("Free", ""),
-        ("Dies", r"\[exit\] .*Dies\.step: the process of the environment ended with exit status 4\. It must not end"),
+        (
+            "Dies",
+            (
+                r"\[exit\] .*Dies\.step: the process of the environment ended with exit status 4\."
+                r" It must not end"
+            ),
+        ),
         (
             "Reads",
-            r"1\. \[isolation\] in a process of its own \(env.isolation=process.*Reads\.reset raised FileNotFound",
+            (
+                r"1\. \[isolation\] in a process of its own \(env.isolation=process.*Reads\.reset"
+                r" raised FileNotFound"
+            ),
         ),
-        ("Hashes", r"1\. \[isolation\] in a process of its own .* gave another episode: reset gave observation"),
+        (
+            "Hashes",
+            (
+                r"1\. \[isolation\] in a process of its own .* gave another episode: reset gave"
+                r" observation"
+            ),
+        ),
     ],
 )
 def test_with_an_address_it_is_played_in_a_process_of_its_own_too(
@@ -533,5 +584,7 @@ def test_what_cannot_play_on_the_event_loop_and_does_not_say_it_can_is_only_told
 
     (remark,) = check_env(Runs)
     assert re.match(
-        r"\[isolation\] with env.isolation=inline it cannot be played: .* Without that setting, thread", remark
+        r"\[isolation\] with env.isolation=inline it cannot be played: .* Without that setting,"
+        r" thread",
+        remark,
     )

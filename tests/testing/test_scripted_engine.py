@@ -14,7 +14,10 @@ END = 0
 
 def request(name: str, *, priority: int = 0, max_tokens: int = 8) -> GenerateRequest:
     return GenerateRequest(
-        name, (5, 6), SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(END,)), priority=priority
+        name,
+        (5, 6),
+        SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_token_ids=(END,)),
+        priority=priority,
     )
 
 
@@ -34,7 +37,9 @@ def test_a_reply_is_given_token_by_token_and_ends_with_the_stop_token() -> None:
 def test_latencies_are_of_the_loop_s_clock() -> None:
     async def main() -> float:
         engine = ScriptedEngine.replying(
-            lambda request: [7] * 99, prefill_seconds=lambda request: 20.0, seconds_per_token=lambda request: 4.0
+            lambda request: [7] * 99,
+            prefill_seconds=lambda request: 20.0,
+            seconds_per_token=lambda request: 4.0,
         )
         async with engine:
             await engine.generate(request("a", max_tokens=10))
@@ -65,7 +70,9 @@ def test_failures_are_raised_and_hangs_hang_until_cancelled() -> None:
 
 def test_a_cancelled_waiter_never_takes_a_place_with_it() -> None:
     async def main() -> None:
-        engine = ScriptedEngine.replying(lambda request: [7], max_batch=1, hang=lambda request: request.id == "hung")
+        engine = ScriptedEngine.replying(
+            lambda request: [7], max_batch=1, hang=lambda request: request.id == "hung"
+        )
         async with engine, asyncio.TaskGroup() as tasks:
             hung = tasks.create_task(engine.generate(request("hung")))
             await asyncio.sleep(0)

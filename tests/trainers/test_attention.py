@@ -1,4 +1,6 @@
-"""Packed samples get the logprobs and gradients that each would get alone, in memory that is linear in the tokens."""
+"""Packed samples get the logprobs and gradients that each would get alone, in memory that is linear
+in the tokens.
+"""
 
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,7 +19,12 @@ from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_kind
 from agentrl.trainers.compute import attention
 from agentrl.trainers.compute.attention import ATTENTION, SIMILAR, Segments, attend
-from agentrl.trainers.compute.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.trainers.compute.forward import (
+    compute_logprobs_in,
+    scaling_of,
+    to_device,
+    token_logprobs,
+)
 from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.packing import MicroBatch
 
@@ -39,7 +46,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Config": {},
     "MistralConfig": {"sliding_window": 7},
     "Gemma2Config": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-    "Gemma3TextConfig": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma3TextConfig": {
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "GptOssConfig": {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -59,17 +69,25 @@ def models(family: str) -> tuple[Any, Any]:
     for implementation in ("eager", ATTENTION):
         config = getattr(transformers, family)(**SMALL, **FAMILIES[family])
         torch.manual_seed(0)
-        made.append(transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval())
+        made.append(
+            transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation=implementation
+            ).eval()
+        )
     made[1].load_state_dict(made[0].state_dict())
     return made[0], made[1]
 
 
-def micro_batch(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, supported: bool = False) -> MicroBatch:
+def micro_batch(
+    lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0, supported: bool = False
+) -> MicroBatch:
     """Samples of random tokens, of which about half carry loss."""
     rng, samples = np.random.default_rng(seed), []
     for length in lengths:
         ids, loss = rng.integers(0, 60, length), np.append(False, rng.random(length - 1) < 0.5)
-        sample = TrainingSample(ids, loss, np.zeros(length), np.zeros(length), np.where(loss, 0, -1), np.zeros(length))
+        sample = TrainingSample(
+            ids, loss, np.zeros(length), np.zeros(length), np.where(loss, 0, -1), np.zeros(length)
+        )
         samples.append(sample)
     return MicroBatch(collate(samples), np.arange(len(lengths), dtype=np.int32))
 
@@ -100,7 +118,9 @@ def test_packed_samples_have_the_logprobs_and_gradients_that_each_has_alone(fami
         (logprobs_N * directions_N).sum().backward()
     for (name, one), other in zip(plain.named_parameters(), packed.parameters(), strict=True):
         if one.grad is not None:
-            assert torch.allclose(one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))), name
+            assert torch.allclose(
+                one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))
+            ), name
 
 
 def test_checkpointed_layers_give_the_same_gradients():
@@ -130,18 +150,29 @@ def test_blocks_hold_each_token_once_in_order_and_little_padding(lengths, in_ord
 
 
 def peak_bytes(tokens: int, samples: int) -> int:
-    """The most memory that a forward and a backward pass of a checkpointed layer take, beyond what was there."""
+    """The most memory that a forward and a backward pass of a checkpointed layer take, beyond what
+    was there.
+    """
     model = models("Qwen3Config")[1].model.layers[0].self_attn
     segments = Segments.of([tokens // samples] * samples, torch.device("cpu"))
     hidden = torch.randn(1, tokens, 32, requires_grad=True)
     angles = torch.zeros(1, tokens, 8)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return model(x, position_embeddings=(angles.cos(), angles.sin()), attention_mask=None, segments=segments)[0]
+        return model(
+            x,
+            position_embeddings=(angles.cos(), angles.sin()),
+            attention_mask=None,
+            segments=segments,
+        )[0]
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         checkpoint(layer, hidden, use_reentrant=False).sum().backward()
-    changes = [event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        event.nbytes()
+        for event in watched.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     return max(accumulate(changes))
 
 
@@ -187,7 +218,10 @@ def test_pieces_of_short_segments_ask_for_little_more_than_what_they_see(monkeyp
 
 def test_layers_that_know_no_borders_between_samples_are_refused(tmp_path):
     config = transformers.Qwen3NextConfig(
-        **SMALL, num_experts=2, num_experts_per_tok=1, layer_types=["linear_attention", "full_attention"]
+        **SMALL,
+        num_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["linear_attention", "full_attention"],
     )
     with pytest.raises(ConfigError, match="layers of the kinds linear_attention"):
         check_kind(config, tmp_path)
@@ -204,7 +238,9 @@ def documented(query, key, value, *where, scale, window_size, enable_gqa):
     outputs = []
     for start, stop in pairwise(cu_seq_q.tolist()):
         q_HLD, k_HLD, v_HLD = (x[start:stop].transpose(0, 1).float() for x in (query, key, value))
-        scores = q_HLD @ k_HLD.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        scores = (
+            q_HLD @ k_HLD.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        )
         after = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None]
         scores = scores.masked_fill((after > left) | (after < -right), float("-inf"))
         outputs.append((scores.softmax(-1) @ v_HLD).transpose(0, 1).to(query.dtype))
@@ -228,15 +264,27 @@ def flash_here(monkeypatch):
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_the_flash_kernel_gets_arguments_that_give_the_same(flash_here, monkeypatch, window, key_heads, scaling):
+def test_the_flash_kernel_gets_arguments_that_give_the_same(
+    flash_here, monkeypatch, window, key_heads, scaling
+):
     monkeypatch.setattr(attention, "FLASH_PRECISIONS", (torch.float32,))
     lengths = [20, 17, 9, 1]
     torch.manual_seed(0)
-    inputs = [torch.randn(1, heads, sum(lengths), 8, requires_grad=True) for heads in (4, key_heads, key_heads)]
+    inputs = [
+        torch.randn(1, heads, sum(lengths), 8, requires_grad=True)
+        for heads in (4, key_heads, key_heads)
+    ]
     segments, results = Segments.of(lengths, torch.device("cpu")), []
     for device in ("cpu", "cuda"):
         monkeypatch.setattr(attention, "FLASH_DEVICE", device)
-        out, _ = attend(torch.nn.Module(), *inputs, None, segments=segments, scaling=scaling, sliding_window=window)
+        out, _ = attend(
+            torch.nn.Module(),
+            *inputs,
+            None,
+            segments=segments,
+            scaling=scaling,
+            sliding_window=window,
+        )
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     assert len(flash_here) == 1
     for one, other in zip(*results, strict=True):
@@ -265,16 +313,23 @@ def test_torchs_kernel_takes_these_arguments(monkeypatch):
 
     monkeypatch.setattr(attention, "_precision", lambda query: query.dtype)
     segments = Segments.of([4, 3], torch.device("meta"))
-    inputs = [torch.empty(1, heads, 7, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2)]
+    inputs = [
+        torch.empty(1, heads, 7, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2)
+    ]
     for window in (None, 2):
         out = attention._at_once(varlen_attn, tuple(inputs), segments, None, window)
         assert (out.shape, out.dtype) == ((7, 4, 8), torch.bfloat16)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"
+)
 @pytest.mark.parametrize("window", [None, 5])
 def test_on_gpus_the_flash_kernel_gives_what_the_blocks_give(monkeypatch, window):
-    segments, generator = Segments.of([200, 170, 9], torch.device("cuda")), torch.Generator().manual_seed(0)
+    segments, generator = (
+        Segments.of([200, 170, 9], torch.device("cuda")),
+        torch.Generator().manual_seed(0),
+    )
     made = [torch.randn(1, heads, 379, 64, generator=generator) for heads in (8, 2, 2)]
     inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
     results = []
@@ -289,10 +344,16 @@ def test_on_gpus_the_flash_kernel_gives_what_the_blocks_give(monkeypatch, window
 def test_values_that_are_narrower_than_keys_are_attended_to_without_all_scores() -> None:
     rng, lengths = torch.Generator().manual_seed(0), (40, 23)
     sizes = (12, 12, 8)
-    query, key, value = (torch.randn(1, 4, sum(lengths), size, generator=rng, requires_grad=True) for size in sizes)
+    query, key, value = (
+        torch.randn(1, 4, sum(lengths), size, generator=rng, requires_grad=True) for size in sizes
+    )
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
-        out_1SHD, _ = attend(torch.nn.Module(), query, key, value, None, segments=Segments.of(lengths, query.device))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda one: kept.append(one.numel()) or one, lambda one: one
+    ):
+        out_1SHD, _ = attend(
+            torch.nn.Module(), query, key, value, None, segments=Segments.of(lengths, query.device)
+        )
     assert max(kept) <= query.numel()
     start = 0
     for length in lengths:

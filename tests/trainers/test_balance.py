@@ -1,4 +1,6 @@
-"""The balance of experts: transformers' own loss and its gradient, however a batch is packed and divided."""
+"""The balance of experts: transformers' own loss and its gradient, however a batch is packed and
+divided.
+"""
 
 import asyncio
 from pathlib import Path
@@ -47,16 +49,28 @@ def batch_for(folder: Path, count: int = 8) -> TrainBatch:
 
 
 def wanted(folder: Path, batch: TrainBatch) -> tuple[float, dict[str, Tensor]]:
-    """transformers' loss of the padded samples that have loss tokens, and its gradient by the names of parameters."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    """transformers' loss of the padded samples that have loss tokens, and its gradient by the names
+    of parameters.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     rows = np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1])
-    ids = [torch.tensor(row).long() for row, count in zip(rows, batch.loss_tokens_M, strict=True) if count]
+    ids = [
+        torch.tensor(row).long()
+        for row, count in zip(rows, batch.loss_tokens_M, strict=True)
+        if count
+    ]
     mask_BT = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
     called = {"input_ids": pad_sequence(ids, batch_first=True), "attention_mask": mask_BT}
     logits = model.base_model(**called, use_cache=False, output_router_logits=True).router_logits
-    loss = load_balancing_loss_func(logits, logits[0].shape[-1], model.config.num_experts_per_tok, mask_BT)
+    loss = load_balancing_loss_func(
+        logits, logits[0].shape[-1], model.config.num_experts_per_tok, mask_BT
+    )
     loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def found(folder: Path, batch: TrainBatch, **settings: Any) -> tuple[float, dict[str, Tensor], int]:
@@ -88,7 +102,9 @@ def compare(folder: Path, batch: TrainBatch, most: int, **settings: Any) -> None
 
 
 @pytest.mark.parametrize("most", [40, 10_000])
-def test_the_loss_and_its_gradient_are_those_of_transformers_however_samples_are_packed(tmp_path, most):
+def test_the_loss_and_its_gradient_are_those_of_transformers_however_samples_are_packed(
+    tmp_path, most
+):
     folder = folder_of("Qwen3-MoE", tmp_path / "model", says=True)
     compare(folder, batch_for(folder), most, dtype="float32")
 
@@ -116,8 +132,14 @@ def test_it_is_told_and_trained_on_only_where_it_is_asked_for(tmp_path):
     folder = folder_of("Qwen3-MoE", tmp_path / "model", says=True)
     batch = batch_for(folder)
     off, on = (
-        step(LocalTrainer(LocalTrainer.Config(device="cpu", **settings), folder, total_steps=1), batch)
-        for settings in ({}, {"router_aux_loss_coef": COEFFICIENT, "minibatches": 2, "micro_batch_tokens": 60})
+        step(
+            LocalTrainer(LocalTrainer.Config(device="cpu", **settings), folder, total_steps=1),
+            batch,
+        )
+        for settings in (
+            {},
+            {"router_aux_loss_coef": COEFFICIENT, "minibatches": 2, "micro_batch_tokens": 60},
+        )
     )
     assert "router_aux_loss" not in off
     assert off["grad_norm"] == 0.0
@@ -129,6 +151,9 @@ def test_it_is_told_and_trained_on_only_where_it_is_asked_for(tmp_path):
 def test_a_model_without_routers_is_refused_by_name(tiny_model_dir):
     config = LocalTrainer.Config(device="cpu", router_aux_loss_coef=0.01)
     with pytest.raises(
-        ConfigError, match=r"router_aux_loss_coef is 0.01, and transformers names no routers of Qwen3ForCausalLM"
+        ConfigError,
+        match=(
+            r"router_aux_loss_coef is 0.01, and transformers names no routers of Qwen3ForCausalLM"
+        ),
     ):
         step(LocalTrainer(config, tiny_model_dir, total_steps=1), batch_for(tiny_model_dir))

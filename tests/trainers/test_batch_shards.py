@@ -26,9 +26,17 @@ def packed(micro_batch_tokens: int) -> TrainerSettings:
     return TrainerSettings(micro_batch_tokens=micro_batch_tokens)
 
 
-@given(seed=seeds, samples=counts, ranks=st.integers(1, 5), tokens=st.integers(8, 400), minibatches=st.integers(1, 4))
+@given(
+    seed=seeds,
+    samples=counts,
+    ranks=st.integers(1, 5),
+    tokens=st.integers(8, 400),
+    minibatches=st.integers(1, 4),
+)
 @examples(60)
-def test_every_rank_does_as_much_and_every_token_is_in_one_shard(seed, samples, ranks, tokens, minibatches):
+def test_every_rank_does_as_much_and_every_token_is_in_one_shard(
+    seed, samples, ranks, tokens, minibatches
+):
     batch = batch_of(seed, samples)
     if batch.num_loss_tokens == 0:
         with pytest.raises(ValueError, match="no loss token"):
@@ -66,7 +74,9 @@ def test_no_rank_has_more_than_one_micro_batch_more_to_compute_than_another(seed
 def test_a_long_sample_costs_more_than_short_ones_of_as_many_tokens():
     def of_samples(length: int) -> MicroBatch:
         sample = TrainingSample(*([0] * length for _ in range(6)))
-        return MicroBatch(collate([sample] * (64 // length)), np.arange(64 // length, dtype=np.int32))
+        return MicroBatch(
+            collate([sample] * (64 // length)), np.arange(64 // length, dtype=np.int32)
+        )
 
     long, short = of_samples(64), of_samples(8)
     assert long.cost(0.0) == short.cost(0.0) == 64
@@ -120,7 +130,11 @@ def test_rows_of_numbers_come_back_in_the_order_of_the_batch(seed, samples, rank
     numbered = replace(batch, advantages_N=np.arange(batch.num_loss_tokens, dtype=np.float32))
     shards = shard_batch(numbered, packed(64), ranks=ranks, minibatches=minibatches)
     pairs = [
-        [np.stack([one.samples.advantages_N, -one.samples.advantages_N]) for part in shard for one in part]
+        [
+            np.stack([one.samples.advantages_N, -one.samples.advantages_N])
+            for part in shard
+            for one in part
+        ]
         for shard in shards
     ]
     gathered_2N = gather_rows(numbered, shards, minibatches, pairs)

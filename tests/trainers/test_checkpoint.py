@@ -43,7 +43,9 @@ async def copied(trainer: GroupTrainer) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in (await trainer.weights()).items()}
 
 
-async def taken_up(name: str, model: Path, folder: Path, batches: list[Any]) -> dict[str, torch.Tensor]:
+async def taken_up(
+    name: str, model: Path, folder: Path, batches: list[Any]
+) -> dict[str, torch.Tensor]:
     """The weights after more steps from a checkpoint."""
     async with make(name, model) as trainer:
         await trainer.load(folder)
@@ -61,7 +63,11 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance:
 def test_steps_are_made_while_a_checkpoint_is_written_which_is_of_the_step_where_it_began(
     shallow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, released, write = random_batches(shallow_model_dir, 3), threading.Event(), Snapshot.write
+    batches, released, write = (
+        random_batches(shallow_model_dir, 3),
+        threading.Event(),
+        Snapshot.write,
+    )
 
     def held(self: Snapshot, folder: Path) -> None:
         assert released.wait(60)
@@ -214,7 +220,9 @@ def test_ranks_that_die_while_they_write_a_checkpoint_cost_neither_it_nor_a_step
             assert not (tmp_path / "saved" / STATE_FILE).exists()
             gate.touch()
             await trainer.saved()
-            return await copied(trainer), await taken_up("local", shallow_model_dir, tmp_path / "saved", batches[2:])
+            return await copied(trainer), await taken_up(
+                "local", shallow_model_dir, tmp_path / "saved", batches[2:]
+            )
 
     unbroken, resumed = asyncio.run(main())
     assert len(groups) == 2

@@ -19,7 +19,13 @@ from safetensors.torch import load_file, save_file
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.workers import Make, WorkerGroup
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, ConformanceError, TrainingError
+from agentrl.errors import (
+    AgentRLError,
+    CheckpointError,
+    ConfigError,
+    ConformanceError,
+    TrainingError,
+)
 from agentrl.protocols import LossOutput, LossTokens
 from agentrl.testing.trainers import (
     LOSS,
@@ -42,10 +48,14 @@ def make_trainer(model: Path, case: TrainerCase, **settings: Any) -> LocalTraine
     return LocalTrainer(config, model, total_steps=case.total_steps, temperature=case.temperature)
 
 
-async def run(trainer: LocalTrainer, batches: list[TrainBatch]) -> tuple[str, list[Mapping[str, float]]]:
+async def run(
+    trainer: LocalTrainer, batches: list[TrainBatch]
+) -> tuple[str, list[Mapping[str, float]]]:
     """The checksum of the weights after the batches, and the metrics of each step."""
     async with trainer:
-        metrics = [await trainer.step(batch, LOSS, float(batch.num_loss_tokens)) for batch in batches]
+        metrics = [
+            await trainer.step(batch, LOSS, float(batch.num_loss_tokens)) for batch in batches
+        ]
         return checksum(await trainer.weights()), metrics
 
 
@@ -55,7 +65,9 @@ def batches(shallow_model_dir: Path) -> list[TrainBatch]:
 
 
 def test_the_local_trainer_computes_what_the_reference_does(shallow_model_dir: Path) -> None:
-    asyncio.run(check_equals_reference(make_trainer, shallow_model_dir, TrainerCase(entropy_bonus=0.1)))
+    asyncio.run(
+        check_equals_reference(make_trainer, shallow_model_dir, TrainerCase(entropy_bonus=0.1))
+    )
 
 
 @pytest.mark.slow
@@ -64,7 +76,9 @@ def test_the_local_trainer_keeps_the_contract(shallow_model_dir: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_local_trainer_keeps_the_contract_of_adapters(shallow_model_dir: Path, tmp_path: Path) -> None:
+def test_the_local_trainer_keeps_the_contract_of_adapters(
+    shallow_model_dir: Path, tmp_path: Path
+) -> None:
     asyncio.run(check_lora(make_trainer, shallow_model_dir, tmp_path))
 
 
@@ -87,7 +101,9 @@ def test_the_contract_notices_a_trainer_that_ignores_a_setting(
         asyncio.run(check_equals_reference(make, shallow_model_dir, TrainerCase()))
 
 
-def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(shallow_model_dir: Path, tmp_path: Path) -> None:
+def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(
+    shallow_model_dir: Path, tmp_path: Path
+) -> None:
     class Forgetful(LocalTrainer):
         async def load(self, folder: Path) -> None:
             await super().load(folder)
@@ -107,8 +123,12 @@ def test_activation_checkpointing_computes_twice_and_changes_no_bit(
     async def train(checkpointing: str) -> tuple[str, int]:
         calls: list[None] = []
         case = TrainerCase(micro_batch_tokens=10**6)
-        async with make_trainer(shallow_model_dir, case, activation_checkpointing=checkpointing) as trainer:
-            first_layer = trainer._ranks.workers[0].made.sharding.model.model.base_model.layers[0].mlp
+        async with make_trainer(
+            shallow_model_dir, case, activation_checkpointing=checkpointing
+        ) as trainer:
+            first_layer = (
+                trainer._ranks.workers[0].made.sharding.model.model.base_model.layers[0].mlp
+            )
             first_layer.register_forward_pre_hook(lambda *_: calls.append(None))
             await trainer.step(batches[0], LOSS, 100.0)
             return checksum(await trainer.weights()), len(calls)
@@ -120,9 +140,12 @@ def test_activation_checkpointing_computes_twice_and_changes_no_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_two_runs_give_bitwise_equal_weights(shallow_model_dir: Path, batches: list[TrainBatch], dtype: str) -> None:
+def test_two_runs_give_bitwise_equal_weights(
+    shallow_model_dir: Path, batches: list[TrainBatch], dtype: str
+) -> None:
     one, two = (
-        asyncio.run(run(make_trainer(shallow_model_dir, TrainerCase(), dtype=dtype), batches)) for _ in range(2)
+        asyncio.run(run(make_trainer(shallow_model_dir, TrainerCase(), dtype=dtype), batches))
+        for _ in range(2)
     )
     assert one[0] == two[0]
     start, _ = asyncio.run(run(make_trainer(shallow_model_dir, TrainerCase()), []))
@@ -144,9 +167,16 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
     asyncio.run(main())
 
 
-def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(shallow_model_dir: Path) -> None:
+def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(
+    shallow_model_dir: Path,
+) -> None:
     good = TrainingSample(
-        (1, 2, 3, 4), (0, 0, 1, 1), (0.0, 0.0, -5.0, -5.0), (0.0, 0.0, 1.0, 1.0), (-1, -1, 0, 0), (0,) * 4
+        (1, 2, 3, 4),
+        (0, 0, 1, 1),
+        (0.0, 0.0, -5.0, -5.0),
+        (0.0, 0.0, 1.0, 1.0),
+        (-1, -1, 0, 0),
+        (0,) * 4,
     )
     bad = replace(good, token_ids=(1, 2, 5, 6), advantages=(0.0, 0.0, -1.0, -1.0))
     batch = collate([good, bad])
@@ -168,7 +198,9 @@ def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(shall
     assert (change[2:] < -0.01).all()
 
 
-def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(shallow_model_dir: Path) -> None:
+def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(
+    shallow_model_dir: Path,
+) -> None:
     (batch,) = random_batches(shallow_model_dir, 1)
     in_order: dict[int, torch.Tensor] = {}
 
@@ -178,9 +210,13 @@ def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(shallow_mode
         return LossOutput(loss_N=logprobs_N * 0.0, metrics={"one": torch.ones_like(logprobs_N)})
 
     async def main() -> None:
-        async with make_trainer(shallow_model_dir, TrainerCase(weight_decay=0.0, micro_batch_tokens=10**6)) as trainer:
+        async with make_trainer(
+            shallow_model_dir, TrainerCase(weight_decay=0.0, micro_batch_tokens=10**6)
+        ) as trainer:
             first = await trainer.step(batch, loss, 1.0)
-            own_N = np.concatenate([in_order[number].numpy() for number in range(batch.num_samples)])
+            own_N = np.concatenate(
+                [in_order[number].numpy() for number in range(batch.num_samples)]
+            )
             second = await trainer.step(replace(batch, rollout_logprobs_N=own_N), loss, 1.0)
         assert first["logprob_gap_max"] > first["logprob_gap_mean"] > 0.1
         assert second["logprob_gap_max"] == second["logprob_gap_mean"] == 0.0
@@ -191,7 +227,9 @@ def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(shallow_mode
     asyncio.run(main())
 
 
-def test_the_engines_logprobs_stand_for_the_trainers_old_ones_without_a_pass(shallow_model_dir: Path) -> None:
+def test_the_engines_logprobs_stand_for_the_trainers_old_ones_without_a_pass(
+    shallow_model_dir: Path,
+) -> None:
     async def main() -> None:
         (batch,) = random_batches(shallow_model_dir, 1)
         case, found = TrainerCase(minibatches=3), []
@@ -199,24 +237,35 @@ def test_the_engines_logprobs_stand_for_the_trainers_old_ones_without_a_pass(sha
             batch = replace(batch, rollout_logprobs_N=await trainer.predict(batch))
         for old in ("trainer", "engine"):
             config = LocalTrainer.Config(**case.settings, device="cpu", old_logprobs=old)
-            async with LocalTrainer(config, shallow_model_dir, total_steps=1, temperature=case.temperature) as trainer:
+            async with LocalTrainer(
+                config, shallow_model_dir, total_steps=1, temperature=case.temperature
+            ) as trainer:
                 metrics = await trainer.step(batch, LOSS, 10.0)
-                found.append({name: weight.clone() for name, weight in (await trainer.weights()).items()})
+                found.append(
+                    {name: weight.clone() for name, weight in (await trainer.weights()).items()}
+                )
             assert ("seconds_old_logprobs" in metrics) == (old == "trainer")
             assert metrics["logprob_gap_mean"] <= metrics["logprob_gap_max"] < 1e-5
-        assert all(torch.allclose(one, found[1][name], rtol=0, atol=1e-6) for name, one in found[0].items())
+        assert all(
+            torch.allclose(one, found[1][name], rtol=0, atol=1e-6) for name, one in found[0].items()
+        )
 
     asyncio.run(main())
 
 
-def test_the_event_loop_goes_on_during_a_step(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
+def test_the_event_loop_goes_on_during_a_step(
+    shallow_model_dir: Path, batches: list[TrainBatch]
+) -> None:
     def slow(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
         time.sleep(0.05)
         return LOSS(logprobs_N, tokens)
 
     async def main() -> int:
         ticks = 0
-        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer, asyncio.TaskGroup() as group:
+        async with (
+            make_trainer(shallow_model_dir, TrainerCase()) as trainer,
+            asyncio.TaskGroup() as group,
+        ):
             step = group.create_task(trainer.step(batches[0], slow, 1.0))
             while not step.done():
                 await asyncio.sleep(0.005)
@@ -250,7 +299,9 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
     assert sum(calls) == batches[0].num_loss_tokens
 
 
-def test_a_batch_with_nothing_to_learn_from_is_refused(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
+def test_a_batch_with_nothing_to_learn_from_is_refused(
+    shallow_model_dir: Path, batches: list[TrainBatch]
+) -> None:
     empty = collate([TrainingSample((1, 2), (0, 0), (0.0, 0.0), (0.0, 0.0), (-1, -1), (0, 0))])
 
     async def main() -> None:
@@ -334,7 +385,13 @@ def test_wrong_settings_say_what_to_write(shallow_model_dir: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"config\.json"):
         asyncio.run(enter(LocalTrainer(LocalTrainer.Config(), tmp_path, total_steps=1)))
     with pytest.raises(ConfigError, match="torch device"):
-        asyncio.run(enter(LocalTrainer(LocalTrainer.Config(device="quantum"), shallow_model_dir, total_steps=1)))
+        asyncio.run(
+            enter(
+                LocalTrainer(
+                    LocalTrainer.Config(device="quantum"), shallow_model_dir, total_steps=1
+                )
+            )
+        )
     with pytest.raises(AgentRLError, match="async with"):
         asyncio.run(LocalTrainer(LocalTrainer.Config(), shallow_model_dir, total_steps=1).weights())
 
@@ -352,7 +409,9 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
         return output
 
     async def enter() -> None:
-        async with LocalTrainer(LocalTrainer.Config(device="cpu"), shallow_model_dir, total_steps=1):
+        async with LocalTrainer(
+            LocalTrainer.Config(device="cpu"), shallow_model_dir, total_steps=1
+        ):
             pass
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", shifted)
@@ -383,7 +442,9 @@ def test_ranks_leave_before_they_are_stopped_and_one_that_cannot_is_stopped_all_
         async def start(role: str, make: Make, count: int) -> WorkerGroup:
             return WorkerGroup(role, [worker])
 
-        async with LocalTrainer(LocalTrainer.Config(), shallow_model_dir, total_steps=1, start=start):
+        async with LocalTrainer(
+            LocalTrainer.Config(), shallow_model_dir, total_steps=1, start=start
+        ):
             said.clear()
 
     for answers in (True, False):
@@ -427,12 +488,17 @@ def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path:
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets=\['nothing'\].*not found"):
         asyncio.run(enter(shallow_model_dir, ["nothing"]))
     with pytest.raises(
-        ConfigError, match=r"'q_prj' is not found in Qwen3ForCausalLM: .* such as down_proj, .*, v_proj"
+        ConfigError,
+        match=r"'q_prj' is not found in Qwen3ForCausalLM: .* such as down_proj, .*, v_proj",
     ):
         asyncio.run(enter(shallow_model_dir, ["v_proj", "q_prj"]))
-    with pytest.raises(ConfigError, match=r"linear layers only, and .*embed_tokens is of type Embedding"):
+    with pytest.raises(
+        ConfigError, match=r"linear layers only, and .*embed_tokens is of type Embedding"
+    ):
         asyncio.run(enter(shallow_model_dir, ["embed_tokens"]))
-    with pytest.raises(ConfigError, match="lm_head is the model's head, which can have no adapters"):
+    with pytest.raises(
+        ConfigError, match="lm_head is the model's head, which can have no adapters"
+    ):
         asyncio.run(enter(shallow_model_dir, ["q_proj", "lm_head"]))
     with pytest.raises(ConfigError, match="names no layer"):
         asyncio.run(enter(shallow_model_dir, []))
@@ -449,11 +515,10 @@ def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path:
 @pytest.mark.long
 def test_loading_and_saving_say_nothing(shallow_model_dir: Path, tmp_path: Path) -> None:
     program = (
-        "import asyncio, sys; from pathlib import Path; from agentrl.trainers.local import LocalTrainer\n"
-        "async def main():\n"
-        "    async with LocalTrainer(LocalTrainer.Config(device='cpu'), Path(sys.argv[1]), total_steps=1) as trainer:\n"
-        "        await trainer.save(Path(sys.argv[2]))\n"
-        "asyncio.run(main())"
+        "import asyncio, sys; from pathlib import Path; from agentrl.trainers.local import"
+        " LocalTrainer\nasync def main():\n    async with"
+        " LocalTrainer(LocalTrainer.Config(device='cpu'), Path(sys.argv[1]), total_steps=1) as"
+        " trainer:\n        await trainer.save(Path(sys.argv[2]))\nasyncio.run(main())"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program, shallow_model_dir, tmp_path / "saved"],
@@ -469,7 +534,11 @@ def test_loading_and_saving_say_nothing(shallow_model_dir: Path, tmp_path: Path)
     [("deepspeed", DeepSpeedTrainer, {}), ("peft", LocalTrainer, {"device": "cpu", "lora": {}})],
 )
 def test_a_library_that_is_not_installed_is_named_with_its_extra(
-    missing: str, kind: Any, settings: dict[str, Any], shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str,
+    kind: Any,
+    settings: dict[str, Any],
+    shallow_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def enter() -> None:
         async with kind(kind.Config(**settings), shallow_model_dir, total_steps=1):

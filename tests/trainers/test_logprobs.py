@@ -29,9 +29,14 @@ def supports(targets_N: Tensor) -> Tensor:
 
 
 def reference(
-    head: tuple[Tensor, Tensor, Tensor], targets_N: Tensor, scaling: Scaling, support_NS: Tensor | None = None
+    head: tuple[Tensor, Tensor, Tensor],
+    targets_N: Tensor,
+    scaling: Scaling,
+    support_NS: Tensor | None = None,
 ) -> Tensor:
-    """Logprobs and entropies from whole logits, in float64; `head` is the hidden states, the weights and the bias."""
+    """Logprobs and entropies from whole logits, in float64; `head` is the hidden states, the
+    weights and the bias.
+    """
     hidden_NH, weight_VH, bias_V = head
     logits_NV = (hidden_NH.double() @ weight_VH.double().T + bias_V.double()) * scaling.factor
     if scaling.cap is not None:
@@ -52,14 +57,20 @@ def reference(
 @pytest.mark.parametrize("pieces", [1, 3, 37])
 @pytest.mark.parametrize("supported", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("scaling", [Scaling(), Scaling(0.7), Scaling(0.7, 1.3), Scaling(0.7, 1.3, 2.0)])
+@pytest.mark.parametrize(
+    "scaling", [Scaling(), Scaling(0.7), Scaling(0.7, 1.3), Scaling(0.7, 1.3, 2.0)]
+)
 def test_values_and_gradients_are_those_of_the_whole_logits(
     scaling: Scaling, supported: bool, pieces: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", -(-TOKENS // pieces) * VOCABULARY)
     *tensors, targets_N = inputs()
     support_NS = supports(targets_N) if supported else None
-    directions_2N = torch.randn(2, TOKENS) if entropy else torch.stack([torch.randn(TOKENS), torch.zeros(TOKENS)])
+    directions_2N = (
+        torch.randn(2, TOKENS)
+        if entropy
+        else torch.stack([torch.randn(TOKENS), torch.zeros(TOKENS)])
+    )
     found, wanted = [], []
     for results, exact in ((found, False), (wanted, True)):
         own = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -68,7 +79,13 @@ def test_values_and_gradients_are_those_of_the_whole_logits(
             found_2N = reference((hidden_NH, weight_VH, bias_V), targets_N, scaling, support_NS)
         else:
             found_2N = linear_logprobs(
-                hidden_NH, weight_VH, targets_N, scaling, bias_V=bias_V, support_NS=support_NS, entropy=entropy
+                hidden_NH,
+                weight_VH,
+                targets_N,
+                scaling,
+                bias_V=bias_V,
+                support_NS=support_NS,
+                entropy=entropy,
             )
         shown = found_2N if entropy or not exact else found_2N[0]
         (shown * (directions_2N if entropy else directions_2N[0])).sum().backward()
@@ -91,7 +108,9 @@ def test_a_head_in_bfloat16_sums_its_gradient_in_float32(monkeypatch: pytest.Mon
     low_VH = weight_VH.bfloat16().requires_grad_()
     linear_logprobs(hidden_NH.bfloat16(), low_VH, targets_N, Scaling()).sum().backward()
     exact_VH = weight_VH.bfloat16().float().requires_grad_()
-    reference((hidden_NH.bfloat16(), exact_VH, torch.zeros(VOCABULARY)), targets_N, Scaling())[0].sum().backward()
+    reference((hidden_NH.bfloat16(), exact_VH, torch.zeros(VOCABULARY)), targets_N, Scaling())[
+        0
+    ].sum().backward()
     assert exact_VH.grad is not None
     assert low_VH.grad is not None
     assert torch.allclose(low_VH.grad.float(), exact_VH.grad.float(), atol=0.03, rtol=0.02)

@@ -12,7 +12,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agentrl.cluster.processes import start_local
-from agentrl.testing.trainers import LOSS, TrainerCase, check_refuses_non_finite, check_resume, random_batches
+from agentrl.testing.trainers import (
+    LOSS,
+    TrainerCase,
+    check_refuses_non_finite,
+    check_resume,
+    random_batches,
+)
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
@@ -31,7 +37,12 @@ def blocks(seed: int, signed: bool) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-30, 10, (50, 1), generator=generator)
     spread = 10.0 ** -torch.randint(0, 9, (50, 16), generator=generator)
-    values = sizes * spread * torch.randn(50, 16, generator=generator) * (torch.rand(50, 1, generator=generator) > 0.1)
+    values = (
+        sizes
+        * spread
+        * torch.randn(50, 16, generator=generator)
+        * (torch.rand(50, 1, generator=generator) > 0.1)
+    )
     return (values if signed else values.abs()).view(-1)
 
 
@@ -50,7 +61,9 @@ def test_what_was_decoded_is_coded_as_it_was(seed: int, signed: bool) -> None:
 
 
 @given(seed=st.integers(0, 2**31), signed=st.booleans())
-def test_codes_are_near_what_they_stand_for_and_exact_where_it_is_largest(seed: int, signed: bool) -> None:
+def test_codes_are_near_what_they_stand_for_and_exact_where_it_is_largest(
+    seed: int, signed: bool
+) -> None:
     values = blocks(seed, signed)
     decoded = decode(*encode(values, 16, signed), signed).view(-1, 16)
     values = values.view(-1, 16)
@@ -62,7 +75,9 @@ def test_codes_are_near_what_they_stand_for_and_exact_where_it_is_largest(seed: 
 
 
 @pytest.mark.parametrize(("moments", "error"), [("bfloat16", 0.005), ("int8", 0.03)])
-def test_parameters_go_nearly_where_float32_moments_take_them(moments: MomentType, error: float) -> None:
+def test_parameters_go_nearly_where_float32_moments_take_them(
+    moments: MomentType, error: float
+) -> None:
     def trained(chosen: MomentType) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         module = torch.nn.Linear(256, 64)
@@ -70,7 +85,9 @@ def test_parameters_go_nearly_where_float32_moments_take_them(moments: MomentTyp
             for parameter in module.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
         optimizer = adamw(module, TrainerSettings(lr=1e-2, weight_decay=0.1, moments=chosen))
-        start = torch.cat([parameter.detach().clone().view(-1) for parameter in module.parameters()])
+        start = torch.cat(
+            [parameter.detach().clone().view(-1) for parameter in module.parameters()]
+        )
         for _ in range(30):
             for parameter in module.parameters():
                 scale = 10.0 ** torch.linspace(-4, 0, parameter.numel()).view(parameter.shape)
@@ -85,15 +102,21 @@ def test_parameters_go_nearly_where_float32_moments_take_them(moments: MomentTyp
 
 @pytest.mark.parametrize("moments", LOW)
 def test_moments_take_the_bytes_that_are_planned(moments: MomentType) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 256, bias=False))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 256, bias=False)
+    )
     settings = TrainerSettings(moments=moments)
     optimizer = adamw(module, settings)
     assert isinstance(optimizer, LowPrecisionAdamW)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim)
-    assert held == 2 * settings.layout().moment_bytes * sum(parameter.numel() for parameter in module.parameters())
+    held = sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim
+    )
+    assert held == 2 * settings.layout().moment_bytes * sum(
+        parameter.numel() for parameter in module.parameters()
+    )
 
 
 def test_settings_that_low_precision_cannot_follow_are_refused() -> None:
@@ -114,7 +137,9 @@ def test_a_trainer_with_low_moments_resumes_exactly_and_refuses_what_is_not_fini
 ) -> None:
     def make(model: Path, case: TrainerCase) -> LocalTrainer:
         config = LocalTrainer.Config(**case.settings, device="cpu", moments=moments)
-        return LocalTrainer(config, model, total_steps=case.total_steps, temperature=case.temperature)
+        return LocalTrainer(
+            config, model, total_steps=case.total_steps, temperature=case.temperature
+        )
 
     asyncio.run(check_resume(make, shallow_model_dir, tmp_path))
     asyncio.run(check_refuses_non_finite(make, shallow_model_dir))
@@ -130,7 +155,9 @@ def test_two_ranks_save_the_moments_that_one_process_takes_up_and_saves_as_they_
     def of(ranks: int) -> GroupTrainer:
         config = FsdpTrainer.Config(**CASE.settings, world_size=ranks, moments=moments)
         parts: dict[str, Any] = {"start": start_local} if ranks > 1 else {}
-        return FsdpTrainer(config, shallow_model_dir, total_steps=10, temperature=CASE.temperature, **parts)
+        return FsdpTrainer(
+            config, shallow_model_dir, total_steps=10, temperature=CASE.temperature, **parts
+        )
 
     async def main() -> None:
         async with of(2) as trainer:
@@ -143,7 +170,9 @@ def test_two_ranks_save_the_moments_that_one_process_takes_up_and_saves_as_they_
             await trainer.load(tmp_path / "two")
             await trainer.save(tmp_path / "one")
             await trainer.step(batches[2], LOSS, float(batches[2].num_loss_tokens))
-            for name, weight in (await trainer.weights()).items():  # equal moments: as near as float32 ones come
+            for name, weight in (
+                await trainer.weights()
+            ).items():  # equal moments: as near as float32 ones come
                 torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
         async with of(2) as trainer:
             await trainer.load(tmp_path / "one")

@@ -1,4 +1,6 @@
-"""The last layer's attention is computed for the needed tokens only, and is what it would be for all of them."""
+"""The last layer's attention is computed for the needed tokens only, and is what it would be for
+all of them.
+"""
 
 import numpy as np
 import pytest
@@ -34,9 +36,13 @@ def test_the_needed_tokens_have_the_attention_and_gradients_that_all_tokens_have
     results = []
     for segments in (whole, few):
         inputs = packed(tokens)
-        out_SHD = attend(torch.nn.Module(), *inputs, None, segments=segments, needed_only=True)[0][0]
+        out_SHD = attend(torch.nn.Module(), *inputs, None, segments=segments, needed_only=True)[0][
+            0
+        ]
         out_PHD = out_SHD[torch.from_numpy(places_P.astype(np.int64))]
-        out_PHD.mul(torch.randn(out_PHD.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+        out_PHD.mul(
+            torch.randn(out_PHD.shape, generator=torch.Generator().manual_seed(1))
+        ).sum().backward()
         results.append([out_PHD, *(one.grad for one in inputs)])
     for wanted, found in zip(*results, strict=True):
         assert torch.allclose(wanted, found, atol=1e-5)
@@ -52,7 +58,9 @@ def test_few_needed_tokens_cost_as_many_queries(lengths, monkeypatch):
         return fused(query, *args, **options)
 
     ends = np.cumsum(lengths)
-    segments = Segments.of(lengths, CPU, None, ints([end - before for end in ends for before in (3, 1)]))
+    segments = Segments.of(
+        lengths, CPU, None, ints([end - before for end in ends for before in (3, 1)])
+    )
     monkeypatch.setattr(needed, "scaled_dot_product_attention", counted)
     attend(torch.nn.Module(), *packed(sum(lengths)), None, segments=segments, needed_only=True)
     assert sum(queries) == 2 * len(lengths)

@@ -18,7 +18,9 @@ def batch_of(seed: int, count: int) -> TrainBatch:
 
 
 @given(seeds, counts, st.integers(1, 400), st.integers(1, 4))
-def test_micro_batches_are_whole_samples_within_the_budget(seed: int, count: int, tokens: int, parts: int) -> None:
+def test_micro_batches_are_whole_samples_within_the_budget(
+    seed: int, count: int, tokens: int, parts: int
+) -> None:
     batch = batch_of(seed, count)
     found = micro_batches(batch, tokens, parts=parts)
     share = -(-len(batch.tokens_S) // parts)
@@ -26,13 +28,17 @@ def test_micro_batches_are_whole_samples_within_the_budget(seed: int, count: int
         lengths_M = micro_batch.samples.lengths_M
         assert micro_batch.tokens == lengths_M.sum()
         assert micro_batch.computed_tokens <= min(tokens, share) or len(lengths_M) == 1
-        assert lengths_M.tolist() == sorted(lengths_M, reverse=True), "attention pads segments of similar length"
+        assert lengths_M.tolist() == sorted(lengths_M, reverse=True), (
+            "attention pads segments of similar length"
+        )
         assert np.array_equal(lengths_M, batch.lengths_M[micro_batch.numbers_M])
     numbers = [number for micro_batch in found for number in micro_batch.numbers_M.tolist()]
     assert sorted(numbers) == list(range(count))
     ordered = batch.ordered(numbers)
     assert np.array_equal(np.concatenate([one.samples.tokens_S for one in found]), ordered.tokens_S)
-    assert np.array_equal(np.concatenate([one.samples.advantages_N for one in found]), ordered.advantages_N)
+    assert np.array_equal(
+        np.concatenate([one.samples.advantages_N for one in found]), ordered.advantages_N
+    )
 
 
 @given(lengths, st.integers(1, 60))

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from agentrl.arrays import IntArray, ints
 from agentrl.batch import TrainingSample, collate
 from agentrl.models.last_layer import compute_only_needed
-from agentrl.trainers.compute.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.trainers.compute.forward import (
+    compute_logprobs_in,
+    scaling_of,
+    to_device,
+    token_logprobs,
+)
 from agentrl.trainers.compute.prefixes import families, find_shared
 from agentrl.trainers.packing import MicroBatch, micro_batches
 from tests.trainers.test_attention import FAMILIES, TEMPERATURE, alone, models
@@ -45,8 +50,11 @@ def test_families_hold_each_row_once_and_count_as_no_more_than_the_limit(listed,
     assert all(size <= limit or len(family) == 1 for family, size in zip(found, sizes, strict=True))
 
 
-def group(prompts: int, members: int, *, prompt: int = 40, answer: int = 12, seed: int = 0) -> list[TrainingSample]:
-    """Groups that share instructions, with a prompt for each group and an answer for each member; half of it is loss.
+def group(
+    prompts: int, members: int, *, prompt: int = 40, answer: int = 12, seed: int = 0
+) -> list[TrainingSample]:
+    """Groups that share instructions, with a prompt for each group and an answer for each member;
+    half of it is loss.
 
     The last member of a group says what the first one says.
     """
@@ -71,7 +79,9 @@ def logprobs_of(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_has_alone(family, checkpointed):
+def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_has_alone(
+    family, checkpointed
+):
     plain, shared = models(family)
     if checkpointed:
         shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -85,7 +95,9 @@ def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_h
         (logprobs_N * directions_N).sum().backward()
     for (name, one), other in zip(plain.named_parameters(), shared.parameters(), strict=True):
         if one.grad is not None:
-            assert torch.allclose(one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))), name
+            assert torch.allclose(
+                one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))
+            ), name
 
 
 @cache
@@ -97,11 +109,20 @@ def trained(family: str) -> tuple[Any, Any]:
 
 
 def entropies_alone(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """The entropies of the distributions of all loss tokens, by transformers, each sample by itself."""
+    """The entropies of the distributions of all loss tokens, by transformers, each sample by
+    itself.
+    """
     found, first = [], 0
     for length in batch.samples.lengths_M:
-        ids, loss = (one[first : first + length] for one in (batch.samples.tokens_S, batch.samples.loss_mask_S))
-        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0].float()
+        ids, loss = (
+            one[first : first + length]
+            for one in (batch.samples.tokens_S, batch.samples.loss_mask_S)
+        )
+        logits = (
+            model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False)
+            .logits[0]
+            .float()
+        )
         logprobs_TV = (logits / TEMPERATURE).log_softmax(-1)[:-1][torch.from_numpy(loss[1:].copy())]
         found.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
         first += int(length)
@@ -110,7 +131,9 @@ def entropies_alone(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 @st.composite
 def ragged(draw: st.DrawFn) -> list[TrainingSample]:
-    """Samples that go on from parts of others, or from all of one; of one token and more, some without loss."""
+    """Samples that go on from parts of others, or from all of one; of one token and more, some
+    without loss.
+    """
     samples: list[TrainingSample] = []
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     for _ in range(draw(st.integers(1, 6))):
@@ -118,17 +141,23 @@ def ragged(draw: st.DrawFn) -> list[TrainingSample]:
         taken = start[: draw(st.integers(0, len(start)))]
         more = rng.integers(0, 60, draw(st.integers(0 if len(taken) else 1, 24)))
         ids = np.concatenate([taken, more]).astype(np.int64)
-        loss = (rng.random(len(ids)) < draw(st.sampled_from([0.0, 0.3, 1.0]))) & (np.arange(len(ids)) > 0)
+        loss = (rng.random(len(ids)) < draw(st.sampled_from([0.0, 0.3, 1.0]))) & (
+            np.arange(len(ids)) > 0
+        )
         zeros = np.zeros(len(ids))
         samples.append(TrainingSample(ids, loss, zeros, zeros, np.where(loss, 0, -1), zeros))
     last = rng.integers(0, 60, 3)
-    samples.append(TrainingSample(last, [False, True, True], [0.0] * 3, [0.0] * 3, [-1, 0, 0], [0] * 3))
+    samples.append(
+        TrainingSample(last, [False, True, True], [0.0] * 3, [0.0] * 3, [-1, 0, 0], [0] * 3)
+    )
     return samples
 
 
 @pytest.mark.parametrize("family", ["Qwen3Config", "Gemma2Config", "GptOssConfig"])
 @given(samples=ragged(), tokens=st.sampled_from([1, 20, 10**6]))
-def test_ragged_samples_have_the_logprobs_entropies_and_gradients_that_each_has_alone(family, samples, tokens):
+def test_ragged_samples_have_the_logprobs_entropies_and_gradients_that_each_has_alone(
+    family, samples, tokens
+):
     plain, shared = trained(family)
     for model in (plain, shared):
         model.zero_grad()
@@ -138,18 +167,24 @@ def test_ragged_samples_have_the_logprobs_entropies_and_gradients_that_each_has_
         wanted_2N = torch.stack([alone(plain, batch), entropies_alone(plain, batch)])
         found_2N = token_logprobs(shared, to_device(batch, CPU), entropy=True)
         assert torch.allclose(found_2N, wanted_2N, atol=1e-5)
-        directions_2N = torch.from_numpy(np.random.default_rng(1).normal(size=wanted_2N.shape)).float()
+        directions_2N = torch.from_numpy(
+            np.random.default_rng(1).normal(size=wanted_2N.shape)
+        ).float()
         for predicted_2N in (wanted_2N, found_2N):
             (predicted_2N * directions_2N).sum().backward()
     for (name, one), other in zip(plain.named_parameters(), shared.parameters(), strict=True):
         if one.grad is not None:
-            assert torch.allclose(one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))), name
+            assert torch.allclose(
+                one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))
+            ), name
 
 
 def test_the_last_layer_computes_only_tokens_before_loss_tokens():
     _, model = models("Qwen3Config")
     seen: list[int] = []
-    model.model.layers[-1].mlp.gate_proj.register_forward_hook(lambda layer, args, out: seen.append(out.shape[1]))
+    model.model.layers[-1].mlp.gate_proj.register_forward_hook(
+        lambda layer, args, out: seen.append(out.shape[1])
+    )
     (batch,) = micro_batches(collate(group(1, 4)), 10**6)
     sample = to_device(batch, CPU)
     logprobs_of(model, batch)
@@ -162,7 +197,9 @@ def test_members_of_a_group_are_packed_together_and_count_what_they_do_not_share
     found = micro_batches(collate([samples[number] for number in order]), 200)
     assert len(found) <= 8
     assert all(one.computed_tokens <= 200 for one in found)
-    assert sum(one.computed_tokens for one in found) < 0.4 * sum(len(sample.token_ids) for sample in samples)
+    assert sum(one.computed_tokens for one in found) < 0.4 * sum(
+        len(sample.token_ids) for sample in samples
+    )
 
 
 def test_samples_without_a_common_prefix_are_computed_as_they_are():

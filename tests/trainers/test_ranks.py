@@ -1,4 +1,6 @@
-"""Trainers of several ranks: the contract of a trainer over real process groups, and against one process."""
+"""Trainers of several ranks: the contract of a trainer over real process groups, and against one
+process.
+"""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -43,7 +45,9 @@ value_loss = partial(of_tokens.value_loss, clip=None)
 
 @dataclass(frozen=True)
 class Borrowed:
-    """A worker in a process that stays when the worker is stopped: starting one costs seconds of imports."""
+    """A worker in a process that stays when the worker is stopped: starting one costs seconds of
+    imports.
+    """
 
     process: ProcessWorker
 
@@ -81,7 +85,9 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def alone(shallow_model_dir: Path) -> Any:
-    """What twenty steps on one process come to, with adapters or without: made once for all that are held to it."""
+    """What twenty steps on one process come to, with adapters or without: made once for all that
+    are held to it.
+    """
 
     @cache
     def trained(adapters: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -93,17 +99,29 @@ def alone(shallow_model_dir: Path) -> Any:
 
 KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
     "fsdp": (FsdpTrainer, {"world_size": RANKS}),
-    "fsdp, whole": (FsdpTrainer, {"world_size": RANKS, "reshard_after_forward": False, "keep_gradients": True}),
+    "fsdp, whole": (
+        FsdpTrainer,
+        {"world_size": RANKS, "reshard_after_forward": False, "keep_gradients": True},
+    ),
     "deepspeed, ZeRO 1": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 1}),
     "deepspeed, ZeRO 2": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2}),
     "deepspeed, ZeRO 3": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 3}),
 }
 LORA = {"rank": 4, "alpha": 8.0}
 OPTIONS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
-    "fsdp, offloaded": (FsdpTrainer, {"world_size": RANKS, "optimizer_offload": True, "activation_offload": True}),
-    "fsdp, recomputing": (FsdpTrainer, {"world_size": RANKS, "activation_checkpointing": "selective"}),
+    "fsdp, offloaded": (
+        FsdpTrainer,
+        {"world_size": RANKS, "optimizer_offload": True, "activation_offload": True},
+    ),
+    "fsdp, recomputing": (
+        FsdpTrainer,
+        {"world_size": RANKS, "activation_checkpointing": "selective"},
+    ),
     "fsdp, adapters": (FsdpTrainer, {"world_size": RANKS, "lora": LORA}),
-    "ZeRO 2, offloaded": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "offload": True}),
+    "ZeRO 2, offloaded": (
+        DeepSpeedTrainer,
+        {"world_size": RANKS, "zero_stage": 2, "offload": True},
+    ),
     "ZeRO 2, adapters": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "lora": LORA}),
     "ZeRO 3, offloaded, recomputing": (
         DeepSpeedTrainer,
@@ -116,19 +134,26 @@ OPTIONS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
 def make_trainer(kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any) -> Any:
     def make(model: Path, case: TrainerCase) -> GroupTrainer:
         config = kind.Config(**{**case.settings, **settings})
-        return kind(config, model, total_steps=case.total_steps, temperature=case.temperature, **parts)
+        return kind(
+            config, model, total_steps=case.total_steps, temperature=case.temperature, **parts
+        )
 
     return make
 
 
 def each_of(names: Iterable[str], *, long: Iterable[str]) -> pytest.MarkDecorator:
-    """For the kinds of these names; nearly the code of another are those that take their time among the long tests."""
+    """For the kinds of these names; nearly the code of another are those that take their time among
+    the long tests.
+    """
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=pytest.mark.long if name in long else ()) for name in names]
+        "name",
+        [pytest.param(name, marks=pytest.mark.long if name in long else ()) for name in names],
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"
+)
 @pytest.mark.parametrize("name", ["local", "fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"])
 def test_on_gpus_a_trainer_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
@@ -136,14 +161,18 @@ def test_on_gpus_a_trainer_keeps_the_contract(
     kind, settings = {**KINDS, "local": (LocalTrainer, {"device": "cuda"})}[name]
     if kind is not LocalTrainer:
         settings = {**settings, "world_size": min(RANKS, torch.cuda.device_count())}
-    asyncio.run(check_trainer(make_trainer(kind, settings, start=processes), shallow_model_dir, tmp_path))
+    asyncio.run(
+        check_trainer(make_trainer(kind, settings, start=processes), shallow_model_dir, tmp_path)
+    )
 
 
 @each_of(KINDS, long=[name for name in KINDS if name != "fsdp"])
 def test_a_trainer_of_two_ranks_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
-    asyncio.run(check_trainer(make_trainer(*KINDS[name], start=processes), shallow_model_dir, tmp_path))
+    asyncio.run(
+        check_trainer(make_trainer(*KINDS[name], start=processes), shallow_model_dir, tmp_path)
+    )
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 2"])
@@ -165,7 +194,11 @@ def test_deepspeed_keeps_what_of_the_contract_no_other_test_shows(
     processes: Processes, shallow_model_dir: Path
 ) -> None:
     make = make_trainer(*KINDS["deepspeed, ZeRO 3"], start=processes)
-    asyncio.run(check_equals_reference(make, shallow_model_dir, TrainerCase(minibatches=3, entropy_bonus=0.1)))
+    asyncio.run(
+        check_equals_reference(
+            make, shallow_model_dir, TrainerCase(minibatches=3, entropy_bonus=0.1)
+        )
+    )
     asyncio.run(check_refuses_non_finite(make, shallow_model_dir))
 
 
@@ -181,7 +214,9 @@ def test_twenty_steps_on_two_ranks_are_those_of_one_process(
 ) -> None:
     kind, settings = (KINDS | OPTIONS)[name]
     batches = random_batches(shallow_model_dir, 20)
-    losses, weights = asyncio.run(train(make_trainer(kind, settings, start=processes), shallow_model_dir, batches))
+    losses, weights = asyncio.run(
+        train(make_trainer(kind, settings, start=processes), shallow_model_dir, batches)
+    )
     expected_losses, expected = alone("lora" in settings)
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert weights.keys() == expected.keys()
@@ -196,7 +231,9 @@ def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["fsdp", pytest.param("deepspeed, ZeRO 2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["fsdp", pytest.param("deepspeed, ZeRO 2", marks=pytest.mark.long)]
+)
 def test_a_mixture_of_experts_on_two_ranks_is_that_of_one_process_and_is_taken_up(
     name: str, processes: Processes, mixture_dir: Path, tmp_path: Path
 ) -> None:
@@ -238,7 +275,9 @@ def test_a_critic_on_two_ranks_learns_as_one_of_one_process_and_is_taken_up(
     several = make_trainer(*KINDS[name], start=processes, role="critic", head="value")
     alone = make_trainer(LocalTrainer, {"device": "cpu"}, role="critic", head="value")
     several.__name__, alone.__name__ = "several", "alone"
-    (losses, values), (expected_losses, expected) = (asyncio.run(learned(make)) for make in (several, alone))
+    (losses, values), (expected_losses, expected) = (
+        asyncio.run(learned(make)) for make in (several, alone)
+    )
     assert losses == pytest.approx(expected_losses, abs=1e-5)
     assert not values[0].any(), "a new critic expects nothing"
     assert values[1].any()
@@ -254,8 +293,12 @@ def test_bfloat16_is_for_computing_and_float32_for_keeping(
     kind, settings = KINDS[name]
     batches = random_batches(shallow_model_dir, 3)
     coarse = {**settings, "dtype": "bfloat16"}
-    losses, weights = asyncio.run(train(make_trainer(kind, coarse, start=processes), shallow_model_dir, batches))
-    fine, expected = asyncio.run(train(make_trainer(LocalTrainer, {"device": "cpu"}), shallow_model_dir, batches))
+    losses, weights = asyncio.run(
+        train(make_trainer(kind, coarse, start=processes), shallow_model_dir, batches)
+    )
+    fine, expected = asyncio.run(
+        train(make_trainer(LocalTrainer, {"device": "cpu"}), shallow_model_dir, batches)
+    )
     assert losses != fine
     assert losses == pytest.approx(fine, abs=0.02)
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
@@ -297,7 +340,9 @@ def test_a_trainer_takes_up_what_another_kind_or_number_of_ranks_has_saved(
 
     async def main() -> dict[str, torch.Tensor]:
         before, after = (
-            make_trainer(*{**KINDS, **ONE}[name], **({} if name == "local" else {"start": processes}))
+            make_trainer(
+                *{**KINDS, **ONE}[name], **({} if name == "local" else {"start": processes})
+            )
             for name in (saved_by, taken_up_by)
         )
         async with before(shallow_model_dir, TrainerCase(lr=1e-3)) as trainer:
@@ -338,10 +383,14 @@ def test_deepspeed_keeps_its_own_settings_when_it_takes_up_a_checkpoint(
 
 async def steps(trainer: GroupTrainer, batches: list[TrainBatch]) -> list[float]:
     """The losses of one step on each batch."""
-    return [(await trainer.step(batch, LOSS, float(batch.num_loss_tokens)))["loss"] for batch in batches]
+    return [
+        (await trainer.step(batch, LOSS, float(batch.num_loss_tokens)))["loss"] for batch in batches
+    ]
 
 
-async def train(make: Any, model: Path, batches: list[TrainBatch]) -> tuple[list[float], dict[str, torch.Tensor]]:
+async def train(
+    make: Any, model: Path, batches: list[TrainBatch]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses of one step on each batch, and the weights after them."""
     async with make(model, TrainerCase(lr=1e-3)) as trainer:
         losses = await steps(trainer, batches)
@@ -349,11 +398,18 @@ async def train(make: Any, model: Path, batches: list[TrainBatch]) -> tuple[list
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 3"])
-def test_two_ranks_balance_the_experts_as_one_does(name: str, processes: Processes, tmp_path: Path) -> None:
-    folder, case = folder_of("Qwen3-MoE", tmp_path / "model", says=True), TrainerCase(micro_batch_tokens=60)
+def test_two_ranks_balance_the_experts_as_one_does(
+    name: str, processes: Processes, tmp_path: Path
+) -> None:
+    folder, case = (
+        folder_of("Qwen3-MoE", tmp_path / "model", says=True),
+        TrainerCase(micro_batch_tokens=60),
+    )
     batch = batch_for(folder)
 
-    async def told(kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any) -> dict[str, float]:
+    async def told(
+        kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any
+    ) -> dict[str, float]:
         make = make_trainer(kind, {**settings, "router_aux_loss_coef": 0.5}, **parts)
         async with make(folder, case) as trainer:
             return dict(await trainer.step(batch, nothing, 1.0))

@@ -28,7 +28,9 @@ def qwen(folder: Path) -> Any:
 
 
 def gemma(folder: Path) -> Any:
-    """With sliding windows and soft caps, whose attention is computed in pieces that are computed again too."""
+    """With sliding windows and soft caps, whose attention is computed in pieces that are computed
+    again too.
+    """
     config = Gemma2Config(
         vocab_size=100,
         hidden_size=32,
@@ -55,7 +57,9 @@ def hidden_states(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [qwen, gemma])
-@pytest.mark.parametrize(("how", "offload"), [("selective", False), ("full", False), ("full", True)])
+@pytest.mark.parametrize(
+    ("how", "offload"), [("selective", False), ("full", False), ("full", True)]
+)
 def test_what_is_computed_again_gives_the_same_gradients_to_the_bit(
     shallow_model_dir: Path, make: Callable[[Path], Any], how: Any, offload: bool
 ) -> None:
@@ -99,7 +103,9 @@ def test_each_way_keeps_the_activations_of_a_layer_that_it_says(shallow_model_di
     assert found["none"] > 1.5 * found["selective"]
 
 
-def test_what_is_offloaded_is_the_input_of_each_layer(shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_offloaded_is_the_input_of_each_layer(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed: list[torch.Tensor] = []
 
     class Watched(saved_tensors_hooks):
@@ -117,7 +123,9 @@ def test_what_is_offloaded_is_the_input_of_each_layer(shallow_model_dir: Path, m
     assert len(packed) == model.config.num_hidden_layers
 
 
-def test_a_model_of_a_billion_parameters_is_computed_again_unless_the_settings_say_otherwise() -> None:
+def test_a_model_of_a_billion_parameters_is_computed_again_unless_the_settings_say_otherwise() -> (
+    None
+):
     assert [TrainerSettings().recomputed(size) for size in (10**9 - 1, 10**9)] == ["none", "full"]
     assert TrainerSettings(activation_offload=True).recomputed(1) == "full"
     assert TrainerSettings(activation_checkpointing="selective").recomputed(10**12) == "selective"
@@ -132,4 +140,7 @@ def test_wrong_settings_say_what_to_write(shallow_model_dir: Path) -> None:
         recompute_blocks(model, "full")
     with pytest.raises(ValidationError, match="write activation_checkpointing: full"):
         DeepSpeedTrainer.Config(zero_stage=3, activation_checkpointing="selective")
-    assert DeepSpeedTrainer.Config(zero_stage=2, activation_checkpointing="selective").recomputed(1) == "selective"
+    assert (
+        DeepSpeedTrainer.Config(zero_stage=2, activation_checkpointing="selective").recomputed(1)
+        == "selective"
+    )

@@ -24,7 +24,9 @@ SLACK = 40 * MIB
 
 @dataclass(frozen=True)
 class Watched:
-    """Makes a rank that can say by how much its resident memory grew at most since all had been imported."""
+    """Makes a rank that can say by how much its resident memory grew at most since all had been
+    imported.
+    """
 
     make: Callable[[int], Any]
 
@@ -32,7 +34,9 @@ class Watched:
         rank = self.make(number)
         importlib.import_module("transformers.models.qwen3.modeling_qwen3")
         importlib.import_module(rank._spec.sharding.partition(":")[0])
-        Path("/proc/self/clear_refs").write_text("5")  # the largest resident size begins at the present one
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the largest resident size begins at the present one
         before = resident("VmRSS")
         type(rank).grown = lambda _: resident("VmHWM") - before
         return rank
@@ -40,13 +44,17 @@ class Watched:
 
 def resident(which: str) -> int:
     """The resident memory of this process in bytes: at present (VmRSS), or at most (VmHWM)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which)]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(which)
+    ]
     return 1024 * int(line.split()[1])
 
 
 def write_model(folder: Path, blocks: int) -> tuple[int, int]:
-    """Write a random model in bfloat16, with blocks of 48 MiB in float32; returns the bytes of all of it, and of one
-    block, in float32.
+    """Write a random model in bfloat16, with blocks of 48 MiB in float32; returns the bytes of all
+    of it, and of one block, in float32.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -62,12 +70,18 @@ def write_model(folder: Path, blocks: int) -> tuple[int, int]:
     )
     model = Qwen3ForCausalLM(config).bfloat16()
     model.save_pretrained(folder)
-    return 4 * model.num_parameters(), 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    return 4 * model.num_parameters(), 4 * sum(
+        p.numel() for p in model.model.layers[0].parameters()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [8, pytest.param(26, marks=pytest.mark.long)])  # 400 and 1,300 MB
-def test_a_rank_takes_its_share_of_the_model_and_one_block_to_start(blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "blocks", [8, pytest.param(26, marks=pytest.mark.long)]
+)  # 400 and 1,300 MB
+def test_a_rank_takes_its_share_of_the_model_and_one_block_to_start(
+    blocks: int, tmp_path: Path
+) -> None:
     whole, block = write_model(tmp_path / "model", blocks)
     ranks: list[Any] = []
 
@@ -91,17 +105,23 @@ async def first_weights(folder: Path) -> str:
         return checksum(await trainer.weights())
 
 
-def test_weights_are_read_from_any_form_that_transformers_reads(shallow_model_dir: Path, tmp_path: Path) -> None:
+def test_weights_are_read_from_any_form_that_transformers_reads(
+    shallow_model_dir: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(shallow_model_dir, dtype=torch.float32)
-    expected = checksum({name: w for name, w in model.state_dict().items() if name != "lm_head.weight"})
+    expected = checksum(
+        {name: w for name, w in model.state_dict().items() if name != "lm_head.weight"}
+    )
     assert asyncio.run(first_weights(shallow_model_dir)) == expected
     model.save_pretrained(tmp_path / "split", max_shard_size="500KB")
     assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
     assert asyncio.run(first_weights(tmp_path / "split")) == expected
     (tmp_path / "pickled").mkdir()
-    (tmp_path / "pickled" / "config.json").write_bytes((shallow_model_dir / "config.json").read_bytes())
+    (tmp_path / "pickled" / "config.json").write_bytes(
+        (shallow_model_dir / "config.json").read_bytes()
+    )
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
     assert asyncio.run(first_weights(tmp_path / "pickled")) == expected
 

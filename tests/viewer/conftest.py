@@ -16,8 +16,13 @@ def _found(*names: str) -> str | None:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """Chromium, driven by selenium. In CI it must be there; elsewhere its tests are skipped without it."""
-    chromium, driver = _found("chromium", "chromium-browser", "google-chrome"), _found("chromedriver")
+    """Chromium, driven by selenium. In CI it must be there; elsewhere its tests are skipped without
+    it.
+    """
+    chromium, driver = (
+        _found("chromium", "chromium-browser", "google-chrome"),
+        _found("chromedriver"),
+    )
     if chromium is None or driver is None:
         missing = f"no chromium with a chromedriver is installed: {HOW_TO_INSTALL}"
         if os.environ.get("CI") == "true":

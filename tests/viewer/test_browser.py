@@ -1,4 +1,6 @@
-"""The page in a real browser: every page, keys, colours, narrow screens, hostile texts, and runs that go on."""
+"""The page in a real browser: every page, keys, colours, narrow screens, hostile texts, and runs
+that go on.
+"""
 
 import json
 import os
@@ -27,9 +29,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 HOSTILE = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">",
-    "</pre></script><svg onload=\"document.title='owned'\"><a href=\"javascript:document.title='owned'\">x</a>",
-    "{{constructor.constructor('return 1')()}} ${document.title='owned'} \u202eright to left \ud7ff \x00 \x1b[31m",
-    "<iframe srcdoc=\"<script>parent.document.title='owned'</script>\"></iframe><style>*{display:none}</style>",
+    (
+        "</pre></script><svg onload=\"document.title='owned'\"><a"
+        " href=\"javascript:document.title='owned'\">x</a>"
+    ),
+    (
+        "{{constructor.constructor('return 1')()}} ${document.title='owned'} \u202eright to left"
+        " \ud7ff \x00 \x1b[31m"
+    ),
+    (
+        "<iframe"
+        " srcdoc=\"<script>parent.document.title='owned'</script>\"></iframe><style>*{display:none}</style>"
+    ),
     "<form action=https://evil.example><input autofocus onfocus=\"document.title='owned'\"></form>",
 )
 
@@ -38,10 +49,22 @@ HOSTILE_PICTURES = (
     *HOSTILE,
     "<script>parent.document.title='owned'; top.location='https://evil.example/'</script>",
     '<meta http-equiv="refresh" content="0; url=https://evil.example/refresh">',
-    '<img src="https://evil.example/image"><link rel="stylesheet" href="https://evil.example/style">',
-    '<style>@import "https://evil.example/import"; p { background: url(https://evil.example/back) }</style>',
-    '<iframe src="https://evil.example/frame"></iframe><object data="https://evil.example/object"></object>',
-    '<form action="https://evil.example/form" id="f"></form><button form="f" autofocus>send</button>',
+    (
+        '<img src="https://evil.example/image"><link rel="stylesheet"'
+        ' href="https://evil.example/style">'
+    ),
+    (
+        '<style>@import "https://evil.example/import"; p { background:'
+        " url(https://evil.example/back) }</style>"
+    ),
+    (
+        '<iframe src="https://evil.example/frame"></iframe><object'
+        ' data="https://evil.example/object"></object>'
+    ),
+    (
+        '<form action="https://evil.example/form" id="f"></form><button form="f"'
+        " autofocus>send</button>"
+    ),
     '<base href="https://evil.example/"><a href="link" id="link" target="_top">open</a>',
     "\"></iframe><script>document.title='owned'</script>",
 )
@@ -59,7 +82,11 @@ class Page:
         """Go to an address of the page, and wait until it is drawn."""
         self.browser.get("about:blank")
         self.browser.get(f"{self.url}/{path}")
-        self.wait(lambda: self.script("return document.querySelector('#view > div')?.childElementCount > 0"))
+        self.wait(
+            lambda: self.script(
+                "return document.querySelector('#view > div')?.childElementCount > 0"
+            )
+        )
         assert self.script("return document.querySelector('.error')?.textContent ?? null") is None
 
     def script(self, text: str, *arguments):
@@ -67,7 +94,8 @@ class Page:
 
     def texts(self, selector: str) -> list[str]:
         return self.script(
-            "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector
+            "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)",
+            selector,
         )
 
     def press(self, keys: str) -> None:
@@ -84,13 +112,27 @@ class Page:
 
     def requested(self) -> set[str]:
         """The hosts that the browser has asked for anything since the last call."""
-        events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
-        urls = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
-        return {urlsplit(url).netloc for url in urls if urlsplit(url).scheme not in ("data", "about", "chrome")}
+        events = [
+            json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")
+        ]
+        urls = [
+            one["params"]["request"]["url"]
+            for one in events
+            if one["method"] == "Network.requestWillBeSent"
+        ]
+        return {
+            urlsplit(url).netloc
+            for url in urls
+            if urlsplit(url).scheme not in ("data", "about", "chrome")
+        }
 
     def complaints(self) -> list[str]:
         """Errors and warnings in the browser's console since the last call."""
-        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] != "INFO"]
+        return [
+            entry["message"]
+            for entry in self.browser.get_log("browser")
+            if entry["level"] != "INFO"
+        ]
 
 
 @pytest.fixture
@@ -132,7 +174,9 @@ def serve(browser) -> Iterator[Callable[..., Page]]:
 def test_every_page_is_drawn_without_an_error_or_a_request_to_another_host(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=first,second")
-    page.wait(lambda: page.script("return document.querySelectorAll('.chart svg path').length > 10"))
+    page.wait(
+        lambda: page.script("return document.querySelectorAll('.chart svg path').length > 10")
+    )
     assert {"reward", "success", "entropy"} <= set(page.texts(".chart h3"))
     assert page.texts(".status h3 span") == ["killed in step 2, record"] * 2
     page.open("#/episodes?runs=first")
@@ -144,12 +188,21 @@ def test_every_page_is_drawn_without_an_error_or_a_request_to_another_host(serve
     assert "was trained at step 0 as samples" in page.texts(".fate")[0]
     assert len(page.texts(".token")) == 18
     page.open("#/time?runs=first")
-    assert {"trainer", "engine", "environments", "waits for episodes"} <= set(page.texts(".lane-name"))
+    assert {"trainer", "engine", "environments", "waits for episodes"} <= set(
+        page.texts(".lane-name")
+    )
     page.wait(lambda: page.script("return document.querySelector('canvas.gantt') !== null"))
-    assert {"rewards", "channel groups"} <= set(page.texts("[aria-label='stages and channels'] .lane-name"))
+    assert {"rewards", "channel groups"} <= set(
+        page.texts("[aria-label='stages and channels'] .lane-name")
+    )
     assert page.texts(".badge") == ["bound by: engine"]
-    page.script("[...document.querySelectorAll('button')].find((b) => b.textContent === 'colour by staleness').click()")
-    assert "versions of the weights" in page.script("return document.querySelector('#view').innerText")
+    page.script(
+        "[...document.querySelectorAll('button')].find((b) => b.textContent === 'colour by"
+        " staleness').click()"
+    )
+    assert "versions of the weights" in page.script(
+        "return document.querySelector('#view').innerText"
+    )
     page.open("#/config?runs=first,second")
     assert page.texts("tbody td:first-child") == ["trainer.lr"]
     assert page.complaints() == []
@@ -167,19 +220,22 @@ def test_the_colour_of_a_token_says_what_its_tip_says_exactly(serve, runs):
     facts = page.script("return document.querySelector('.token').about")
     assert facts["old"] == pytest.approx(facts["engine"] + 0.01, abs=1e-6)
     page.script(
-        "const token = document.querySelector('.token');"
-        "token.dispatchEvent(new PointerEvent('pointerover', {bubbles: true, clientX: 50, clientY: 50}))"
+        "const token = document.querySelector('.token');token.dispatchEvent(new"
+        " PointerEvent('pointerover', {bubbles: true, clientX: 50, clientY: 50}))"
     )
-    rows = dict(page.script(
-        "return [...document.querySelectorAll('#tip div')].map((row) => [...row.children].map((c) => c.textContent))"
-    ))  # fmt: skip
+    rows = dict(
+        page.script(
+            "return [...document.querySelectorAll('#tip div')]"
+            ".map((row) => [...row.children].map((c) => c.textContent))"
+        )
+    )
     assert float(rows["logprob (engine)"]) == pytest.approx(facts["engine"], rel=1e-4)
     assert float(rows["advantage"]) == pytest.approx(facts["advantage"], rel=1e-4)
     colours = set()
     for by in ("advantage", "engine", "version", "mask", "ratio", "none"):
         page.script(
-            "const select = document.querySelector('select[aria-label^=colour]'); select.value = arguments[0];"
-            "select.dispatchEvent(new Event('change'))",
+            "const select = document.querySelector('select[aria-label^=colour]'); select.value ="
+            " arguments[0];select.dispatchEvent(new Event('change'))",
             by,
         )
         colours.add(page.script("return document.querySelector('.token').style.background"))
@@ -193,7 +249,12 @@ def test_keys_lead_through_the_pages(serve, runs):
     page.press("2")
     page.wait(lambda: len(page.texts("tbody tr")) == 51)
     page.press("jjk")
-    assert page.script("return [...document.querySelectorAll('tbody tr')].findIndex((r) => r.ariaSelected)") == 0
+    assert (
+        page.script(
+            "return [...document.querySelectorAll('tbody tr')].findIndex((r) => r.ariaSelected)"
+        )
+        == 0
+    )
     first = page.texts("tbody td:first-child a")[0]
     page.press("\ue007")  # Enter
     page.wait(lambda: page.texts("h1") and first in page.texts("h1")[0])
@@ -231,7 +292,8 @@ def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
     assert len(set(backgrounds)) == 2
     try:
         page.browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True},
         )
         for path in ("run", "episodes", "episode", "heldout", "tools", "time", "config"):
             page.open(f"#/{path}?runs=first&id=train-000001%2F0%2F0")
@@ -263,19 +325,37 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
     run.evaluate((1.0, None))
     alarm = {"step": 0, "text": HOSTILE[0], "metrics": ["entropy", HOSTILE[1]]}
     (run.folder / "warnings.jsonl").write_text(json.dumps(alarm) + "\n")
-    (run.folder / "launches.jsonl").write_text(json.dumps({"at": HOSTILE[0], "host": HOSTILE[1], "commit": HOSTILE[3]}))
+    (run.folder / "launches.jsonl").write_text(
+        json.dumps({"at": HOSTILE[0], "host": HOSTILE[1], "commit": HOSTILE[3]})
+    )
     played = Underway(1, 2, 3, 4, {"environment": 5}, [OpenGroup(HOSTILE[3], HOSTILE[0], 60.0)])
-    doing(run, HOSTILE[1], LiveState(os.getpid(), 1.0, (Crew(HOSTILE[4], 1, 2),), (), HOSTILE, played))
+    doing(
+        run, HOSTILE[1], LiveState(os.getpid(), 1.0, (Crew(HOSTILE[4], 1, 2),), (), HOSTILE, played)
+    )
     page = serve(tmp_path)
     runs = quote(quote(name))
-    pages = ("run", "episodes", "episodes&group", "episode", "episode failed", "heldout", "tools", "time", "config")
+    pages = (
+        "run",
+        "episodes",
+        "episodes&group",
+        "episode",
+        "episode failed",
+        "heldout",
+        "tools",
+        "time",
+        "config",
+    )
     for path in pages:
         kind, _, what = path.replace("&", " ").partition(" ")
         more = {"group": "&group=train-000001", "failed": "&id=train-000004%2F0%2F0"}.get(what, "")
         page.open(f"#/{kind}?runs={runs}{more or '&id=train-000001%2F0%2F0'}")
         assert page.script("return document.title") == f"{name} · agentrl"
         assert (
-            page.script("return document.querySelectorAll('#view img, #view iframe, #view script, form').length") == 0
+            page.script(
+                "return document.querySelectorAll('#view img, #view iframe, #view script,"
+                " form').length"
+            )
+            == 0
         )
     assert page.requested() == {urlsplit(page.url).netloc}
     assert page.complaints() == []
@@ -287,7 +367,9 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
 
 
 def look_into_frames(page: Page, count: int) -> None:
-    """Each frame shows what its environment drew, and what else is in it gets nowhere, also when it is clicked."""
+    """Each frame shows what its environment drew, and what else is in it gets nowhere, also when it
+    is clicked.
+    """
     frames = page.browser.find_elements("css selector", "iframe")
     assert len(frames) == count
     for frame in frames:
@@ -305,7 +387,9 @@ def look_into_frames(page: Page, count: int) -> None:
 
 
 def test_an_environments_picture_is_drawn_and_can_do_nothing_else(serve, tmp_path):
-    """In frames without scripts: what they hold cannot ask for anything, open anything, or reach the page."""
+    """In frames without scripts: what they hold cannot ask for anything, open anything, or reach
+    the page.
+    """
     run = MadeUpRun(tmp_path / "run", turns=len(HOSTILE_PICTURES) + 1, pictures=PICTURES)
     run.begin()
     run.step()
@@ -339,20 +423,33 @@ def doing(run: MadeUpRun, phase: str, state: LiveState | None) -> None:
         write_live_state(run.folder / "live.json", state)
 
 
-def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_reloading(serve, runs):
+def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_reloading(
+    serve, runs
+):
     page, run = serve(runs), MadeUpRun(runs / "second")
     page.open("#/run?runs=second")
     assert page.texts(".now") == []
     workers = (Crew("engine", 2, 2), Crew("env", 7, 8, 3), Crew("trainer", 4, 4))
-    waits = (PendingWait("environment", "step", 30, 12.5), PendingWait("environment", "reset", 10, 2.0),
-             PendingWait("engine", "generate", 1, 0.2), PendingWait("engine", "update_weights", 1, 0.2))  # fmt: skip
+    waits = (
+        PendingWait("environment", "step", 30, 12.5),
+        PendingWait("environment", "reset", 10, 2.0),
+        PendingWait("engine", "generate", 1, 0.2),
+        PendingWait("engine", "update_weights", 1, 0.2),
+    )
     played = Underway(256, 256, 12, 64, {"reward": 2}, [OpenGroup("train-000007", "lake", 75.0)], 1)
-    doing(run, "rollout", LiveState(os.getpid(), 1.0, workers, waits, ("all servers are full",), played))
+    doing(
+        run,
+        "rollout",
+        LiveState(os.getpid(), 1.0, workers, waits, ("all servers are full",), played),
+    )
 
     def rows() -> dict[str, str]:
-        return dict(page.script(
-            "return [...document.querySelectorAll('.now dt')].map((t) => [t.textContent, t.nextSibling.textContent])"
-        ))  # fmt: skip
+        return dict(
+            page.script(
+                "return [...document.querySelectorAll('.now dt')]"
+                ".map((t) => [t.textContent, t.nextSibling.textContent])"
+            )
+        )
 
     page.wait(lambda: "workers" in rows())
     page.script("window.marked = document.querySelector('.chip')")
@@ -366,7 +463,11 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
         "outside": "all servers are full",
     }
     assert page.texts(".crew.fewer") == ["environments 7 of 8, 3 restarts"]
-    doing(run, "train", LiveState(os.getpid(), 2.0, (Crew("trainer", 4, 4),), (), (), Underway(0, 256, 0, 64)))
+    doing(
+        run,
+        "train",
+        LiveState(os.getpid(), 2.0, (Crew("trainer", 4, 4),), (), (), Underway(0, 256, 0, 64)),
+    )
     page.wait(lambda: rows()["now"] == "The trainer works; episodes wait for its new weights.")
     assert page.texts(".crew") == ["trainer 4 of 4"]
     assert "waiting" not in rows()
@@ -382,7 +483,10 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
 def test_two_runs_are_compared_by_paired_differences(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=first,second")
-    page.script("[...document.querySelectorAll('button')].find((b) => b.textContent.startsWith('difference')).click()")
+    page.script(
+        "[...document.querySelectorAll('button')].find((b) =>"
+        " b.textContent.startsWith('difference')).click()"
+    )
 
     def values() -> dict[str, str]:
         return dict(zip(page.texts(".chart h3"), page.texts(".chart .values"), strict=True))
@@ -409,18 +513,28 @@ def test_many_runs_fit_a_row_and_have_colours_of_their_own(serve, tmp_path):
     page.open(f"#/run?runs={quote(','.join(map(quote, chosen)))}")
     assert len(page.texts(".status")) == 9
     page.wait(lambda: page.texts(".chart .values span"))
-    lines = page.script("""
+    lines = page.script(
+        """
         return [...document.querySelector(".chart svg g").querySelectorAll("path")]
-          .map((line) => `${line.getAttribute("stroke")} ${line.getAttribute("stroke-dasharray")}`);""")
+          .map((line) => `${line.getAttribute("stroke")} ${line.getAttribute("stroke-dasharray")}`);"""
+    )
     assert len(set(lines)) == 9
     assert page.script("return document.documentElement.scrollWidth <= innerWidth")
-    page.script("[...document.querySelectorAll('.chip')].find((one) => one.textContent === 'all 20 runs …').click()")
+    page.script(
+        "[...document.querySelectorAll('.chip')].find((one) => one.textContent === 'all 20 runs"
+        " …').click()"
+    )
     page.script("""
         const search = document.querySelector("#choose input[type=search]");
         search.value = "run 19";
         search.dispatchEvent(new Event("input"));""")
-    page.script("for (const box of document.querySelectorAll('#choose [type=checkbox]')) box.click()")
-    page.script("[...document.querySelectorAll('#choose button')].find((b) => b.textContent === 'show these').click()")
+    page.script(
+        "for (const box of document.querySelectorAll('#choose [type=checkbox]')) box.click()"
+    )
+    page.script(
+        "[...document.querySelectorAll('#choose button')].find((b) => b.textContent === 'show"
+        " these').click()"
+    )
     page.wait(lambda: len(page.texts(".status")) == 10)
     page.open("#/run?runs=100%,%ZZ")  # an address that was written by hand
     assert page.texts(".status .name") == [names[-1]]
@@ -434,19 +548,39 @@ def test_a_run_that_is_deleted_leaves_the_page_without_reloading(serve, runs):
     page.wait(lambda: page.texts(".chip") == ["first"])
     page.wait(lambda: page.texts(".status .name") == ["first"])
     (runs / "first").rename(runs.parent / "there")
-    page.wait(lambda: "No run is in these folders" in page.script("return document.querySelector('#view').innerText"))
+    page.wait(
+        lambda: (
+            "No run is in these folders"
+            in page.script("return document.querySelector('#view').innerText")
+        )
+    )
     MadeUpRun(runs / "third").begin()
     page.wait(lambda: page.texts(".status .name") == ["third"])
     assert "nothing recorded" in page.texts(".status h3")[0]
     page.press("2")
-    page.wait(lambda: "This run has no episodes" in page.script("return document.querySelector('#view').innerText"))
-    for key, said in (("3", "No episode of an evaluation"), ("4", "No tool was called"), ("5", "No step of this run")):
+    page.wait(
+        lambda: (
+            "This run has no episodes"
+            in page.script("return document.querySelector('#view').innerText")
+        )
+    )
+    for key, said in (
+        ("3", "No episode of an evaluation"),
+        ("4", "No tool was called"),
+        ("5", "No step of this run"),
+    ):
         page.press(key)
-        page.wait(lambda said=said: said in page.script("return document.querySelector('#view').innerText"))
+        page.wait(
+            lambda said=said: (
+                said in page.script("return document.querySelector('#view').innerText")
+            )
+        )
     assert page.complaints() == []
 
 
-def test_what_judges_said_stands_beside_the_parts_and_characters_that_are_not_seen_are_named(serve, tmp_path):
+def test_what_judges_said_stands_beside_the_parts_and_characters_that_are_not_seen_are_named(
+    serve, tmp_path
+):
     run = MadeUpRun(tmp_path / "run", texts=("zero\u200bwidth \u202eevil \x1b[31m",))
     run.begin()
     run.step()
@@ -463,7 +597,9 @@ def test_what_judges_said_stands_beside_the_parts_and_characters_that_are_not_se
 
 
 def test_long_answers_and_texts_unfold_when_they_are_asked_for(serve, tmp_path):
-    run = MadeUpRun(tmp_path / "run", groups=1, members=2, turns=2, tokens=4000, texts=("word " * 100_000,))
+    run = MadeUpRun(
+        tmp_path / "run", groups=1, members=2, turns=2, tokens=4000, texts=("word " * 100_000,)
+    )
     run.begin()
     run.step()
     page = serve(tmp_path)
@@ -472,7 +608,9 @@ def test_long_answers_and_texts_unfold_when_they_are_asked_for(serve, tmp_path):
     assert len(page.texts(".message:not(.assistant) .words")[1]) == 20_000
     for text in ("more tokens", "more characters"):
         page.script(
-            "[...document.querySelectorAll('button')].find((b) => b.textContent.includes(arguments[0])).click()", text
+            "[...document.querySelectorAll('button')].find((b) =>"
+            " b.textContent.includes(arguments[0])).click()",
+            text,
         )
     assert len(page.texts(".token")) == 4000 + 1500
     assert len(page.texts(".message:not(.assistant) .words")[1]) == 500_000
@@ -506,17 +644,36 @@ def watched(tmp_path):
     for scores in ((0.0, 1.0), (1.0, 0.0), (1.0, 0.0)):
         run.evaluate(scores)
         run.step()
-    warning = {"step": 1, "text": "in step 2: the norm of the gradient is large <b>", "metrics": ["entropy"]}
+    warning = {
+        "step": 1,
+        "text": "in step 2: the norm of the gradient is large <b>",
+        "metrics": ["entropy"],
+    }
     old = {"step": 2, "text": "in step 3: of an earlier release"}
-    (run.folder / "warnings.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (warning, old)))
-    launch = {"at": "2027-01-15T08:00:00+00:00", "host": "node-17", "commit": "b37b344d3f0a1c", "changed": True}
+    (run.folder / "warnings.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in (warning, old))
+    )
+    launch = {
+        "at": "2027-01-15T08:00:00+00:00",
+        "host": "node-17",
+        "commit": "b37b344d3f0a1c",
+        "changed": True,
+    }
     (run.folder / "launches.jsonl").write_text(json.dumps(launch) + "\n")
-    state = MachineState(BEGIN, 0.5, 1 << 30, 1 << 31, 0.0, 1e6, 1 << 35, {"GPU 0": 0.75}, {"GPU 0": 0.25})
+    state = MachineState(
+        BEGIN, 0.5, 1 << 30, 1 << 31, 0.0, 1e6, 1 << 35, {"GPU 0": 0.75}, {"GPU 0": 0.25}
+    )
     samples = [json.dumps(asdict(replace(state, at=BEGIN + second))) for second in range(30)]
     (run.folder / "machine.jsonl").write_text("\n".join(samples) + "\n")
     status = json.loads((run.folder / "status.json").read_text())
     ending = Ending(
-        "failed", "out of memory", "EngineError", "2027-01-15T08:02:05+00:00", 3, 2, "agentrl train --resume a"
+        "failed",
+        "out of memory",
+        "EngineError",
+        "2027-01-15T08:02:05+00:00",
+        3,
+        2,
+        "agentrl train --resume a",
     )
     (run.folder / "status.json").write_text(json.dumps({**status, "ended": ending.as_row()}))
     return tmp_path / "a"
@@ -526,10 +683,16 @@ def click_at(page: Page, metric: str, step: int, *, times: int = 1) -> None:
     """Click on the point of a metric's line at a step, of a run of three steps or evaluations."""
     from selenium.webdriver import ActionChains
 
-    page.wait(lambda: page.script("return document.querySelector(arguments[0])", f"[data-metric='{metric}'] svg"))
+    page.wait(
+        lambda: page.script(
+            "return document.querySelector(arguments[0])", f"[data-metric='{metric}'] svg"
+        )
+    )
     svg = page.browser.find_element("css selector", f"[data-metric='{metric}'] svg")
     page.script("arguments[0].scrollIntoView({block: 'center'})", svg)
-    tick = next(one for one in svg.find_elements("css selector", "[data-axis=x]") if one.text == str(step))
+    tick = next(
+        one for one in svg.find_elements("css selector", "[data-axis=x]") if one.text == str(step)
+    )
     x = tick.rect["x"] + tick.rect["width"] / 2 - svg.rect["x"] - svg.rect["width"] / 2
     action = ActionChains(page.browser).move_to_element_with_offset(svg, x, 0)
     (action.click() if times == 1 else action.double_click()).perform()
@@ -548,7 +711,9 @@ def test_a_click_on_a_point_leads_to_the_episodes_of_that_step(serve, watched):
     page.open("#/run?runs=watched")
     page.wait(lambda: page.texts("[data-metric=reward] svg"))
     page.script("const svg = document.querySelector('[data-metric=reward] svg'); svg.focus()")
-    page.browser.switch_to.active_element.send_keys("\ue012", "\ue012", "\ue007")  # left, left, Enter
+    page.browser.switch_to.active_element.send_keys(
+        "\ue012", "\ue012", "\ue007"
+    )  # left, left, Enter
     page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
 
 
@@ -556,12 +721,17 @@ def test_a_double_click_shows_the_whole_range_and_leads_nowhere(serve, watched):
     page = serve(watched)
     page.open("#/run?runs=watched")
     page.wait(lambda: page.texts("[data-metric=reward] svg"))
-    page.script("""
+    page.script(
+        """
         const svg = document.querySelector("[data-metric=reward] svg"), box = svg.getBoundingClientRect();
         const at = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
           bubbles: true, pointerId: 1, clientX: box.left + share * box.width, clientY: box.top + 50 }));
-        svg.setPointerCapture = () => {}; at("pointerdown", 0.5); at("pointermove", 0.9); at("pointerup", 0.9);""")
-    whole = "return [...document.querySelectorAll('button')].find((b) => b.textContent === 'whole range').hidden"
+        svg.setPointerCapture = () => {}; at("pointerdown", 0.5); at("pointermove", 0.9); at("pointerup", 0.9);"""
+    )
+    whole = (
+        "return [...document.querySelectorAll('button')].find((b) => b.textContent === 'whole"
+        " range').hidden"
+    )
     assert page.script(whole) is False
     click_at(page, "reward", 2, times=2)
     page.wait(lambda: page.script(whole))
@@ -573,12 +743,18 @@ def test_a_held_out_task_is_followed_over_all_evaluations(serve, watched):
     page = serve(watched)
     page.open("#/heldout?runs=watched")
     assert page.texts(".lead") == [
-        "Of 2 tasks, 1 was solved after 0 steps and 1 after 2; 1 that was solved before is not any more, and 0 never "
-        "were."
+        "Of 2 tasks, 1 was solved after 0 steps and 1 after 2; 1 that was solved before is not any"
+        " more, and 0 never were."
     ]
     assert page.texts("tbody tr:nth-child(2) td") == [
-        "held_out-000000", "×✓✓", "after 1", "1 after 1", "0 after 0", "1", "+1",
-    ]  # fmt: skip
+        "held_out-000000",
+        "×✓✓",
+        "after 1",
+        "1 after 1",
+        "0 after 0",
+        "1",
+        "+1",
+    ]
     assert page.texts("tbody tr:nth-child(3) .cell") == ["✓", "×", "×"]
     page.script("document.querySelector('tbody tr:nth-child(3) .cell:nth-child(2)').click()")
     page.wait(lambda: page.texts("h1") == ["held_out-000001 held out"])
@@ -609,11 +785,17 @@ def test_alarms_stand_on_the_charts_that_they_are_about(serve, watched):
         "return [...document.querySelectorAll('.alarm')].map((a) => "
         "[a.closest('.chart').dataset.metric, a.dataset.step])"
     )
-    assert sorted(found) == [["entropy", "1"], ["reward", "2"]]  # of an earlier release: at the reward
+    assert sorted(found) == [
+        ["entropy", "1"],
+        ["reward", "2"],
+    ]  # of an earlier release: at the reward
     page.script("document.querySelector('[data-metric=entropy] svg').focus()")
     page.browser.switch_to.active_element.send_keys("\ue014", "\ue014")
     assert "in step 2: the norm of the gradient is large <b>" in page.texts("#tip span")
-    page.script("[...document.querySelectorAll('.warning a')].find((a) => a.textContent === 'its episodes').click()")
+    page.script(
+        "[...document.querySelectorAll('.warning a')].find((a) => a.textContent === 'its"
+        " episodes').click()"
+    )
     page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
 
 
@@ -623,12 +805,17 @@ def test_why_a_run_ended_and_what_is_known_of_it_stand_above_its_curves(serve, w
     page = serve(watched)
     page.open("#/run?runs=watched")
     assert page.texts("[aria-label='why the run ended'] p") == [
-        "EngineError: out of memory", "It goes on after 2 steps with agentrl train --resume a",
-    ]  # fmt: skip
+        "EngineError: out of memory",
+        "It goes on after 2 steps with agentrl train --resume a",
+    ]
     figures = dict(zip(page.texts(".facts dt"), page.texts(".facts dd"), strict=True))
     assert figures["held out"].endswith("(3 failed)")
     facts = dict(zip(page.texts(".about dt"), page.texts(".about dd"), strict=True))
-    assert (facts["duration"], facts["host"], facts["commit"]) == ("2 min 5 s", "node-17", "b37b344d3f + changes")
+    assert (facts["duration"], facts["host"], facts["commit"]) == (
+        "2 min 5 s",
+        "node-17",
+        "b37b344d3f + changes",
+    )
     assert (facts["tags"].strip(), page.texts(".notes")) == ("baseline", ["Longer budget."])
     assert facts["started"].startswith("2027-01-15")
 
@@ -670,7 +857,12 @@ def test_every_axis_has_three_numbers_or_more(serve, tmp_path, steps):
 def test_the_configs_of_a_run_are_told_with_what_they_changed(serve, runs):
     rows = [
         {"config": 0, "step": 0, "at": "2027-01-15T08:00:00+00:00", "changed": {}},
-        {"config": 1, "step": 2, "at": "2027-01-15T09:00:00+00:00", "changed": {"trainer.lr": [1e-3, 2e-3]}},
+        {
+            "config": 1,
+            "step": 2,
+            "at": "2027-01-15T09:00:00+00:00",
+            "changed": {"trainer.lr": [1e-3, 2e-3]},
+        },
     ]
     (runs / "first" / "changes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (runs / "first" / "config.0.yaml").write_text("trainer: {lr: 0.125}")
@@ -698,7 +890,9 @@ def test_long_names_of_runs_are_cut_in_the_middle(serve, tmp_path):
 
 
 def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, tmp_path):
-    run = MadeUpRun(tmp_path / "run", texts=HOSTILE, env=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[2]})
+    run = MadeUpRun(
+        tmp_path / "run", texts=HOSTILE, env=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[2]}
+    )
     run.begin()
     run.step()
     run.step()
@@ -708,13 +902,19 @@ def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, t
     page.complaints()
     browser.get((tmp_path / "report.html").as_uri())
     assert browser.title == "run · agentrl report"
-    assert page.script("return document.querySelectorAll('script, iframe, img, form, a').length") == 0
+    assert (
+        page.script("return document.querySelectorAll('script, iframe, img, form, a').length") == 0
+    )
     assert HOSTILE[0] in page.texts(".words")
-    assert page.script("return document.querySelector('path.line').getBoundingClientRect().width") > 100
+    assert (
+        page.script("return document.querySelector('path.line').getBoundingClientRect().width")
+        > 100
+    )
     page.script("for (const each of document.querySelectorAll('details')) each.open = true")
     try:
         browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True},
         )
         assert page.script("return document.documentElement.scrollWidth") <= 390
     finally:

@@ -27,21 +27,29 @@ def detailed(reader: EpisodeReader, index: EpisodeIndex, member: int) -> dict:
     """An episode of the group whose tokens were kept."""
     rows = index.page(EpisodeQuery(fate="trained", limit=100))["rows"]
     found = [reader.episode(row["id"]) for row in rows if row["id"].endswith(f"/{member}/0")]
-    return next(one for one in found if one["trajectory"]["turns"][0]["trainer"]["old_logprobs"][0] is not None)
+    return next(
+        one
+        for one in found
+        if one["trajectory"]["turns"][0]["trainer"]["old_logprobs"][0] is not None
+    )
 
 
 def test_the_trainers_numbers_stand_at_the_tokens_that_they_are_of_also_after_a_fork(reader):
     for member in (0, 1):
         for turn in detailed(reader, reader._index, member)["trajectory"]["turns"]:
             trainer = turn["trainer"]
-            assert trainer["old_logprobs"] == pytest.approx([each + 0.01 for each in turn["logprobs"]], abs=1e-6)
+            assert trainer["old_logprobs"] == pytest.approx(
+                [each + 0.01 for each in turn["logprobs"]], abs=1e-6
+            )
             assert len(set(trainer["advantages"])) == 1
             assert len(turn["tokens"]) == len(turn["token_ids"]) == 6
 
 
 def test_a_fork_begins_another_sample(reader):
     forked, straight = (detailed(reader, reader._index, member) for member in (0, 1))
-    assert [turn["sample"] for turn in straight["trajectory"]["turns"]] == [straight["samples"][0]["sample"]] * 3
+    assert [turn["sample"] for turn in straight["trajectory"]["turns"]] == [
+        straight["samples"][0]["sample"]
+    ] * 3
     first, second = (sample["sample"] for sample in forked["samples"])
     assert [turn["sample"] for turn in forked["trajectory"]["turns"]] == [first, second, second]
 
@@ -50,14 +58,17 @@ def test_the_fate_names_the_step_the_samples_and_the_advantage(reader):
     found = reader.episode("train-000001/0/0")
     numbers = [sample["sample"] for sample in found["samples"]]
     assert found["fate"].startswith(
-        f"train-000001/0/0 was trained at step 0 as samples {numbers[0]} and {numbers[1]} of 20, with the advantage "
+        f"train-000001/0/0 was trained at step 0 as samples {numbers[0]} and {numbers[1]} of 20,"
+        " with the advantage "
     )
     assert f"It scored {found['row']['score']:g}; the mean of its group of 4 is" in found["fate"]
 
 
 def test_the_fate_of_an_episode_that_was_not_trained_says_why(reader):
     found = reader.episode("train-000004/0/0")
-    assert found["fate"].startswith("train-000004/0/0 was not trained: it failed: environment: What is next?")
+    assert found["fate"].startswith(
+        "train-000004/0/0 was not trained: it failed: environment: What is next?"
+    )
     assert found["trajectory"] is None
     with pytest.raises(ConfigError, match="no episode 'train-9'"):
         reader.episode("train-9")
@@ -76,7 +87,10 @@ def test_an_episode_in_the_batch_without_a_sample_is_told_apart(made, reader):
 
     path = made.folder / "samples" / "step_000000.parquet"
     pq.write_table(pq.read_table(path, filters=pc.field("episode") != "train-000001/2/0"), path)
-    assert "was in the batch of step 0, and none of its tokens" in reader.episode("train-000001/2/0")["fate"]
+    assert (
+        "was in the batch of step 0, and none of its tokens"
+        in reader.episode("train-000001/2/0")["fate"]
+    )
 
 
 def test_a_group_shows_its_members_and_a_steps_turns_their_times(reader):

@@ -23,12 +23,26 @@ def made(tmp_path):
 
 
 CALLED = {
-    "row": {"id": "t/0/0", "agent": "", "env": "shop", "status": "terminated", "success": True, "score": 1, "step": 3},
+    "row": {
+        "id": "t/0/0",
+        "agent": "",
+        "env": "shop",
+        "status": "terminated",
+        "success": True,
+        "score": 1,
+        "step": 3,
+    },
     "trajectory": {
         "seed": 1,
         "parts": '{"environment": 1.0}',
         "messages": [
-            {"role": "user", "content": "Buy tea.", "reasoning": "", "tool_calls": "", "tool_call_id": ""},
+            {
+                "role": "user",
+                "content": "Buy tea.",
+                "reasoning": "",
+                "tool_calls": "",
+                "tool_call_id": "",
+            },
             {
                 "role": "assistant",
                 "content": 'Yes.\n<tool_call>\n{"name": "buy", "arguments": {"what": "tea"}}\n</tool_call>',
@@ -36,16 +50,29 @@ CALLED = {
                 "tool_calls": '[{"name": "buy", "arguments": {"what": "tea"}, "id": ""}]',
                 "tool_call_id": "",
             },
-            {"role": "tool", "content": "bought", "reasoning": "", "tool_calls": "", "tool_call_id": "unknown"},
+            {
+                "role": "tool",
+                "content": "bought",
+                "reasoning": "",
+                "tool_calls": "",
+                "tool_call_id": "unknown",
+            },
         ],
         "turns": [
-            {"prompt_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "policy_versions": [3], "reward": 1.0,
-             "forked": False, "asked": 1_800_000_000.0},
+            {
+                "prompt_ids": [1, 2],
+                "token_ids": [3],
+                "logprobs": [-0.5],
+                "policy_versions": [3],
+                "reward": 1.0,
+                "forked": False,
+                "asked": 1_800_000_000.0,
+            },
         ],
     },
     "samples": [{"sample": 7}],
     "fate": "t/0/0 was trained at step 3 as sample 7 of 8",
-}  # fmt: skip
+}
 
 
 def test_a_tools_result_belongs_to_the_step_that_called_it():
@@ -54,7 +81,9 @@ def test_a_tools_result_belongs_to_the_step_that_called_it():
     assert (second["message"], second["reasoning_content"]) == ("Yes.", "Tea it is.")
     (call,) = second["tool_calls"]
     assert (call["function_name"], call["arguments"]) == ("buy", {"what": "tea"})
-    assert second["observation"]["results"] == [{"content": "bought", "source_call_id": call["tool_call_id"]}]
+    assert second["observation"]["results"] == [
+        {"content": "bought", "source_call_id": call["tool_call_id"]}
+    ]
     assert second["timestamp"] == "2027-01-15T08:00:00+00:00"
 
 
@@ -72,7 +101,9 @@ def test_each_answer_has_its_whole_prompt_and_a_fork_begins_it_again(made, tmp_p
 
 def test_json_lines_have_all_that_is_known_and_a_step_can_be_chosen(made, tmp_path):
     assert export_episodes(made.folder, tmp_path / "made" / "all.jsonl", 1) == 4
-    lines = [json.loads(line) for line in (tmp_path / "made" / "all.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "made" / "all.jsonl").read_text().splitlines()
+    ]
     assert {line["row"]["step"] for line in lines} == {1}
     assert all(len(line["trajectory"]["turns"]) == 3 for line in lines)
 
@@ -84,7 +115,10 @@ def test_a_data_set_has_a_row_of_messages_for_each_episode(made, tmp_path):
     rows = pq.read_table(tmp_path / "new" / "all.parquet").to_pylist()
     assert len({row["id"] for row in rows}) == 8
     first = rows[0]
-    assert [message["role"] for message in first["messages"]] == ["system", *["user", "assistant"] * 3]
+    assert [message["role"] for message in first["messages"]] == [
+        "system",
+        *["user", "assistant"] * 3,
+    ]
     assert json.loads(first["parts"]) == {"environment": first["score"]}
     assert first["fate"].startswith(f"{first['id']} was trained at step {first['step']}")
 
@@ -94,7 +128,9 @@ def test_datasets_loads_it(made, tmp_path):
 
     export_episodes(made.folder, tmp_path / "all.parquet", None)
     cache = str(tmp_path / "cache")
-    loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "all.parquet"), cache_dir=cache)
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "all.parquet"), cache_dir=cache
+    )
     assert loaded["train"][0]["messages"][0]["content"] == "Continue."
 
 
@@ -122,7 +158,9 @@ def test_an_episode_is_played_again_without_commands_for_the_terminal(tmp_path, 
     assert "only the fate of train-000004/0/0 was kept" in failed.stderr
 
 
-def test_without_an_episode_the_newest_ones_are_listed_and_a_tasks_id_leads_to_its_episodes(tmp_path, agentrl):
+def test_without_an_episode_the_newest_ones_are_listed_and_a_tasks_id_leads_to_its_episodes(
+    tmp_path, agentrl
+):
     run = MadeUpRun(tmp_path / "run", groups=2, members=3)
     run.begin()
     assert "no episode in a batch yet" in agentrl("replay", str(run.folder)).stderr
@@ -135,7 +173,10 @@ def test_without_an_episode_the_newest_ones_are_listed_and_a_tasks_id_leads_to_i
     assert "the newest of 12 episodes in batches" in listed.stdout
     assert agentrl("replay", str(run.folder), first, "--speed", "0").returncode == 0
     failed = agentrl("replay", str(run.folder), first.partition("/")[0])
-    assert (failed.returncode, f"the episodes of that task are {first.partition('/')[0]}/0/0" in failed.stderr) == (
+    assert (
+        failed.returncode,
+        f"the episodes of that task are {first.partition('/')[0]}/0/0" in failed.stderr,
+    ) == (
         2,
         True,
     )
@@ -148,11 +189,24 @@ def test_a_folder_with_the_name_of_a_file_is_refused(made, tmp_path):
 
 @pytest.mark.long
 def test_harbors_own_models_accept_what_is_exported(made, tmp_path, monkeypatch):
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version", "3.12"]
-    subprocess.run([*command, "--only-binary=:all:", "harbor", "-d", str(tmp_path / "wheel")], check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--python-version",
+        "3.12",
+    ]
+    subprocess.run(
+        [*command, "--only-binary=:all:", "harbor", "-d", str(tmp_path / "wheel")], check=True
+    )
     (wheel,) = (tmp_path / "wheel").glob("harbor-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        models = [name for name in archive.namelist() if name.startswith("harbor/models/trajectories/")]
+        models = [
+            name for name in archive.namelist() if name.startswith("harbor/models/trajectories/")
+        ]
         archive.extractall(tmp_path / "harbor", models)
     monkeypatch.syspath_prepend(str(tmp_path / "harbor"))
     from harbor.models.trajectories import Trajectory

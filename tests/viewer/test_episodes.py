@@ -26,7 +26,9 @@ def index_of(run: MadeUpRun) -> EpisodeIndex:
     return EpisodeIndex(RunFolder("run", run.folder))
 
 
-def test_what_does_not_fit_into_memory_is_not_written_where_the_user_is(made, tmp_path, monkeypatch):
+def test_what_does_not_fit_into_memory_is_not_written_where_the_user_is(
+    made, tmp_path, monkeypatch
+):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     (folder,) = index_of(made)._db.execute("SELECT current_setting('temp_directory')").fetchone()
@@ -42,17 +44,25 @@ def test_each_episode_is_listed_once_with_its_fate_also_those_that_were_never_tr
         ("environment", "environment: A door.", None)
     ] * 2
     trained = [row for row in found["rows"] if row["fate"] == "trained"]
-    assert {(row["num_turns"], row["num_tokens"], row["staleness"]) for row in trained} == {(3, 18, 0)}
+    assert {(row["num_turns"], row["num_tokens"], row["staleness"]) for row in trained} == {
+        (3, 18, 0)
+    }
 
 
 def test_filters_are_conditions_that_all_hold(made):
     index = index_of(made)
     every = index.page(EpisodeQuery(limit=1000))["rows"]
-    wanted = [row for row in every if row["step"] == 1 and row["fate"] == "trained" and row["score"] >= 0.5]
+    wanted = [
+        row
+        for row in every
+        if row["step"] == 1 and row["fate"] == "trained" and row["score"] >= 0.5
+    ]
     found = index.page(EpisodeQuery(step=1, fate="trained", low=0.5, limit=1000))
     assert {row["id"] for row in found["rows"]} == {row["id"] for row in wanted}
     assert found["total"] == len(wanted)
-    assert index.page(EpisodeQuery(status="truncated"))["total"] == sum(row["status"] == "truncated" for row in every)
+    assert index.page(EpisodeQuery(status="truncated"))["total"] == sum(
+        row["status"] == "truncated" for row in every
+    )
     assert index.page(EpisodeQuery(layer="environment"))["total"] == 2
     assert index.page(EpisodeQuery(stale=1))["total"] == 0
     assert index.page(EpisodeQuery(env="no such"))["total"] == 0
@@ -79,10 +89,14 @@ def test_the_histogram_counts_all_scores_that_the_other_filters_leave(made):
 
 def test_rows_are_sorted_and_come_in_pages(made):
     index = index_of(made)
-    scores = [row["score"] for row in index.page(EpisodeQuery(fate="trained", sort="score", limit=1000))["rows"]]
+    scores = [
+        row["score"]
+        for row in index.page(EpisodeQuery(fate="trained", sort="score", limit=1000))["rows"]
+    ]
     assert scores == sorted(scores, reverse=True)
     pages = [
-        index.page(EpisodeQuery(sort="id", descending=False, offset=at, limit=10))["rows"] for at in (0, 10, 20, 30)
+        index.page(EpisodeQuery(sort="id", descending=False, offset=at, limit=10))["rows"]
+        for at in (0, 10, 20, 30)
     ]
     names = [row["id"] for page in pages for row in page]
     assert names == sorted(names)
@@ -111,10 +125,16 @@ def test_files_of_earlier_versions_with_fewer_columns_are_read_too(made):
     assert {(row["step"], row["num_turns"]) for row in rows} == {(0, None), (1, 3)}
 
 
-def test_a_search_reads_no_file_again_for_its_next_page_and_all_again_when_there_are_new_ones(made, monkeypatch):
+def test_a_search_reads_no_file_again_for_its_next_page_and_all_again_when_there_are_new_ones(
+    made, monkeypatch
+):
     searched = []
     search = EpisodeIndex._search
-    monkeypatch.setattr(EpisodeIndex, "_search", lambda index, *asked: (searched.append(asked), search(index, *asked)))
+    monkeypatch.setattr(
+        EpisodeIndex,
+        "_search",
+        lambda index, *asked: (searched.append(asked), search(index, *asked)),
+    )
     index = index_of(made)
     first = index.page(EpisodeQuery(text="dragon", limit=10))
     second = index.page(EpisodeQuery(text="Dragon", limit=10, offset=10))
@@ -142,7 +162,10 @@ def test_an_episode_that_was_not_trained_on_can_be_read_and_searched_and_has_no_
     )
     assert index.page(EpisodeQuery(fate="failed", text="dragon"))["total"] == 1
     assert index.page(EpisodeQuery())["total"] == 17
-    assert index.page(EpisodeQuery())["histogram"] == index.page(EpisodeQuery(fate="trained"))["histogram"]
+    assert (
+        index.page(EpisodeQuery())["histogram"]
+        == index.page(EpisodeQuery(fate="trained"))["histogram"]
+    )
     assert failed["id"] in {row["id"] for row in index.in_play(0, 1e12)}
     assert index.failed_layers(0, 0) == ["environment"]
     episode = EpisodeReader(RunFolder("run", run.folder), index).episode(failed["id"])

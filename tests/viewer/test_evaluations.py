@@ -31,7 +31,10 @@ def test_a_task_has_its_best_its_worst_and_the_first_evaluation_that_solved_it(f
     found = asked(folder)
     assert found["names"] == [["held_out", [0, 1, 2]], ["hard", [3]]]
     tasks = {task["task"]: task for task in found["tasks"]}
-    assert [(task["first"], task["best"], task["worst"], task["last"], task["change"]) for task in tasks.values()] == [
+    assert [
+        (task["first"], task["best"], task["worst"], task["last"], task["change"])
+        for task in tasks.values()
+    ] == [
         (1, (1.0, 2), (0.0, 0), 1.0, 1.0),
         (0, (1.0, 0), (0.0, 1), 0.0, -1.0),
         (0, (1.0, 1), (0.5, 0), 0.5, 0.0),
@@ -42,9 +45,13 @@ def test_a_task_has_its_best_its_worst_and_the_first_evaluation_that_solved_it(f
         [None, None, 1, 1, "held_out-000003"],
         [0.0, 0.0, 1, 0, "held_out-000003"],
     ]
-    assert [(one["solved"], one["failed"], one["success"], one["score"]) for one in found["columns"]] == [
-        (2, 0, 0.5, 0.375), (2, 1, pytest.approx(2 / 3), 0.5), (2, 0, 0.5, 0.375),
-    ]  # fmt: skip
+    assert [
+        (one["solved"], one["failed"], one["success"], one["score"]) for one in found["columns"]
+    ] == [
+        (2, 0, 0.5, 0.375),
+        (2, 1, pytest.approx(2 / 3), 0.5),
+        (2, 0, 0.5, 0.375),
+    ]
     assert found["counts"] == {"all": 4, "lost": 1, "never": 1, "gained": 1, "always": 1}
 
 
@@ -68,11 +75,14 @@ def test_tasks_are_ordered_chosen_and_come_in_pages(folder, query, numbers):
 def test_the_samples_of_a_suites_task_are_one_task(folder):
     found = asked(folder, name="hard")
     assert [(task["task"], task["last"], task["cells"][0][4]) for task in found["tasks"]] == [
-        ("hard-000000", 0.25, "hard-000000/0"), ("hard-000001", 0.75, "hard-000001/0"),
-    ]  # fmt: skip
+        ("hard-000000", 0.25, "hard-000000/0"),
+        ("hard-000001", 0.75, "hard-000001/0"),
+    ]
 
 
-@pytest.mark.parametrize(("query", "wrong"), [({"name": "easy"}, "easy"), ({"sort": "id"}, "id"), ({"show": "x"}, "x")])
+@pytest.mark.parametrize(
+    ("query", "wrong"), [({"name": "easy"}, "easy"), ({"sort": "id"}, "id"), ({"show": "x"}, "x")]
+)
 def test_what_there_is_not_is_refused_with_what_there_is(folder, query, wrong):
     with pytest.raises(ConfigError, match=f"there is no '{wrong}' here, only "):
         asked(folder, **query)
@@ -92,15 +102,28 @@ def test_episodes_of_evaluations_are_listed_apart_and_searched_and_read(folder):
     assert index.choices()["evaluation"] == [["held_out", 12], ["hard", 2]]
     assert index.choices("held_out")["fate"] == [["held_out", 11], ["failed", 1]]
     (failed,) = index.page(EpisodeQuery(evaluation="held_out", fate="failed"))["rows"]
-    assert (failed["id"], failed["step"], failed["why"], failed["score"]) == ("held_out-000003", 1, "A door.", None)
+    assert (failed["id"], failed["step"], failed["why"], failed["score"]) == (
+        "held_out-000003",
+        1,
+        "A door.",
+        None,
+    )
     assert index.page(EpisodeQuery(evaluation="held_out", step=1, text="door"))["total"] == 4
     assert index.page(EpisodeQuery(text="door", step=1))["total"] == 16
     assert all(row["evaluation"] is None for row in index.in_play(0, 1e12))
     episode = EpisodeReader(folder, index).episode("held_out-000001", step=0)
-    assert (episode["row"]["score"], episode["trajectory"]["messages"][1]["content"]) == (1.0, "A door.")
-    assert episode["fate"] == (
-        "held_out-000001 was played to evaluate the weights after 0 steps on the held-out tasks; nothing trains on it. "
-        "1 of 3 evaluations solved it, first after 0 steps."
+    assert (episode["row"]["score"], episode["trajectory"]["messages"][1]["content"]) == (
+        1.0,
+        "A door.",
     )
-    assert [(one["step"], one["score"]) for one in episode["others"]] == [(0, 1.0), (1, 0.0), (2, 0.0)]
+    assert (
+        episode["fate"]
+        == "held_out-000001 was played to evaluate the weights after 0 steps on the held-out tasks;"
+        " nothing trains on it. 1 of 3 evaluations solved it, first after 0 steps."
+    )
+    assert [(one["step"], one["score"]) for one in episode["others"]] == [
+        (0, 1.0),
+        (1, 0.0),
+        (2, 0.0),
+    ]
     assert len(EpisodeReader(folder, index).group("held_out-000001")["members"]) == 3

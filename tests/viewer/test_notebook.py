@@ -21,9 +21,15 @@ def runs(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.yaml").write_text("steps: 6\n")
-        rows = [{"step": step, "reward": step / 10 + number, "success": step / 10} for step in range(6)]
-        rows.insert(0, {"step": 0, "eval/success": 0.2, "eval/success_low": 0.1, "eval/success_high": 0.35})
-        rows.append({"step": 6, "eval/success": 0.6, "eval/success_low": 0.5, "eval/success_high": 0.7})
+        rows = [
+            {"step": step, "reward": step / 10 + number, "success": step / 10} for step in range(6)
+        ]
+        rows.insert(
+            0, {"step": 0, "eval/success": 0.2, "eval/success_low": 0.1, "eval/success_high": 0.35}
+        )
+        rows.append(
+            {"step": 6, "eval/success": 0.6, "eval/success_low": 0.5, "eval/success_high": 0.7}
+        )
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
@@ -40,7 +46,7 @@ def test_each_metric_has_a_panel_with_a_line_for_each_run_and_points_for_held_ou
     assert list(lines) == ["one", "two"]
     assert lines["two"].get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
     assert lines["two"].get_ydata().tolist() == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
-    (bars, _) = found["success"].containers
+    bars, _ = found["success"].containers
     points, _, (spread,) = bars
     assert points.get_xdata().tolist() == [0, 6]
     assert points.get_ydata().tolist() == [0.2, 0.6]
@@ -71,7 +77,9 @@ def test_errors_say_what_there_is(runs, tmp_path):
 
 def test_metrics_are_rows_for_a_data_frame(runs):
     rows = metrics_of(runs / "one")
-    assert [row["reward"] for row in rows if "reward" in row] == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [row["reward"] for row in rows if "reward" in row] == pytest.approx(
+        [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    )
     with pytest.raises(ConfigError, match="no folder"):
         metrics_of(runs / "three")
     with pytest.raises(ConfigError, match="holds 2 runs"):
@@ -85,5 +93,8 @@ def test_a_moving_mean_is_that_of_the_last_steps(values, steps):
 
 
 def test_importing_it_loads_neither_torch_nor_matplotlib():
-    code = "import sys, agentrl.viewer.notebook; sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib')))"
+    code = (
+        "import sys, agentrl.viewer.notebook; sys.exit(any(name in sys.modules for name in"
+        " ('torch', 'matplotlib')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -51,7 +51,9 @@ def test_single_steps_can_be_chosen_and_unknown_ones_are_named(made):
         printed(made)
 
 
-def test_the_trace_has_every_phase_episode_and_turn_and_no_two_episodes_on_one_track_at_once(made, tmp_path):
+def test_the_trace_has_every_phase_episode_and_turn_and_no_two_episodes_on_one_track_at_once(
+    made, tmp_path
+):
     printed(made, trace=tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -64,10 +66,16 @@ def test_the_trace_has_every_phase_episode_and_turn_and_no_two_episodes_on_one_t
     assert len(episodes) == 3 * 2 * 3
     assert sum(event["name"] == "model" for event in spans) == 3 * len(episodes)
     for track in {event["tid"] for event in episodes}:
-        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in episodes if event["tid"] == track)
+        own = sorted(
+            (event["ts"], event["ts"] + event["dur"]) for event in episodes if event["tid"] == track
+        )
         assert all(later[0] >= earlier[1] - 1 for earlier, later in pairwise(own))
     model = next(event for event in spans if event["name"] == "model")
-    around = next(event for event in episodes if event["tid"] == model["tid"] and event["ts"] <= model["ts"] + 1)
+    around = next(
+        event
+        for event in episodes
+        if event["tid"] == model["tid"] and event["ts"] <= model["ts"] + 1
+    )
     assert model["dur"] == pytest.approx(0.8 * 5 / 3 * 1e6, rel=1e-3)
     assert around["dur"] == pytest.approx(5e6, rel=1e-3)
 
@@ -119,7 +127,9 @@ def test_a_request_that_no_one_waits_for_any_more_is_taken_back(made, monkeypatc
 
 def test_sets_with_next_to_no_time_are_shown_together():
     console = Console(file=StringIO(), width=100)
-    busy = {frozenset({"engine"}): 90.0, frozenset[str](): 9.97} | {frozenset({f"role {n}"}): 0.01 for n in range(3)}
+    busy = {frozenset({"engine"}): 90.0, frozenset[str](): 9.97} | {
+        frozenset({f"role {n}"}): 0.01 for n in range(3)
+    }
     console.print(busy_table(busy, 100.0))
     rows = [line.split() for line in console.file.getvalue().splitlines()[1:]]
     assert rows == [
@@ -140,8 +150,10 @@ def traced(made):
         file.slice(Slice("trainer 0", "0", "step", begin + 6, begin + 9))
         file.slice(Slice("controller", "0", "callbacks", begin + 9, begin + 10))
         for group, name, percent in (
-            ("CPU", "[red]env[/red] 4711", 80.0), ("controller", "event loop busy", 10.0), ("profiler", "tracing", 2.0)
-        ):  # fmt: skip
+            ("CPU", "[red]env[/red] 4711", 80.0),
+            ("controller", "event loop busy", 10.0),
+            ("profiler", "tracing", 2.0),
+        ):
             file.level(group, name, "%", begin, percent)
             file.level(group, name, "%", begin + 10, 0.0)
 
@@ -149,11 +161,22 @@ def traced(made):
 def test_a_trace_shows_rewards_the_controller_workers_and_what_recording_took(made):
     traced(made)
     shown = printed(made)
-    seconds = {" ".join(row[:-2]): row[-2] for row in map(str.split, shown.split("\n\n")[0].splitlines()[1:])}
-    assert seconds == {"engine": "4.00", "trainer": "3.00", "rewards": "2.00", "controller": "0.80", "all": "9.80"}
+    seconds = {
+        " ".join(row[:-2]): row[-2]
+        for row in map(str.split, shown.split("\n\n")[0].splitlines()[1:])
+    }
+    assert seconds == {
+        "engine": "4.00",
+        "trainer": "3.00",
+        "rewards": "2.00",
+        "controller": "0.80",
+        "all": "9.80",
+    }
     assert "sampled in 40.0% of the time" in shown
     assert "recording took 0.20 s (2.00%)" in shown
-    assert ["[red]env[/red]", "4711", "CPU", "80.0%"] in [line.split() for line in shown.splitlines()]
+    assert ["[red]env[/red]", "4711", "CPU", "80.0%"] in [
+        line.split() for line in shown.splitlines()
+    ]
     assert "only rewards are computed" in shown
     assert "9.80" in printed(made, (1, 1))
     assert "known.pftrace" not in printed(made, (0, 0))

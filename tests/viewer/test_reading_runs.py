@@ -29,13 +29,17 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     made.step()
     made.evaluate((0.0, 1.0))
     lake = EpisodeResult("held_out-000000", True, 1.0)
-    EvaluationReport("held_out", 1, {"eval/failed": 0.0}, (lake,)).write(made.folder / "evaluations")
+    EvaluationReport("held_out", 1, {"eval/failed": 0.0}, (lake,)).write(
+        made.folder / "evaluations"
+    )
     if request.param == "ended":
         return made.folder
     with Ledger(made.folder / "ledger.sqlite") as ledger:
         ledger.admit(99, Task("made_up", 0, {}, "train-000099"), 1)
         ledger.flush()
-        return shutil.copytree(made.folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*-shm"))
+        return shutil.copytree(
+            made.folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*-shm")
+        )
 
 
 def test_the_page_and_notebooks_write_nothing_into_a_run(run):

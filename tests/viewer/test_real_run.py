@@ -22,15 +22,28 @@ def alike(trajectory):
 
 
 @pytest.mark.slow
-def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_tokens_numbers(agentrl, tmp_path):
+def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_tokens_numbers(
+    agentrl, tmp_path
+):
     (tmp_path / "constant_group.py").write_text(REWARD)
     done = agentrl(
-        "train", str(ROOT / "examples" / "frozen_lake.yaml"), "recipe.demonstrations=null", "steps=2", "trackers=[]",
-        "rollout.groups_per_step=3", "rollout.group_size=3", "rollout.budget.turns=3", "trainer.minibatches=2",
-        "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}", "observe.token_groups=2",
-        "observe.profile=true", "reward=constant_group:alike", "batch_processing.keep_variance=0.999",
+        "train",
+        str(ROOT / "examples" / "frozen_lake.yaml"),
+        "recipe.demonstrations=null",
+        "steps=2",
+        "trackers=[]",
+        "rollout.groups_per_step=3",
+        "rollout.group_size=3",
+        "rollout.budget.turns=3",
+        "trainer.minibatches=2",
+        "evaluation.tasks=0",
+        f"run_dir={tmp_path / 'run'}",
+        "observe.token_groups=2",
+        "observe.profile=true",
+        "reward=constant_group:alike",
+        "batch_processing.keep_variance=0.999",
         cwd=tmp_path,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     folder = RunFolder("run", tmp_path / "run")
     index = EpisodeIndex(folder)
@@ -42,11 +55,15 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["episodes"]["trained"], summary["episodes"]["masked"]) == (12, 6)
     assert (summary["tasks"]["trained"], summary["tasks"]["masked"]) == (4, 2)
-    assert [row["masked"] for row in folder.metrics() if "reward" in row] == pytest.approx([1 / 3, 1 / 3])
+    assert [row["masked"] for row in folder.metrics() if "reward" in row] == pytest.approx(
+        [1 / 3, 1 / 3]
+    )
     for row in masked:
-        assert reader.episode(row["id"])["fate"] == (
-            f"{row['id']} was not trained: it carried no loss in the batch of step {row['step']}: its group's scores "
-            "vary too little (batch_processing.keep_variance=0.999)"
+        assert (
+            reader.episode(row["id"])["fate"]
+            == f"{row['id']} was not trained: it carried no loss in the batch of step"
+            f" {row['step']}: its group's scores vary too little"
+            " (batch_processing.keep_variance=0.999)"
         )
     for row in rows:
         if row in masked:
@@ -57,7 +74,9 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
         assert [len(turn["token_ids"]) > 0 for turn in turns] == [True] * row["num_turns"]
         if turns[0]["trainer"]["old_logprobs"][0] is not None:
             detailed.append(row)
-            for turn in turns:  # one process with one model: the trainer's logprobs are the engine's
+            for (
+                turn
+            ) in turns:  # one process with one model: the trainer's logprobs are the engine's
                 assert turn["trainer"]["old_logprobs"] == pytest.approx(turn["logprobs"], abs=1e-4)
     assert len(detailed) == 2 * 2 * 3
     trains = {one["step"]: one["begin"] for one in folder.phases() if one["phase"] == "train"}
@@ -76,7 +95,9 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
     assert "health/effective_sample_size" in folder.metrics()[0]
     traced = newest_trace(folder.path, None)
     assert traced is not None
-    assert {"engine", "environments", "rewards", "trainer", "weights", "controller"} <= set(traced.resources)
+    assert {"engine", "environments", "rewards", "trainer", "weights", "controller"} <= set(
+        traced.resources
+    )
     assert sum(traced.busy.values()) == pytest.approx(traced.seconds)
     phases = [one.name for one in traced.trace.slices if one.group == "phases"]
     assert [name for name in phases if name.startswith("train")] == ["train 0", "train 1"]

@@ -54,13 +54,18 @@ def light_of(colour):
     digits = colour.removeprefix("#")
     digits = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
     parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    r, g, b = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
 def test_every_colour_of_text_stands_out_from_every_ground_in_light_and_dark(client):
     style = client.get("/style.css").text
-    themes = [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r"\{[^{}]*--bg:[^}]*\}", style)]
+    themes = [
+        dict(re.findall(r"--(\w+): (#\w+)", block))
+        for block in re.findall(r"\{[^{}]*--bg:[^}]*\}", style)
+    ]
     assert len(themes) == 3  # light, dark by the system's wish, dark by the key
     for theme in themes:
         for text in ("ink", "soft", "accent", "good", "bad", "warn"):
@@ -79,9 +84,18 @@ def test_a_page_whose_name_was_led_here_is_refused(client):
 def test_with_a_token_only_the_page_itself_is_open(made):
     client = TestClient(create_page_app([made.folder], "secret"), base_url="http://train.example")
     assert client.get("/").status_code == client.get("/main.js").status_code == 200
-    for path in ("runs", "meanings", "metrics?run=one", "episodes?run=one", "events", "config?run=one"):
+    for path in (
+        "runs",
+        "meanings",
+        "metrics?run=one",
+        "episodes?run=one",
+        "events",
+        "config?run=one",
+    ):
         assert client.get(f"/api/{path}").status_code == 401
-        assert client.get(f"/api/{path}", headers={"Authorization": "Bearer guess"}).status_code == 401
+        assert (
+            client.get(f"/api/{path}", headers={"Authorization": "Bearer guess"}).status_code == 401
+        )
     assert client.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
@@ -93,7 +107,9 @@ def test_other_machines_need_a_token(made):
 
 def test_nothing_in_a_run_changes_by_being_looked_at(client, made):
     def state():
-        files = [path for path in made.folder.rglob("*") if path.is_file() and "sqlite-" not in path.name]
+        files = [
+            path for path in made.folder.rglob("*") if path.is_file() and "sqlite-" not in path.name
+        ]
         return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()
@@ -123,17 +139,27 @@ def test_prometheus_reads_the_newest_metrics_of_each_run(client, made):
     from prometheus_client.parser import text_string_to_metric_families
 
     made.step()
-    families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
-    values = {sample.labels["metric"]: sample.value for sample in families["agentrl_metric"].samples}
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+    }
+    values = {
+        sample.labels["metric"]: sample.value for sample in families["agentrl_metric"].samples
+    }
     assert values["entropy"] == 0.5
-    assert [(sample.labels, sample.value) for sample in families["agentrl_step"].samples] == [({"run": "one"}, 1.0)]
+    assert [(sample.labels, sample.value) for sample in families["agentrl_step"].samples] == [
+        ({"run": "one"}, 1.0)
+    ]
     assert [sample.value for sample in families["agentrl_live"].samples] == [0.0]
     closed = TestClient(create_page_app([made.folder], "secret"), base_url="http://train.example")
     assert closed.get("/metrics").status_code == 401
 
 
 def test_what_does_not_exist_is_refused_with_a_reason(client):
-    assert client.get("/api/episode?run=one&id=nothing").json()["detail"] == "this run has no episode 'nothing'"
+    assert (
+        client.get("/api/episode?run=one&id=nothing").json()["detail"]
+        == "this run has no episode 'nothing'"
+    )
     assert client.get("/api/episodes?run=two").json()["detail"] == "there is no run 'two'"
     assert client.get("/api/episodes?run=one&sort=fate;drop").status_code == 400
     assert client.get("/api/episodes?run=one&step=much").status_code == 422
@@ -157,11 +183,15 @@ def test_the_page_can_be_open_before_the_first_run_which_is_then_shown_by_itself
 
 def test_a_place_that_is_a_file_is_refused_before_anything_is_served(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0")
-    with pytest.raises(ConfigError, match=r"there is no folder '.*config.yaml': give the folder of a run"):
+    with pytest.raises(
+        ConfigError, match=r"there is no folder '.*config.yaml': give the folder of a run"
+    ):
         create_page_app([tmp_path / "config.yaml"])
 
 
-def test_without_duckdb_the_page_is_refused_in_a_sentence_before_anything_is_served(made, monkeypatch):
+def test_without_duckdb_the_page_is_refused_in_a_sentence_before_anything_is_served(
+    made, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(ConfigError, match="pip install duckdb"):
         create_page_app([made.folder])
@@ -177,7 +207,14 @@ def test_runs_are_found_in_folders_and_by_themselves_and_have_names_of_their_own
 
 def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: [")
-    for name in ("metrics.jsonl", "status.json", "origins.json", "summary.json", "timeline.jsonl", "live.json"):
+    for name in (
+        "metrics.jsonl",
+        "status.json",
+        "origins.json",
+        "summary.json",
+        "timeline.jsonl",
+        "live.json",
+    ):
         (tmp_path / name).write_text('[1]\n{"step": "x"}\n{"st')
     run = RunFolder("run", tmp_path)
     assert (run.settings(), run.origins(), run.metrics(), run.phases()) == ({}, {}, [], [])
@@ -186,7 +223,11 @@ def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path):
 
 def test_files_that_cannot_be_read_are_named_and_the_others_shown(client, made):
     made.step()
-    for name in ("trajectories/step_000001.parquet", "samples/step_000000.parquet", "ledger.sqlite"):
+    for name in (
+        "trajectories/step_000001.parquet",
+        "samples/step_000000.parquet",
+        "ledger.sqlite",
+    ):
         path = made.folder / name
         path.unlink()
         path.write_bytes(b"PAR1 and no more" * 9)
@@ -195,8 +236,10 @@ def test_files_that_cannot_be_read_are_named_and_the_others_shown(client, made):
     found = client.get("/api/episodes?run=one&text=next").json()
     assert {(row["step"], row["fate"]) for row in found["rows"]} == {(0, "trained")}
     assert [text.partition(":")[0] for text in found["unreadable"]] == [
-        "trajectories/step_000001.parquet", "trajectories/step_000009.parquet", "ledger.sqlite"
-    ]  # fmt: skip
+        "trajectories/step_000001.parquet",
+        "trajectories/step_000009.parquet",
+        "ledger.sqlite",
+    ]
     assert client.get("/api/episode?run=one&id=train-000000/0/0").json()["trajectory"]["turns"]
     for path in ("choices?", "time?", "gantt?step=1&", "group?task=train-000000&"):
         assert client.get(f"/api/{path}run=one").status_code == 200
@@ -205,7 +248,9 @@ def test_files_that_cannot_be_read_are_named_and_the_others_shown(client, made):
     made.step()  # it is written again
     again = client.get("/api/episodes?run=one").json()
     assert {row["step"] for row in again["rows"] if row["kind"]} == {0, 1}
-    assert [text.partition(":")[0] for text in again["unreadable"]] == ["trajectories/step_000009.parquet"]
+    assert [text.partition(":")[0] for text in again["unreadable"]] == [
+        "trajectories/step_000009.parquet"
+    ]
 
 
 def test_times_that_are_none_are_left_out(made):
@@ -231,7 +276,9 @@ def test_a_deleted_run_is_gone_and_its_folder_may_come_back(client, made, monkey
     assert [run["name"] for run in client.get("/api/runs").json()] == ["one"]
 
 
-@pytest.mark.parametrize("odd", ["limit=-1", "limit=100000", "offset=-5", "step=99999999999999999999", "stale=x"])
+@pytest.mark.parametrize(
+    "odd", ["limit=-1", "limit=100000", "offset=-5", "step=99999999999999999999", "stale=x"]
+)
 def test_no_page_of_a_table_is_larger_than_a_thousand_rows_or_stands_before_the_first(client, odd):
     assert client.get(f"/api/episodes?run=one&{odd}").status_code == 422
 
@@ -248,11 +295,22 @@ def test_threads_that_read_the_same_metrics_read_each_row_once(made):
 def test_what_is_known_of_a_run_is_told_with_its_status(made):
     run = RunFolder("one", made.folder)
     assert run.status()["about"] == {
-        "began": None, "last": run.status()["since"], "launches": 0, "host": None, "commit": None, "changed": None,
-        "version": None, "notes": "", "tags": [],
-    }  # fmt: skip
-    launches = [{"at": f"2027-01-15T0{hour}:00:00+00:00", "host": f"node-{hour}"} for hour in (8, 9)]
-    (made.folder / "launches.jsonl").write_text("".join(json.dumps(launch) + "\n" for launch in launches))
+        "began": None,
+        "last": run.status()["since"],
+        "launches": 0,
+        "host": None,
+        "commit": None,
+        "changed": None,
+        "version": None,
+        "notes": "",
+        "tags": [],
+    }
+    launches = [
+        {"at": f"2027-01-15T0{hour}:00:00+00:00", "host": f"node-{hour}"} for hour in (8, 9)
+    ]
+    (made.folder / "launches.jsonl").write_text(
+        "".join(json.dumps(launch) + "\n" for launch in launches)
+    )
     (made.folder / "config.yaml").write_text("observe: {notes: first, tags: [a, 7]}")
     (made.folder / "notes.md").write_text("learned later\n")
     about = run.status()["about"]
@@ -267,7 +325,12 @@ def test_each_config_that_a_run_has_had_is_told_with_what_it_changed(client, mad
     assert client.get("/api/config?run=one").json()["changes"] == []
     rows = [
         {"config": 0, "step": 0, "at": "2027-01-15T08:00:00+00:00", "changed": {}},
-        {"config": 1, "step": 3, "at": "2027-01-15T09:00:00+00:00", "changed": {"trainer.lr": [1e-3, 2e-3]}},
+        {
+            "config": 1,
+            "step": 3,
+            "at": "2027-01-15T09:00:00+00:00",
+            "changed": {"trainer.lr": [1e-3, 2e-3]},
+        },
     ]
     (made.folder / "changes.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows) + '[]\n{"step": 1}\n{"co'
@@ -286,24 +349,32 @@ def test_a_warning_has_its_step_and_its_metrics_and_is_told_once(made):
         [],
         {"text": 1},
     )
-    (made.folder / "warnings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    (made.folder / "warnings.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"st'
+    )
     assert RunFolder("one", made.folder).warnings() == [
-        {"step": 3, "text": "a", "metrics": ["x"]}, {"step": 5, "text": "b", "metrics": []},
-    ]  # fmt: skip
+        {"step": 3, "text": "a", "metrics": ["x"]},
+        {"step": 5, "text": "b", "metrics": []},
+    ]
 
 
 def test_evaluations_and_tools_are_answered(client, made):
     made.evaluate((1.0, 0.0))
     found = client.get("/api/evaluations?run=one&sort=best&descending=true").json()
     assert [task["task"] for task in found["tasks"]] == ["held_out-000000", "held_out-000001"]
-    assert client.get("/api/evaluations?run=one&name=x").json()["detail"] == "there is no 'x' here, only held_out"
+    assert (
+        client.get("/api/evaluations?run=one&name=x").json()["detail"]
+        == "there is no 'x' here, only held_out"
+    )
     assert client.get("/api/evaluations?run=one&limit=5000").status_code == 422
     assert client.get("/api/tools?run=one&evaluation=held_out").json()["tools"] == []
     assert client.get("/api/episodes?run=one&evaluation=held_out&step=1").json()["total"] == 2
 
 
 def test_a_process_that_lives_makes_a_run_live_until_it_has_a_summary(made):
-    (made.folder / "status.json").write_text(json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"}))
+    (made.folder / "status.json").write_text(
+        json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"})
+    )
     run = RunFolder("one", made.folder)
     assert run.status()["live"] is True
     (made.folder / "summary.json").write_text('{"steps": 4}')
@@ -313,14 +384,23 @@ def test_a_process_that_lives_makes_a_run_live_until_it_has_a_summary(made):
 def test_a_run_says_what_it_does_now_as_long_as_the_process_that_says_it_lives(made):
     run = RunFolder("one", made.folder)
     assert run.status()["now"] is None  # a run of an earlier release
-    state = LiveState(os.getpid(), 5.0, (Crew("engine", 1, 2),), underway=Underway(3, 4, 1, 2, {}, []))
+    state = LiveState(
+        os.getpid(), 5.0, (Crew("engine", 1, 2),), underway=Underway(3, 4, 1, 2, {}, [])
+    )
     write_live_state(made.folder / "live.json", state)
     status = run.status()
     assert status["now"] == asdict(state)
-    assert (status["live"], status["phase"]) == (True, None)  # it starts: the phase is that of another process
+    assert (status["live"], status["phase"]) == (
+        True,
+        None,
+    )  # it starts: the phase is that of another process
     assert run.phases()[-1]["end"] is not None
-    (made.folder / "summary.json").write_text('{"steps": 4}')  # of the part before it was resumed with more steps
-    (made.folder / "status.json").write_text(json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"}))
+    (made.folder / "summary.json").write_text(
+        '{"steps": 4}'
+    )  # of the part before it was resumed with more steps
+    (made.folder / "status.json").write_text(
+        json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"})
+    )
     status = run.status()
     assert (status["live"], status["phase"], status["now"]) == (True, "train", asdict(state))
     write_live_state(made.folder / "live.json", replace(state, pid=ended_process()))

@@ -11,9 +11,20 @@ from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.stage_graph import stage_graph
-from agentrl.viewer.timing import advice, bound_by, busy_sets, load, machine_lanes, timing, window_of
+from agentrl.viewer.timing import (
+    advice,
+    bound_by,
+    busy_sets,
+    load,
+    machine_lanes,
+    timing,
+    window_of,
+)
 
-spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair))), max_size=8)
+spans = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair))),
+    max_size=8,
+)
 
 
 def test_the_load_of_the_machine_is_its_mean_in_each_bin_or_else_what_was_sampled_last():
@@ -21,9 +32,21 @@ def test_the_load_of_the_machine_is_its_mean_in_each_bin_or_else_what_was_sample
         MachineState(at, cpu, 10, 40, 0.0, 8.0 * at, 5, {"GPU 0": cpu}, {"GPU 0": 0.5})
         for at, cpu in ((2.0, 0.2), (2.5, 0.4), (7.0, 1.0))
     ]
-    lanes = {lane["name"]: lane for lane in machine_lanes(states, np.array([0.0, 2.0, 4.0, 6.0, 8.0]))}
-    assert lanes["CPU"] == {"name": "CPU", "unit": "share", "most": 1.0, "load": [None, 0.3, 0.4, 1.0]}
-    assert lanes["memory"] == {"name": "memory", "unit": "bytes", "most": 40.0, "load": [None, 10.0, 10.0, 10.0]}
+    lanes = {
+        lane["name"]: lane for lane in machine_lanes(states, np.array([0.0, 2.0, 4.0, 6.0, 8.0]))
+    }
+    assert lanes["CPU"] == {
+        "name": "CPU",
+        "unit": "share",
+        "most": 1.0,
+        "load": [None, 0.3, 0.4, 1.0],
+    }
+    assert lanes["memory"] == {
+        "name": "memory",
+        "unit": "bytes",
+        "most": 40.0,
+        "load": [None, 10.0, 10.0, 10.0],
+    }
     assert (lanes["GPU 0"]["load"], lanes["GPU 0 memory"]["load"][1]) == (lanes["CPU"]["load"], 0.5)
     assert (lanes["disk writes"]["unit"], lanes["disk writes"]["most"]) == ("bytes/s", None)
     assert lanes["disk writes"]["load"] == [None, 18.0, 20.0, 56.0]
@@ -49,7 +72,9 @@ def test_the_sets_add_up_to_the_whole_time_and_each_resource_to_its_own(engine, 
     moments = np.arange(50) + 0.5
     for name, intervals in (("engine", engine), ("trainer", trainer), ("env", env)):
         busy = sum(any(a < at < b for a, b in intervals) for at in moments)
-        assert sum(seconds for names, seconds in found.items() if name in names) == pytest.approx(busy)
+        assert sum(seconds for names, seconds in found.items() if name in names) == pytest.approx(
+            busy
+        )
 
 
 @given(intervals=spans)
@@ -57,7 +82,9 @@ def test_the_load_is_the_mean_number_of_open_intervals(intervals):
     bins = np.linspace(0, 50, 11)
     found = load([(float(a), float(b)) for a, b in intervals], bins)
     moments = np.arange(0, 50, 0.5) + 0.25
-    open_ones = np.array([sum(a < at < b for a, b in intervals) for at in moments]).reshape(10, 10).mean(1)
+    open_ones = (
+        np.array([sum(a < at < b for a, b in intervals) for at in moments]).reshape(10, 10).mean(1)
+    )
     assert found == pytest.approx(open_ones, abs=1e-9)
 
 
@@ -66,7 +93,10 @@ def test_advice_names_the_setting_that_changes_what_bound_the_run():
     assert "rollout.max_staleness to 1" in advice(waits, {"rollout.max_staleness": 0})[0]
     assert "add engines" in advice(waits, {"rollout.max_staleness": 2})[0]
     assert "trainer.world_size" in advice({frozenset({"trainer"}): 9.0, frozenset(): 1.0}, {})[0]
-    assert "only environments work" in advice({frozenset({"environments"}): 5.0, frozenset({"engine"}): 5.0}, {})[1]
+    assert (
+        "only environments work"
+        in advice({frozenset({"environments"}): 5.0, frozenset({"engine"}): 5.0}, {})[1]
+    )
     assert "Publishing weights takes 30%" in " ".join(
         advice({frozenset({"weights"}): 3.0, frozenset({"trainer"}): 7.0}, {})
     )
@@ -104,7 +134,9 @@ def test_what_works_while_the_trainer_does_not_binds_the_run():
 
 
 def test_the_graph_has_what_ran_with_depths_and_waits_of_these_steps_alone(tmp_path):
-    made = MadeUpRun(tmp_path / "run", settings={"rollout": {"groups_per_step": 4, "max_staleness": 1}})
+    made = MadeUpRun(
+        tmp_path / "run", settings={"rollout": {"groups_per_step": 4, "max_staleness": 1}}
+    )
     made.begin()
     for _ in range(4):
         made.step()
@@ -112,15 +144,26 @@ def test_the_graph_has_what_ran_with_depths_and_waits_of_these_steps_alone(tmp_p
     index = EpisodeIndex(folder)
     window = window_of(folder, index, EpisodeReader(folder, index), (1, 2), 16)
     assert window is not None
-    nodes = {node["name"]: node for node in stage_graph(window, folder.metrics(), folder.settings())}
+    nodes = {
+        node["name"]: node for node in stage_graph(window, folder.metrics(), folder.settings())
+    }
     assert list(nodes) == [
-        "episodes in play", "engine", "environments", "rewards", "channel groups", "ready groups", "trainer", "weights",
-    ]  # fmt: skip
+        "episodes in play",
+        "engine",
+        "environments",
+        "rewards",
+        "channel groups",
+        "ready groups",
+        "trainer",
+        "weights",
+    ]
     assert nodes["trainer"]["share"] == pytest.approx(0.3)
     assert nodes["trainer"]["facts"] == [["waited for groups", "12.0 s"]]
     assert nodes["channel groups"]["facts"] == [
-        ["depth", "1.0 of 4"], ["episodes waited", "0.0 s"], ["trainer waited", "12.0 s"],
-    ]  # fmt: skip
+        ["depth", "1.0 of 4"],
+        ["episodes waited", "0.0 s"],
+        ["trainer waited", "12.0 s"],
+    ]
     assert nodes["episodes in play"]["full"] == pytest.approx(16 * 5 / 10 / 32)
     assert ["groups", "4.0 of 8"] in nodes["episodes in play"]["facts"]
     rewards = sum(end - begin for begin, end in window.rewards)

@@ -15,9 +15,14 @@ def test_low_rank_weights_are_those_of_the_folder_plus_the_scaled_product(tmp_pa
     one = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     save_file({"one": one.bfloat16()}, tmp_path / "model-1.safetensors")
     save_file({"two": torch.ones(3)}, tmp_path / "model-2.safetensors")
-    factors = {"one": Factors(torch.tensor([[1.0, 10.0]]), torch.tensor([[1.0], [2.0], [0.0]]), 0.5)}
+    factors = {
+        "one": Factors(torch.tensor([[1.0, 10.0]]), torch.tensor([[1.0], [2.0], [0.0]]), 0.5)
+    }
     weights = LowRank(tmp_path, factors)
-    for weights in (LowRank(tmp_path, factors), pickle.loads(pickle.dumps(LowRank(tmp_path, factors)))):
+    for weights in (
+        LowRank(tmp_path, factors),
+        pickle.loads(pickle.dumps(LowRank(tmp_path, factors))),
+    ):
         for _ in range(2):  # reading changes nothing
             assert weights["one"].tolist() == [[1.5, 7.0], [4.0, 14.0], [5.0, 6.0]]
         assert weights["one"].dtype == torch.float32

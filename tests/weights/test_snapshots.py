@@ -1,4 +1,6 @@
-"""Snapshots of the policy: what is needed is there, at any version that a run may resume from, and no more."""
+"""Snapshots of the policy: what is needed is there, at any version that a run may resume from, and
+no more.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,9 @@ def test_the_last_ones_before_a_version_are_needed():
     assert list(snapshots.needed(21)) == [10, 20]
 
 
-@given(every=st.integers(1, 4), size=st.integers(1, 3), saved=st.integers(1, 5), kept=st.integers(1, 3))
+@given(
+    every=st.integers(1, 4), size=st.integers(1, 3), saved=st.integers(1, 5), kept=st.integers(1, 3)
+)
 def test_a_run_that_resumes_from_any_checkpoint_has_the_snapshots_that_it_needs(
     tmp_path_factory, every, size, saved, kept
 ):
@@ -45,7 +49,9 @@ def test_a_run_that_resumes_from_any_checkpoint_has_the_snapshots_that_it_needs(
         if version % saved == 0:
             checkpoints = [*checkpoints, version][-kept:]
     snapshots.go_back_to(checkpoints[-1])
-    assert set(snapshots.needed(checkpoints[-1])) - {0} <= there(snapshots), "version 0 is written again"
+    assert set(snapshots.needed(checkpoints[-1])) - {0} <= there(snapshots), (
+        "version 0 is written again"
+    )
     assert max(there(snapshots), default=0) <= checkpoints[-1]
 
 
@@ -61,6 +67,8 @@ def test_what_is_read_is_what_was_written_whatever_published_it(tmp_path, tiny_m
     assert snapshots.open(2)["w"].tolist() == [2.0, 2.0], "a resumed run publishes a version again"
     base = LowRank(tiny_model_dir, {})
     snapshots.write(3, base)
-    assert {name: weight.shape for name, weight in snapshots.open(3).items()} == {n: w.shape for n, w in base.items()}
+    assert {name: weight.shape for name, weight in snapshots.open(3).items()} == {
+        n: w.shape for n, w in base.items()
+    }
     with pytest.raises(WeightsError, match="version_000007"):
         snapshots.open(7)

@@ -1,4 +1,6 @@
-"""Published weights: what is read is what was written, faults leave one version everywhere, and nothing is left."""
+"""Published weights: what is read is what was written, faults leave one version everywhere, and
+nothing is left.
+"""
 
 import asyncio
 import json
@@ -35,7 +37,13 @@ from agentrl.trainers.local import LocalTrainer
 from agentrl.weights import publisher as publisher_module
 from agentrl.weights.bundle import BundlePlace, Update, WeightBundle, shapes_of, weight_shapes
 from agentrl.weights.low_rank import Factors, LowRank
-from agentrl.weights.publisher import Published, WeightPublisher, WeightsConfig, checksum, write_weights
+from agentrl.weights.publisher import (
+    Published,
+    WeightPublisher,
+    WeightsConfig,
+    checksum,
+    write_weights,
+)
 from agentrl.weights.store import WeightStore
 from tests.processes import still_alive
 from tests.properties import examples
@@ -46,8 +54,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
 
 @pytest.fixture
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of this test's own in shared memory, where everything is published; empty at its end."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    """A folder of this test's own in shared memory, where everything is published; empty at its
+    end.
+    """
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+    ) as folder:
         monkeypatch.setattr(publisher_module, "SHARED_MEMORY", Path(folder))
         monkeypatch.setattr(publisher_module, "default_parent", lambda: Path(folder))
         yield Path(folder)
@@ -77,14 +89,21 @@ def tensors(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, 
 
 @examples(30)
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(DTYPES)),
+        max_size=12,
+    ),
     st.integers(1, 2000),
 )
-def test_what_is_read_is_what_was_written(shapes: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int) -> None:
+def test_what_is_read_is_what_was_written(
+    shapes: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int
+) -> None:
     written = tensors(shapes)
     with tempfile.TemporaryDirectory() as folder:
         bundle = BundlePlace(Path(folder) / "v7", 7, bucket_bytes).write(written)
-        sizes = [sum(written[name].nbytes for name in bucket.names) for bucket in bundle.manifest.buckets]
+        sizes = [
+            sum(written[name].nbytes for name in bucket.names) for bucket in bundle.manifest.buckets
+        ]
         assert all(size >= bucket_bytes for size in sizes[:-1])
         for read in (WeightBundle.open(Path(folder) / "v7"), pickle.loads(pickle.dumps(bundle))):
             assert read == bundle
@@ -101,7 +120,9 @@ def test_tensors_lie_in_the_files_and_stay_when_those_are_removed(tmp_path: Path
     with suppress(KeyError), place:
         assert len(pickle.dumps(place.write(written))) < 1500
         read = dict(WeightBundle.open(tmp_path / "v1"))
-        assert all(mapped_file(tensor.data_ptr()).startswith(str(tmp_path)) for tensor in read.values())
+        assert all(
+            mapped_file(tensor.data_ptr()).startswith(str(tmp_path)) for tensor in read.values()
+        )
         raise KeyError
     assert not list(tmp_path.iterdir())
     assert all(torch.equal(tensor, written[name]) for name, tensor in read.items())
@@ -122,7 +143,9 @@ def mapped_file(address: int) -> str:
 @given(st.data())
 def test_any_byte_that_is_not_as_it_was_written_is_found(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        bundle = BundlePlace(Path(folder) / "v1", 1, 300).write(tensors([((40,), torch.float32)] * 4))
+        bundle = BundlePlace(Path(folder) / "v1", 1, 300).write(
+            tensors([((40,), torch.float32)] * 4)
+        )
         path = data.draw(st.sampled_from(sorted(bundle.folder.iterdir())))
         content = bytearray(path.read_bytes())
         at = data.draw(st.integers(0, len(content) - 1))
@@ -138,11 +161,17 @@ def test_any_byte_that_is_not_as_it_was_written_is_found(data: st.DataObject) ->
             WeightBundle.open(bundle.folder)
 
 
-def test_a_low_rank_update_is_published_as_its_factors_and_read_merged(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_low_rank_update_is_published_as_its_factors_and_read_merged(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     base = weight_shapes(tiny_model_dir)
     generator = torch.Generator().manual_seed(0)
     factors = {
-        name: Factors(torch.randn(2, shape[1], generator=generator), torch.randn(shape[0], 2, generator=generator), 0.3)
+        name: Factors(
+            torch.randn(2, shape[1], generator=generator),
+            torch.randn(shape[0], 2, generator=generator),
+            0.3,
+        )
         for name, shape in base.items()
         if "proj" in name
     }
@@ -157,15 +186,21 @@ def test_a_low_rank_update_is_published_as_its_factors_and_read_merged(tiny_mode
         shapes_of(
             WeightBundle(
                 tmp_path / "v1",
-                read.manifest.model_copy(update={"update": Update(base=tmp_path / "gone", scales={})}),
+                read.manifest.model_copy(
+                    update={"update": Update(base=tmp_path / "gone", scales={})}
+                ),
             )
         )
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000_000])
-def test_tied_weights_are_published_under_each_of_their_names(tmp_path: Path, bucket_bytes: int) -> None:
+def test_tied_weights_are_published_under_each_of_their_names(
+    tmp_path: Path, bucket_bytes: int
+) -> None:
     tied = torch.randn(3, 5)
-    BundlePlace(tmp_path / "v1", 1, bucket_bytes).write({"embed": tied, "x": torch.ones(2, 5).T, "head": tied})
+    BundlePlace(tmp_path / "v1", 1, bucket_bytes).write(
+        {"embed": tied, "x": torch.ones(2, 5).T, "head": tied}
+    )
     read = WeightBundle.open(tmp_path / "v1")
     assert torch.equal(read["embed"], tied)
     assert torch.equal(read["head"], tied)
@@ -189,10 +224,15 @@ sys.stdin.read()
 
 
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    """Its reaper sees to that at once; where it was killed too, the next store does, which touches no living one's."""
+    """Its reaper sees to that at once; where it was killed too, the next store does, which touches
+    no living one's.
+    """
     places = [tmp_path / "reaped", tmp_path / "swept"]
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, *places], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, *places],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with owner:
         assert owner.stdout is not None
@@ -235,7 +275,9 @@ class Truth:
         return self.versions[version]
 
     async def assert_serves(self, engine: Engine, version: int) -> None:
-        """The engine's logprobs are those of the version; its bytes too, where it has them in this process."""
+        """The engine's logprobs are those of the version; its bytes too, where it has them in this
+        process.
+        """
         assert engine.policy_version == version
         if isinstance(engine, LocalEngine):
             assert served_checksum(engine) == checksum(self.versions[version])
@@ -297,7 +339,9 @@ class Breaks(Mapping[str, Tensor]):
 
 
 class Faulty(LocalEngine):
-    """An engine that does something of the test's at the beginning of a phase, or in the middle of loading."""
+    """An engine that does something of the test's at the beginning of a phase, or in the middle of
+    loading.
+    """
 
     on_stage: Callable[[WeightBundle], None] = staticmethod(lambda bundle: None)
     on_commit: Callable[[], None] = staticmethod(lambda: None)
@@ -344,10 +388,14 @@ class Cluster:
 
     def versions_kept(self) -> list[int]:
         """Of all that lies where weights are published."""
-        return [json.loads(path.read_text())["version"] for path in self.place.glob("*/*/manifest.json")]
+        return [
+            json.loads(path.read_text())["version"] for path in self.place.glob("*/*/manifest.json")
+        ]
 
 
-def test_a_large_model_has_more_time_to_be_loaded_unless_the_settings_say_how_much(tmp_path: Path) -> None:
+def test_a_large_model_has_more_time_to_be_loaded_unless_the_settings_say_how_much(
+    tmp_path: Path,
+) -> None:
     settings = WeightsConfig()
     assert settings.for_model(tmp_path).seconds == settings.seconds == 600
     for number in range(2):
@@ -363,7 +411,9 @@ async def cluster(model: Path, place: Path, **changes: object):  # type: ignore[
     """All of it, with version 1 published."""
     config = LocalEngine.Config(max_batch=4, max_context=64)
     engines = [Faulty(config, model) for _ in range(2)]
-    settings = WeightsConfig.model_validate({"transport": "shared_memory", "bucket_mib": 1, "attempts": 2, **changes})
+    settings = WeightsConfig.model_validate(
+        {"transport": "shared_memory", "bucket_mib": 1, "attempts": 2, **changes}
+    )
     async with Router(engines) as router, WeightPublisher(router, config=settings) as publisher:
         made = Cluster(Truth(model), engines, router, publisher, Given(), place)
         await made.publish(1)
@@ -426,7 +476,9 @@ def test_a_fault_before_the_commit_is_tried_again_and_one_that_stays_leaves_the_
             fault(name, made, 2, times=2)
             where = {"a byte": r"stage on engine \d of 2: ", "the sec": "stage on engine 1 of 2: "}
             said = r"version 2 .* after 2 attempts .* the previous version\. The last error: .*"
-            said += next((words for begin, words in where.items() if name.startswith(begin)), "writing into ")
+            said += next(
+                (words for begin, words in where.items() if name.startswith(begin)), "writing into "
+            )
             with pytest.raises(WeightsError, match=said):
                 await made.publish(2)
             await made.assert_all_serve(1)
@@ -457,13 +509,17 @@ def test_an_engine_that_fails_to_commit_serves_nobody_and_the_others_go_on(
     asyncio.run(main())
 
 
-def test_a_trainer_that_dies_while_it_gives_its_weights_changes_nothing(lively_dir: Path, shared_memory: Path) -> None:
+def test_a_trainer_that_dies_while_it_gives_its_weights_changes_nothing(
+    lively_dir: Path, shared_memory: Path
+) -> None:
     async def main() -> None:
         async with cluster(lively_dir, shared_memory) as made:
             made.trainer.instead = failing(WorkerDiedError("trainer", 1, "killed"), 1)  # type: ignore[assignment]
             with pytest.raises(WorkerDiedError, match="trainer 1 died"):
                 await made.publish(2)
-            made.trainer.instead = lambda: Breaks(made.truth.new(2), WorkerDiedError("trainer", 0, "killed"), 1)
+            made.trainer.instead = lambda: Breaks(
+                made.truth.new(2), WorkerDiedError("trainer", 0, "killed"), 1
+            )
             with pytest.raises(WorkerDiedError, match="trainer 0 died"):
                 await made.publish(2)
             await made.assert_all_serve(1)
@@ -472,7 +528,9 @@ def test_a_trainer_that_dies_while_it_gives_its_weights_changes_nothing(lively_d
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("phase", "served"), [("gather", 1), ("write", 1), ("stage", 1), ("commit", 2)])
+@pytest.mark.parametrize(
+    ("phase", "served"), [("gather", 1), ("write", 1), ("stage", 1), ("commit", 2)]
+)
 def test_a_publisher_that_is_cancelled_leaves_one_version_everywhere(
     phase: str, served: int, lively_dir: Path, shared_memory: Path
 ) -> None:
@@ -513,7 +571,9 @@ def test_a_publisher_that_is_cancelled_leaves_one_version_everywhere(
     asyncio.run(main())
 
 
-def test_a_version_stays_readable_as_long_as_an_engine_serves_it(lively_dir: Path, shared_memory: Path) -> None:
+def test_a_version_stays_readable_as_long_as_an_engine_serves_it(
+    lively_dir: Path, shared_memory: Path
+) -> None:
     class Remembers(ScriptedEngine):
         """As a router does, for a replica that is restarted."""
 
@@ -529,8 +589,13 @@ def test_a_version_stays_readable_as_long_as_an_engine_serves_it(lively_dir: Pat
                     await publisher.publish(Given({"w": torch.full((3,), float(version))}), version)  # type: ignore[arg-type]
                     for served in [engine, follower] if version > 1 else [engine]:
                         bundle = WeightBundle.open(served.published.folder)  # type: ignore[attr-defined]
-                        assert torch.equal(bundle["w"], torch.full((3,), float(served.policy_version)))
-                    assert len([path for path in found(shared_memory) if path.name == "manifest.json"]) <= 2
+                        assert torch.equal(
+                            bundle["w"], torch.full((3,), float(served.policy_version))
+                        )
+                    assert (
+                        len([path for path in found(shared_memory) if path.name == "manifest.json"])
+                        <= 2
+                    )
 
     asyncio.run(main())
 
@@ -557,13 +622,16 @@ def test_where_memory_cannot_be_written_auto_takes_the_disk(
     assert found(tmp_path) == []
 
 
-def test_what_a_place_lacks_is_said_with_the_way_out(lively_dir: Path, shared_memory: Path, tmp_path: Path) -> None:
+def test_what_a_place_lacks_is_said_with_the_way_out(
+    lively_dir: Path, shared_memory: Path, tmp_path: Path
+) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
 
     async def main() -> None:
         with pytest.raises(
-            WeightsError, match=r"writing into .*/file failed: .* by weights.transport and weights.folder"
+            WeightsError,
+            match=r"writing into .*/file failed: .* by weights.transport and weights.folder",
         ):
             async with cluster(lively_dir, shared_memory, transport="disk", folder=taken):
                 pass
@@ -571,7 +639,9 @@ def test_what_a_place_lacks_is_said_with_the_way_out(lively_dir: Path, shared_me
     asyncio.run(main())
 
 
-def test_direct_weights_are_handed_over_and_no_file_is_written(lively_dir: Path, shared_memory: Path) -> None:
+def test_direct_weights_are_handed_over_and_no_file_is_written(
+    lively_dir: Path, shared_memory: Path
+) -> None:
     async def main() -> None:
         truth = Truth(lively_dir)
         async with (
@@ -603,12 +673,18 @@ class Elsewhere:
         await self.worker.stop()
 
 
-def test_weights_from_where_the_place_is_not_seen_are_written_here(lively_dir: Path, tmp_path: Path) -> None:
+def test_weights_from_where_the_place_is_not_seen_are_written_here(
+    lively_dir: Path, tmp_path: Path
+) -> None:
     async def start(role: str, make: Make, count: int) -> WorkerGroup:
-        return WorkerGroup(role, [Elsewhere(worker) for worker in (await start_local(role, make, count)).workers])
+        return WorkerGroup(
+            role, [Elsewhere(worker) for worker in (await start_local(role, make, count)).workers]
+        )
 
     async def main() -> None:
-        async with LocalTrainer(LocalTrainer.Config(), lively_dir, total_steps=1, start=start) as trainer:
+        async with LocalTrainer(
+            LocalTrainer.Config(), lively_dir, total_steps=1, start=start
+        ) as trainer:
             bundle = await write_weights(trainer, BundlePlace(tmp_path / "v1", 1, 1000))
             assert bundle.folder == tmp_path / "v1"
             assert checksum(WeightBundle.open(bundle.folder)) == checksum(await trainer.weights())
@@ -617,7 +693,9 @@ def test_weights_from_where_the_place_is_not_seen_are_written_here(lively_dir: P
 
 
 @pytest.mark.slow
-def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_dir: Path, shared_memory: Path) -> None:
+def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(
+    lively_dir: Path, shared_memory: Path
+) -> None:
     batches = random_batches(lively_dir, 20)
 
     async def main() -> None:
@@ -630,12 +708,16 @@ def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_di
             for version, batch in enumerate(batches, start=2):
                 await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
                 published = await made.publisher.publish(trainer, version)
-                made.truth.versions[version] = {k: w.detach().clone() for k, w in (await trainer.weights()).items()}
+                made.truth.versions[version] = {
+                    k: w.detach().clone() for k, w in (await trainer.weights()).items()
+                }
                 await made.assert_all_serve(version)
                 seen.add(checksum(published.weights))
                 assert checksum(published.weights) == checksum(made.truth.versions[version])
                 assert made.versions_kept() == [version]
-                assert published.metrics()["weights/bytes"] > sum(w.nbytes for w in published.weights.values())
+                assert published.metrics()["weights/bytes"] > sum(
+                    w.nbytes for w in published.weights.values()
+                )
             assert len(seen) == 20
 
     asyncio.run(main())
@@ -648,7 +730,8 @@ def on_gpus(count: int) -> pytest.MarkDecorator:
 @pytest.mark.vllm
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "stream", ["gloo", pytest.param("nccl", marks=on_gpus(2)), pytest.param("ipc", marks=on_gpus(1))]
+    "stream",
+    ["gloo", pytest.param("nccl", marks=on_gpus(2)), pytest.param("ipc", marks=on_gpus(1))],
 )
 def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(
     stream: str, lively_dir: Path, shared_memory: Path

@@ -1,16 +1,20 @@
-"""Causal attention inside the segments of a packed sequence: no token sees another sample, and no mask is built.
+"""Causal attention inside the segments of a packed sequence: no token sees another sample, and no
+mask is built.
 
-The samples of a micro-batch lie end to end in one sequence. On GPUs, FlashAttention (Dao 2023, arXiv:2307.08691) takes
-them as they are, in the precisions that it has. Elsewhere, segments of similar length are padded at their ends into a
-block, for one call of torch's fused attention. Its causal order keeps the padding out of sight, so memory is linear in
-the tokens. Layers with a sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
+The samples of a micro-batch lie end to end in one sequence. On GPUs, FlashAttention (Dao 2023,
+arXiv:2307.08691) takes them as they are, in the precisions that it has. Elsewhere, segments of
+similar length are padded at their ends into a block, for one call of torch's fused attention. Its
+causal order keeps the padding out of sight, so memory is linear in the tokens. Layers with a
+sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
 computed again in the backward pass.
 
-If samples share a prefix, the sequence has its tokens once, and the segments of all of these samples take them.
+If samples share a prefix, the sequence has its tokens once, and the segments of all of these
+samples take them.
 
-transformers calls `attend` in every attention layer of a model that was loaded with `attn_implementation=ATTENTION`.
-Dimension suffixes: S tokens of the sequence, T of all segments, H query heads, K key heads, D head size;
-R segments and L tokens of a block; Q queries of a piece, C columns that they see.
+transformers calls `attend` in every attention layer of a model that was loaded with
+`attn_implementation=ATTENTION`. Dimension suffixes: S tokens of the sequence, T of all segments, H
+query heads, K key heads, D head size; R segments and L tokens of a block; Q queries of a piece, C
+columns that they see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +37,8 @@ from agentrl.trainers.compute.prefixes import SharedPrefixes
 
 ATTENTION = "agentrl_segments"
 SIMILAR = 0.75
-"""A segment joins a block if it has at least this share of the length of the block's longest one."""
+"""A segment joins a block if it has at least this share of the length of the block's longest one.
+"""
 PIECE = 256
 """Queries of a piece."""
 SHORT_PIECE = 128
@@ -49,8 +54,9 @@ FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
 class Block:
     """Segments that are computed together: the tokens `first` to `stop` of all segments.
 
-    `padded_RL`: the token of the sequence at each place of the block; padding repeats the first one. `kept_N`: the
-    places that are tokens, flat. Both are None for a single segment, if its tokens lie together in the sequence.
+    `padded_RL`: the token of the sequence at each place of the block; padding repeats the first
+    one. `kept_N`: the places that are tokens, flat. Both are None for a single segment, if its
+    tokens lie together in the sequence.
     """
 
     first: int
@@ -61,11 +67,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The blocks of a sequence, in its order; where each segment begins, and the last one ends (int32); the longest.
+    """The blocks of a sequence, in its order; where each segment begins, and the last one ends
+    (int32); the longest.
 
-    If tokens are in several segments, `places_T` is where the sequence has each token of the segments, and `computed_S`
-    where the segments have each token of the sequence. `needed`: the tokens whose results the last layer needs, if they
-    are few.
+    If tokens are in several segments, `places_T` is where the sequence has each token of the
+    segments, and `computed_S` where the segments have each token of the sequence. `needed`: the
+    tokens whose results the last layer needs, if they are few.
     """
 
     blocks: tuple[Block, ...]
@@ -82,9 +89,11 @@ class Segments:
         shared: SharedPrefixes | None = None,
         needed_P: IntArray | None = None,
     ) -> "Segments":
-        """The segments of these lengths, end to end. They make the fewest blocks if sorted by length.
+        """The segments of these lengths, end to end. They make the fewest blocks if sorted by
+        length.
 
-        `needed_P`: the places in the sequence of the tokens that the last layer needs; by default all.
+        `needed_P`: the places in the sequence of the tokens that the last layer needs; by default
+        all.
         """
         places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
         blocks = tuple(_block(first, run, places_T, device) for first, run in _runs(lengths))
@@ -93,7 +102,9 @@ class Segments:
         if shared is None or places_T is None:
             return Segments(blocks, borders, max(lengths), needed=needed)
         computed_S = torch.from_numpy(shared.computed_S).long()
-        return Segments(blocks, borders, max(lengths), places_T.to(device), computed_S.to(device), needed)
+        return Segments(
+            blocks, borders, max(lengths), places_T.to(device), computed_S.to(device), needed
+        )
 
 
 def attend(
@@ -114,8 +125,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out.
 
-    With `needed_only`, the results of tokens that are not `segments.needed` may be 0. To `windows` is added what the
-    layer asked for.
+    With `needed_only`, the results of tokens that are not `segments.needed` may be 0. To `windows`
+    is added what the layer asked for.
 
     Raises:
         ConfigError: the model does not hand on what it is called with.
@@ -126,25 +137,45 @@ def attend(
         windows.append(sliding_window)
     narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
-        options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        options: dict[str, Any] = {
+            "scaling": scaling,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+        }
         options |= {"needed_only": needed_only}
         padded = torch.nn.functional.pad(value, (0, narrower))
-        out, _ = attend(module, query, key, padded, attention_mask, segments=segments, s_aux=s_aux, **options)
+        out, _ = attend(
+            module, query, key, padded, attention_mask, segments=segments, s_aux=s_aux, **options
+        )
         return out[..., :-narrower], None
     flash = _flash(query) if softcap is None and s_aux is None else None
     if flash is not None:
-        return _once(segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)), None
-    if needed_only and segments.needed and sliding_window is None and softcap is None and s_aux is None:
+        return _once(
+            segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)
+        ), None
+    if (
+        needed_only
+        and segments.needed
+        and sliding_window is None
+        and softcap is None
+        and s_aux is None
+    ):
         return _of_needed(segments.needed, (query, key, value), segments, scaling)[None], None
     outputs = []
     for block in segments.blocks:
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
-        window = sliding_window if sliding_window is not None and sliding_window < query_RHLD.shape[2] else None
+        window = (
+            sliding_window
+            if sliding_window is not None and sliding_window < query_RHLD.shape[2]
+            else None
+        )
         if window is None and softcap is None and s_aux is None:
             out_RHLD = _causal(query_RHLD, key_RKLD, value_RKLD, scaling)
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            out_RHLD = _in_pieces(query_RHLD, key_RKLD, value_RKLD, _Kind(scale, window, softcap), s_aux)
+            out_RHLD = _in_pieces(
+                query_RHLD, key_RKLD, value_RKLD, _Kind(scale, window, softcap), s_aux
+            )
         out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
         outputs.append(out_NHD if block.kept_N is None else out_NHD.index_select(0, block.kept_N))
     return _once(segments, outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
@@ -155,7 +186,9 @@ AttentionInterface.register(ATTENTION, attend)
 
 def _once(segments: Segments, out_THD: Tensor) -> Tensor:
     """(T, H, D) to (1, S, H, D): each token of the sequence once."""
-    return (out_THD if segments.computed_S is None else out_THD.index_select(0, segments.computed_S))[None]
+    return (
+        out_THD if segments.computed_S is None else out_THD.index_select(0, segments.computed_S)
+    )[None]
 
 
 def _of_needed(
@@ -173,7 +206,12 @@ def _of_needed(
 def _flash(query: Tensor) -> Callable[..., Any] | None:
     """The kernel for such queries; None if there is none."""
     size = query.shape[-1]
-    if query.device.type != FLASH_DEVICE or _precision(query) not in FLASH_PRECISIONS or size % 8 or size > 256:
+    if (
+        query.device.type != FLASH_DEVICE
+        or _precision(query) not in FLASH_PRECISIONS
+        or size % 8
+        or size > 256
+    ):
         return None
     return _flash_kernel(query.device)
 
@@ -190,7 +228,9 @@ def _flash_kernel(device: torch.device) -> Callable[..., Any] | None:
 
 
 def _precision(query: Tensor) -> torch.dtype:
-    """What attention is computed in. A norm of queries returns float32 in autocast, which torch's own kernels cast."""
+    """What attention is computed in. A norm of queries returns float32 in autocast, which torch's
+    own kernels cast.
+    """
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
@@ -202,10 +242,14 @@ def _at_once(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of all segments in one call, (T, H, D). A window counts the token itself, and the kernel's does not."""
+    """Attention of all segments in one call, (T, H, D). A window counts the token itself, and the
+    kernel's does not.
+    """
     kind, places_T = _precision(inputs[0]), segments.places_T
     by_token = [x[0].transpose(0, 1).to(kind) for x in inputs]
-    query_THD, key_TKD, value_TKD = by_token if places_T is None else [x.index_select(0, places_T) for x in by_token]
+    query_THD, key_TKD, value_TKD = (
+        by_token if places_T is None else [x.index_select(0, places_T) for x in by_token]
+    )
     out_THD: Tensor = flash(
         query_THD,
         key_TKD,
@@ -223,7 +267,9 @@ def _at_once(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What distinguishes a layer from plain attention, besides sinks. The first query is the column `offset`."""
+    """What distinguishes a layer from plain attention, besides sinks. The first query is the column
+    `offset`.
+    """
 
     scale: float
     window: int | None
@@ -236,23 +282,31 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
     start = first = 0
     for end in range(1, len(lengths) + 1):
         longest = max(lengths[start:end])
-        if end == len(lengths) or min(*lengths[start : end + 1], longest) < SIMILAR * max(longest, lengths[end]):
+        if end == len(lengths) or min(*lengths[start : end + 1], longest) < SIMILAR * max(
+            longest, lengths[end]
+        ):
             yield first, lengths[start:end]
             first += sum(lengths[start:end])
             start = end
 
 
-def _block(first: int, lengths: Sequence[int], places_T: Tensor | None, device: torch.device) -> Block:
+def _block(
+    first: int, lengths: Sequence[int], places_T: Tensor | None, device: torch.device
+) -> Block:
     stop = first + sum(lengths)
     if len(lengths) == 1:
-        return Block(first, stop, None if places_T is None else places_T[None, first:stop].to(device), None)
+        return Block(
+            first, stop, None if places_T is None else places_T[None, first:stop].to(device), None
+        )
     lengths_R = torch.tensor(lengths)
     starts_R = first + lengths_R.cumsum(0) - lengths_R
     places_L = torch.arange(max(lengths))
     is_token_RL = places_L[None] < lengths_R[:, None]
     padded_RL = torch.where(is_token_RL, starts_R[:, None] + places_L[None], starts_R[:, None])
     padded_RL = padded_RL if places_T is None else places_T[padded_RL]
-    return Block(first, stop, padded_RL.to(device), is_token_RL.flatten().nonzero()[:, 0].to(device))
+    return Block(
+        first, stop, padded_RL.to(device), is_token_RL.flatten().nonzero()[:, 0].to(device)
+    )
 
 
 def _of_block(block: Block, packed: Tensor) -> Tensor:
@@ -265,9 +319,12 @@ def _of_block(block: Block, packed: Tensor) -> Tensor:
     return taken_NHD.reshape(*block.padded_RL.shape, heads, size).transpose(1, 2)
 
 
-def _causal(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: float | None) -> Tensor:
-    """torch's fused attention. On CPUs, it computes for each query all keys of a block of 512, however few are seen. So
-    queries of short segments ask in pieces, each for the keys up to its end.
+def _causal(
+    query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: float | None
+) -> Tensor:
+    """torch's fused attention. On CPUs, it computes for each query all keys of a block of 512,
+    however few are seen. So queries of short segments ask in pieces, each for the keys up to its
+    end.
     """
     length, gqa = query_RHLD.shape[2], query_RHLD.shape[1] != key_RKLD.shape[1]
     if query_RHLD.device.type != "cpu" or not SHORT_PIECE < length <= KEYS_AT_ONCE:
@@ -279,32 +336,49 @@ def _causal(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: f
         stop = min(first + SHORT_PIECE, length)
         piece = (query_RHLD[:, :, first:stop], key_RKLD[:, :, :stop], value_RKLD[:, :, :stop])
         mask_QC = _mask(first, query_RHLD.dtype)[: stop - first, :stop]
-        pieces.append(scaled_dot_product_attention(*piece, attn_mask=mask_QC, scale=scaling, enable_gqa=gqa))
+        pieces.append(
+            scaled_dot_product_attention(*piece, attn_mask=mask_QC, scale=scaling, enable_gqa=gqa)
+        )
     return torch.cat(pieces, dim=2)
 
 
 @lru_cache
 def _mask(first: int, dtype: torch.dtype) -> Tensor:
-    """0 for the tokens that each query of a short piece sees, by the place of its first query; else -inf.
+    """0 for the tokens that each query of a short piece sees, by the place of its first query; else
+    -inf.
 
     From booleans, torch would build this mask again at every call.
     """
     seen_QC = np.arange(first, first + SHORT_PIECE)[:, None] >= np.arange(first + SHORT_PIECE)
     with torch.inference_mode(False):
-        return torch.zeros(seen_QC.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen_QC), float("-inf"))
+        return torch.zeros(seen_QC.shape, dtype=dtype).masked_fill_(
+            torch.from_numpy(~seen_QC), float("-inf")
+        )
 
 
-def _in_pieces(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:
+def _in_pieces(
+    query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None
+) -> Tensor:
     pieces = []
     for start in range(0, query_RHLD.shape[2], PIECE):
         stop = min(start + PIECE, query_RHLD.shape[2])
         first = 0 if kind.window is None else max(0, start - kind.window + 1)
-        parts = (query_RHLD[:, :, start:stop], key_RKLD[:, :, first:stop], value_RKLD[:, :, first:stop])
-        pieces.append(checkpoint(_piece, *parts, replace(kind, offset=start - first), s_aux, use_reentrant=False))
+        parts = (
+            query_RHLD[:, :, start:stop],
+            key_RKLD[:, :, first:stop],
+            value_RKLD[:, :, first:stop],
+        )
+        pieces.append(
+            checkpoint(
+                _piece, *parts, replace(kind, offset=start - first), s_aux, use_reentrant=False
+            )
+        )
     return torch.cat(pieces, dim=2)
 
 
-def _piece(query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:
+def _piece(
+    query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _Kind, s_aux: Tensor | None
+) -> Tensor:
     """Attention of queries to the columns up to themselves."""
     rows, heads, queries, size = query_RHQD.shape
     groups = heads // key_RKCD.shape[1]
@@ -314,7 +388,9 @@ def _piece(query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _Kind
         scores = kind.softcap * torch.tanh(scores / kind.softcap)
     behind_QC = kind.offset + torch.arange(queries, device=scores.device)[:, None]
     behind_QC = behind_QC - torch.arange(key_RKCD.shape[2], device=scores.device)[None]
-    seen_QC = behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
+    seen_QC = (
+        behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
+    )
     scores = scores.masked_fill(~seen_QC, float("-inf"))
     if s_aux is None:
         shares = scores.softmax(-1)

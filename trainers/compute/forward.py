@@ -1,7 +1,8 @@
-"""Runs packed samples through a Hugging Face model, for the logprobs or the values of the loss tokens only.
+"""Runs packed samples through a Hugging Face model, for the logprobs or the values of the loss
+tokens only.
 
-Dimension suffixes: S tokens of the micro-batch, end to end; N loss tokens among these; T tokens of its samples, of
-which several may be the same one of S; P tokens before loss tokens.
+Dimension suffixes: S tokens of the micro-batch, end to end; N loss tokens among these; T tokens of
+its samples, of which several may be the same one of S; P tokens before loss tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,17 @@ from agentrl.trainers.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class DeviceMicroBatch:
-    """The samples of a micro-batch as tensors on the device, end to end in one sequence, with shared prefixes once.
+    """The samples of a micro-batch as tensors on the device, end to end in one sequence, with
+    shared prefixes once.
 
-    `positions_S` restart at 0 with each sample, and attention stays inside of it (`segments`). `predictors_N`: for each
-    loss token, the place of the token before it. `samples_N`: the number of its sample in the batch.
-    `support_NS`: for each loss token, the ids that it was sampled from, filled up with -1. A row of -1 is the whole
-    vocabulary; `None` means that for all. `needed_P`: the tokens whose last hidden states are used; `None` for all.
-    `experts_NE`: the experts that the engine chose for each, layer by layer; a row of -1 where they are unknown.
-    `times_S`: of how many tokens of samples with loss tokens each one is the only copy, where the balance of experts is
-    asked for; the last layer then computes all tokens.
+    `positions_S` restart at 0 with each sample, and attention stays inside of it (`segments`).
+    `predictors_N`: for each loss token, the place of the token before it. `samples_N`: the number
+    of its sample in the batch. `support_NS`: for each loss token, the ids that it was sampled from,
+    filled up with -1. A row of -1 is the whole vocabulary; `None` means that for all. `needed_P`:
+    the tokens whose last hidden states are used; `None` for all. `experts_NE`: the experts that the
+    engine chose for each, layer by layer; a row of -1 where they are unknown. `times_S`: of how
+    many tokens of samples with loss tokens each one is the only copy, where the balance of experts
+    is asked for; the last layer then computes all tokens.
     """
 
     tokens_S: Tensor
@@ -52,14 +55,22 @@ class DeviceMicroBatch:
     times_S: Tensor | None = None
 
 
-def to_device(micro_batch: MicroBatch, device: torch.device, *, balance: bool = False) -> DeviceMicroBatch:
+def to_device(
+    micro_batch: MicroBatch, device: torch.device, *, balance: bool = False
+) -> DeviceMicroBatch:
     """Move a micro-batch to a device. `balance`: the balance of experts is asked for (`times_S`)."""
 
     def move(array: Any) -> Tensor:
-        wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)  # a copy; torch indexes with int64
+        wide = array.astype(
+            np.int64 if array.dtype == np.int32 else array.dtype
+        )  # a copy; torch indexes with int64
         return torch.from_numpy(wide).to(device, non_blocking=True)
 
-    samples, lengths_M, shared = micro_batch.samples, micro_batch.samples.lengths_M, micro_batch.shared
+    samples, lengths_M, shared = (
+        micro_batch.samples,
+        micro_batch.samples.lengths_M,
+        micro_batch.shared,
+    )
     starts_M = np.cumsum(lengths_M) - lengths_M
     positions_T = np.arange(len(samples.tokens_S)) - np.repeat(starts_M, lengths_M)
     before_N = samples.loss_mask_S.nonzero()[0] - 1
@@ -101,21 +112,35 @@ def compute_logprobs_in(head: nn.Module, scaling: Scaling) -> None:
 
 
 def _logprobs(
-    head: Any, scaling: Scaling, hidden_NH: Tensor, targets_N: Tensor, support_NS: Tensor | None, *, entropy: bool
+    head: Any,
+    scaling: Scaling,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    support_NS: Tensor | None,
+    *,
+    entropy: bool,
 ) -> Tensor:
     bias_V = getattr(head, "bias", None)
     return linear_logprobs(
-        hidden_NH, head.weight, targets_N, scaling, bias_V=bias_V, support_NS=support_NS, entropy=entropy
+        hidden_NH,
+        head.weight,
+        targets_N,
+        scaling,
+        bias_V=bias_V,
+        support_NS=support_NS,
+        entropy=entropy,
     )
 
 
 def token_logprobs(model: Any, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
-    """log softmax(logits / temperature) of each loss token, float32, shape N, over the ids that it was sampled from.
+    """log softmax(logits / temperature) of each loss token, float32, shape N, over the ids that it
+    was sampled from.
 
-    The output head (see `compute_logprobs_in`) runs only at the N positions that predict a loss token. A token that was
-    sampled from a part of the vocabulary is normalised over the same part ("Keep Sampling Mask", DeepSeek-V3.2,
-    arXiv:2512.02556), so that its ratio to the engine's probability is exact. With `entropy`, the shape is 2N: the
-    logprobs, and the entropies of the distributions that they are of, from the same pass.
+    The output head (see `compute_logprobs_in`) runs only at the N positions that predict a loss
+    token. A token that was sampled from a part of the vocabulary is normalised over the same part
+    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556), so that its ratio to the engine's
+    probability is exact. With `entropy`, the shape is 2N: the logprobs, and the entropies of the
+    distributions that they are of, from the same pass.
     """
     hidden_NH = _before(model, samples)
     logprobs_N: Tensor = model.get_output_embeddings()(
@@ -148,7 +173,9 @@ def states_together(model: Any, rows_T: Sequence[Tensor], windows: Windows) -> S
     lengths = [len(row_T) for row_T in rows_T]
     states_SH: Tensor = model.base_model(
         input_ids=torch.cat(list(rows_T))[None],
-        position_ids=torch.cat([torch.arange(length, device=model.device) for length in lengths])[None],
+        position_ids=torch.cat([torch.arange(length, device=model.device) for length in lengths])[
+            None
+        ],
         use_cache=False,
         segments=Segments.of(lengths, model.device),
         windows=windows,
@@ -159,7 +186,9 @@ def states_together(model: Any, rows_T: Sequence[Tensor], windows: Windows) -> S
 
 @contextmanager
 def _without_layers(config: Any) -> Iterator[None]:
-    """Let a model leave out its layers, as most do that count them by their config: none has to be gathered then."""
+    """Let a model leave out its layers, as most do that count them by their config: none has to be
+    gathered then.
+    """
     layers = config.num_hidden_layers
     config.num_hidden_layers = 0
     try:
@@ -169,23 +198,28 @@ def _without_layers(config: Any) -> Iterator[None]:
 
 
 def scaling_of(model: Any, temperature: float) -> Scaling:
-    """What the model does to the output of its head, checked on a few tokens: without layers, where that is possible.
+    """What the model does to the output of its head, checked on a few tokens: without layers, where
+    that is possible.
 
     Raises:
         ConfigError: it does something else to it.
     """
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
-    factor = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    factor = getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1.0
+    )
     scaling = Scaling(factor=float(factor), cap=cap)
-    of_layers = getattr(config, "hidden_size_per_layer_input", None)  # Gemma 3n and 4 make inputs of each layer
+    of_layers = getattr(
+        config, "hidden_size_per_layer_input", None
+    )  # Gemma 3n and 4 make inputs of each layer
     with nullcontext() if of_layers else _without_layers(config):
         holds = _scales_so(model, scaling)
     if not holds:
         raise ConfigError(
-            f"the logits of {type(model).__name__} are not its output embedding over its last hidden state, scaled or "
-            "capped as its config says, so the trainer would compute other logprobs than the engine; such models need "
-            "a trainer of their own"
+            f"the logits of {type(model).__name__} are not its output embedding over its last"
+            " hidden state, scaled or capped as its config says, so the trainer would compute"
+            " other logprobs than the engine; such models need a trainer of their own"
         )
     return Scaling(temperature, scaling.factor, scaling.cap)
 
@@ -195,8 +229,14 @@ def _scales_so(model: Any, scaling: Scaling) -> bool:
     tokens_S = torch.arange(8, device=model.device) % model.config.get_text_config().vocab_size
     segments, rest = Segments.of([8], model.device), without_router_logits(model.config)
     with torch.no_grad():
-        expected_SV = model(input_ids=tokens_S[None], use_cache=False, segments=segments, **rest).logits[0]
-        hidden = model.base_model(input_ids=tokens_S[None], use_cache=False, segments=segments).last_hidden_state[0]
+        expected_SV = model(
+            input_ids=tokens_S[None], use_cache=False, segments=segments, **rest
+        ).logits[0]
+        hidden = model.base_model(
+            input_ids=tokens_S[None], use_cache=False, segments=segments
+        ).last_hidden_state[0]
         got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())
-    tolerance = 1e-3 if expected_SV.dtype == torch.float32 else 5e-2  # weights that are gathered in bfloat16
+    tolerance = (
+        1e-3 if expected_SV.dtype == torch.float32 else 5e-2
+    )  # weights that are gathered in bfloat16
     return torch.allclose(expected_SV.float(), got_SV, rtol=tolerance, atol=tolerance)

@@ -1,7 +1,9 @@
-"""The logprobs of tokens, and entropies, from hidden states and an output head, with the logits of few tokens at once.
+"""The logprobs of tokens, and entropies, from hidden states and an output head, with the logits of
+few tokens at once.
 
-The backward pass computes the logits again. Memory does not grow with the number of tokens, and the products are as
-many as with checkpointing. Dimension suffixes: N tokens, C tokens of a piece, H hidden size, V vocabulary, S kept ids.
+The backward pass computes the logits again. Memory does not grow with the number of tokens, and the
+products are as many as with checkpointing. Dimension suffixes: N tokens, C tokens of a piece, H
+hidden size, V vocabulary, S kept ids.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from agentrl.placement.footprint import LOGITS_AT_ONCE
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a model does to the output of its head, and the temperature: cap tanh(factor x / cap) / temperature.
+    """What a model does to the output of its head, and the temperature: cap tanh(factor x / cap) /
+    temperature.
 
     Without a cap: factor x / temperature.
     """
@@ -38,7 +41,9 @@ class Scaling:
         grad_CV.mul_(self.factor / self.temperature)
         if self.cap is None:
             return grad_CV
-        capped_CV = logits_CV.nan_to_num(neginf=0.0) * (self.temperature / self.cap)  # -inf: could not be sampled
+        capped_CV = logits_CV.nan_to_num(neginf=0.0) * (
+            self.temperature / self.cap
+        )  # -inf: could not be sampled
         return grad_CV.mul_(1 - capped_CV.square_())
 
 
@@ -54,8 +59,9 @@ def linear_logprobs(
 ) -> Tensor:
     """log softmax(logits) of each target, differentiable, float32, shape N.
 
-    `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is normalised; a row of -1 is
-    the whole vocabulary. With `entropy`, the shape is 2N: the logprobs, and -sum p log p over the same ids, in nats.
+    `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is
+    normalised; a row of -1 is the whole vocabulary. With `entropy`, the shape is 2N: the logprobs,
+    and -sum p log p over the same ids, in nats.
     """
     inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy)
     found: Tensor = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -78,16 +84,26 @@ class _Head:
         logits_CV = self.scaling.apply(linear(hidden_CH.to(kind), self.weight_VH.to(kind), bias_V))
         if support_CS is not None:
             # The last column takes what fills up the rows.
-            left_out = torch.ones(len(logits_CV), logits_CV.shape[1] + 1, dtype=torch.bool, device=logits_CV.device)
+            left_out = torch.ones(
+                len(logits_CV), logits_CV.shape[1] + 1, dtype=torch.bool, device=logits_CV.device
+            )
             left_out.scatter_(1, support_CS.where(support_CS >= 0, logits_CV.shape[1]), value=False)
             left_out &= support_CS[:, :1] >= 0
             logits_CV.masked_fill_(left_out[:, :-1], float("-inf"))
         return logits_CV
 
     def forward(
-        self, hidden_CH: Tensor, targets_C: Tensor, support_CS: Tensor | None, found_3C: Tensor, *, entropy: bool
+        self,
+        hidden_CH: Tensor,
+        targets_C: Tensor,
+        support_CS: Tensor | None,
+        found_3C: Tensor,
+        *,
+        entropy: bool,
     ) -> None:
-        """Find the logprobs of the targets, the entropies (if asked for) and the logsumexps of the logits."""
+        """Find the logprobs of the targets, the entropies (if asked for) and the logsumexps of the
+        logits.
+        """
         logits_CV = self.logits(hidden_CH, support_CS)
         totals_C = logits_CV.logsumexp(1)
         found_3C[0] = logits_CV.gather(1, targets_C[:, None])[:, 0] - totals_C
@@ -117,11 +133,15 @@ class _Head:
         logprobs_CV = logits_CV - totals_C
         if entropy:
             grad_CV = logprobs_CV.exp()
-            grad_CV.mul_(logprobs_CV.clamp_(min=_NEVER).add_(entropies_C).mul_(-grad_entropy_C).sub_(grad_C))
+            grad_CV.mul_(
+                logprobs_CV.clamp_(min=_NEVER).add_(entropies_C).mul_(-grad_entropy_C).sub_(grad_C)
+            )
         else:
             grad_CV = logprobs_CV.exp_().mul_(-grad_C)
         grad_CV.scatter_add_(1, targets_C[:, None], grad_C)
-        return self.scaling.backward(grad_CV, logits_CV).to(torch.bfloat16 if self.low else self.weight_VH.dtype)
+        return self.scaling.backward(grad_CV, logits_CV).to(
+            torch.bfloat16 if self.low else self.weight_VH.dtype
+        )
 
     def pieces(self, tokens: int) -> Iterator[slice]:
         """So many tokens at a time that their logits are at most `LOGITS_AT_ONCE`."""
@@ -130,11 +150,15 @@ class _Head:
 
 
 _NEVER = -1e4
-"""The logprob, in place of -inf, of what could not be sampled: its probability is zero all the same."""
+"""The logprob, in place of -inf, of what could not be sampled: its probability is zero all the
+same.
+"""
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Keeps the inputs, entropies and the logsumexp of each token, and nothing of the size of the vocabulary."""
+    """Keeps the inputs, entropies and the logsumexp of each token, and nothing of the size of the
+    vocabulary.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes tensors by position
@@ -151,10 +175,14 @@ class _LinearLogprobs(torch.autograd.Function):
         found_3N = torch.zeros(3, len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         for piece in head.pieces(len(hidden_NH)):
             support_CS = None if support_NS is None else support_NS[piece]
-            head.forward(hidden_NH[piece], targets_N[piece], support_CS, found_3N[:, piece], entropy=entropy)
+            head.forward(
+                hidden_NH[piece], targets_N[piece], support_CS, found_3N[:, piece], entropy=entropy
+            )
         ctx.scaling, ctx.low, ctx.entropy = scaling, head.low, entropy
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_3N[1:])
-        return (found_3N[:2] if entropy else found_3N[0]).clone()  # a sharded module must not return a view
+        return (
+            found_3N[:2] if entropy else found_3N[0]
+        ).clone()  # a sharded module must not return a view
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,13 +190,22 @@ class _LinearLogprobs(torch.autograd.Function):
         grads_2N = grads[0] if ctx.entropy else torch.stack([grads[0], torch.zeros_like(grads[0])])
         head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        grad_weight_VH = (
+            torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
+        grad_bias_V = (
+            torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        )
         for piece in head.pieces(len(hidden_NH)):
             support_CS = None if support_NS is None else support_NS[piece]
             found_2C, grads_2C = found_2N[:, piece], grads_2N[:, piece]
             grad_CV = head.backward(
-                hidden_NH[piece], targets_N[piece], support_CS, found_2C, grads_2C, entropy=ctx.entropy
+                hidden_NH[piece],
+                targets_N[piece],
+                support_CS,
+                found_2C,
+                grads_2C,
+                entropy=ctx.entropy,
             )
             if grad_hidden_NH is not None:
                 grad_hidden_NH[piece] = (grad_CV @ weight_VH.to(grad_CV.dtype)).to(hidden_NH.dtype)

@@ -1,8 +1,8 @@
 """Attention of the few tokens whose results are used, to all tokens of their segments.
 
-In the layer after which tokens do not mix any more, the results of other tokens have no influence (see
-`agentrl/models/last_layer.py`). Dimension suffixes: as in `agentrl/trainers/compute/attention.py`; P needed tokens of the sequence, Q
-of them in a segment.
+In the layer after which tokens do not mix any more, the results of other tokens have no influence
+(see `agentrl/models/last_layer.py`). Dimension suffixes: as in
+`agentrl/trainers/compute/attention.py`; P needed tokens of the sequence, Q of them in a segment.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,30 @@ if TYPE_CHECKING:
     from agentrl.trainers.compute.attention import Block
 
 MOST = 128
-"""Needed tokens of a segment: what they see is held in a mask, whose size then stays linear in the tokens."""
+"""Needed tokens of a segment: what they see is held in a mask, whose size then stays linear in the
+tokens.
+"""
 SHARE = 0.5
 """If more of a segment is needed, attention without a mask is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class NeededOfBlock:
-    """The needed tokens of a block's segments. `queries_RQ`: their places in the sequence; rows are filled up with the
-    block's first token. `seen_RQL`: the tokens of its segment that each one sees. `kept_P`: the places of rows that are
-    needed tokens, flat.
+    """The needed tokens of a block's segments. `queries_RQ`: their places in the sequence; rows are
+    filled up with the block's first token. `seen_RQL`: the tokens of its segment that each one
+    sees. `kept_P`: the places of rows that are needed tokens, flat.
     """
 
     queries_RQ: Tensor
     seen_RQL: Tensor
     kept_P: Tensor
 
-    def attend(self, query: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: float | None) -> Tensor:
-        """The attention of the needed tokens, (P, H, D), to their segments; `query`: (1, H, S, D), of all tokens."""
+    def attend(
+        self, query: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: float | None
+    ) -> Tensor:
+        """The attention of the needed tokens, (P, H, D), to their segments; `query`: (1, H, S, D),
+        of all tokens.
+        """
         heads, size = query.shape[1], query.shape[3]
         query_NHD = query[0].transpose(0, 1).index_select(0, self.queries_RQ.flatten())
         out_RHQD = scaled_dot_product_attention(
@@ -54,8 +60,8 @@ class NeededOfBlock:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """The tokens of a sequence whose results are used, `places_P`, in its order; and those of each of its blocks that
-    has some, by the block's number.
+    """The tokens of a sequence whose results are used, `places_P`, in its order; and those of each
+    of its blocks that has some, by the block's number.
     """
 
     places_P: Tensor
@@ -80,7 +86,9 @@ class Needed:
             if not inside_P.any():
                 continue
             ends_R = ends_M[(ends_M > block.first) & (ends_M <= block.stop)]
-            one = _of_block(of_segments_P[inside_P], places_P[inside_P], block.first, ends_R, device)
+            one = _of_block(
+                of_segments_P[inside_P], places_P[inside_P], block.first, ends_R, device
+            )
             if one is None:
                 return None
             found.append((number, one))
@@ -94,7 +102,9 @@ class Needed:
 def _of_block(
     tokens_P: IntArray, places_P: IntArray, first: int, ends_R: IntArray, device: torch.device
 ) -> NeededOfBlock | None:
-    """`tokens_P`: places among the tokens of all segments; `places_P`: the same in the sequence; of one block."""
+    """`tokens_P`: places among the tokens of all segments; `places_P`: the same in the sequence; of
+    one block.
+    """
     starts_R = np.concatenate([[first], ends_R[:-1]])
     longest = int((ends_R - starts_R).max())
     rows_P = np.searchsorted(ends_R, tokens_P, side="right")
@@ -105,8 +115,12 @@ def _of_block(
     columns_P = np.arange(len(tokens_P)) - (np.cumsum(counts_R) - counts_R)[rows_P]
     queries_RQ = np.full((len(ends_R), most), places_P[0], np.int64)
     queries_RQ[rows_P, columns_P] = places_P
-    positions_RQ = np.zeros((len(ends_R), most), np.int64)  # what fills up a row sees one token, so that it is finite
+    positions_RQ = np.zeros(
+        (len(ends_R), most), np.int64
+    )  # what fills up a row sees one token, so that it is finite
     positions_RQ[rows_P, columns_P] = tokens_P - starts_R[rows_P]
     seen_RQL = positions_RQ[..., None] >= np.arange(longest)
     kept_P = rows_P * most + columns_P
-    return NeededOfBlock(*(torch.from_numpy(array).to(device) for array in (queries_RQ, seen_RQL, kept_P)))
+    return NeededOfBlock(
+        *(torch.from_numpy(array).to(device) for array in (queries_RQ, seen_RQL, kept_P))
+    )

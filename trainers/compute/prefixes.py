@@ -1,8 +1,8 @@
 """Prefixes that training samples have in common, so that they go through the model once.
 
-The members of a group begin with the same prompt, and often with the same turns; all samples of a run may begin with
-the same instructions. A hidden state depends only on the tokens up to its own, so samples that agree up to a token have
-the same one, and its gradient is the sum over all of them.
+The members of a group begin with the same prompt, and often with the same turns; all samples of a
+run may begin with the same instructions. A hidden state depends only on the tokens up to its own,
+so samples that agree up to a token have the same one, and its gradient is the sum over all of them.
 
 Dimension suffixes: T tokens of samples end to end; S of these that are computed; M samples.
 """
@@ -18,15 +18,17 @@ from agentrl.arrays import IntArray
 WORTH_JOINING = 0.25
 """Samples are packed together if they share at least this part of one of them."""
 REPEATED = 8
-"""So many tokens that repeat a prefix need about the memory of one that is computed: they are in attention only."""
+"""So many tokens that repeat a prefix need about the memory of one that is computed: they are in
+attention only.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """Which tokens of samples are computed.
 
-    `places_T`: the place of each token, or of the equal one in another sample, among those that are computed.
-    `computed_S`: the tokens that are computed, in their order.
+    `places_T`: the place of each token, or of the equal one in another sample, among those that are
+    computed. `computed_S`: the tokens that are computed, in their order.
     """
 
     places_T: IntArray
@@ -40,7 +42,9 @@ def find_shared(rows: Sequence[IntArray]) -> SharedPrefixes | None:
         return None
     lengths_M = np.asarray([len(row) for row in rows])
     starts_M = np.cumsum(lengths_M) - lengths_M
-    first_T = np.arange(lengths_M.sum(), dtype=np.int32)  # the first token that is equal, up to itself
+    first_T = np.arange(
+        lengths_M.sum(), dtype=np.int32
+    )  # the first token that is equal, up to itself
     before = 0
     for number, count in zip(order, shared, strict=True):
         start = starts_M[number]
@@ -51,20 +55,29 @@ def find_shared(rows: Sequence[IntArray]) -> SharedPrefixes | None:
 
 
 def in_tree_order(rows: Sequence[IntArray]) -> tuple[list[int], list[int]]:
-    """The numbers of the rows such that each shares most with the one before, and how many tokens it shares with it."""
+    """The numbers of the rows such that each shares most with the one before, and how many tokens
+    it shares with it.
+    """
     keys = [row.astype(">i4").tobytes() for row in rows]  # bytes that sort as their tokens do
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    return order, [0, *(_shared(rows[one], rows[other]) for one, other in pairwise(order))][: len(rows)]
+    return order, [0, *(_shared(rows[one], rows[other]) for one, other in pairwise(order))][
+        : len(rows)
+    ]
 
 
-def families(rows: Sequence[IntArray], tokens: int, *, parts: int = 1) -> tuple[list[list[int]], list[int], int]:
-    """Rows that are worth computing together, by their numbers; the tokens that each family counts as; and the limit.
+def families(
+    rows: Sequence[IntArray], tokens: int, *, parts: int = 1
+) -> tuple[list[list[int]], list[int], int]:
+    """Rows that are worth computing together, by their numbers; the tokens that each family counts
+    as; and the limit.
 
-    A family counts as no more than the limit, if it is not a single row. The limit is `tokens`, or less if there would
-    not be a share for each of the `parts`.
+    A family counts as no more than the limit, if it is not a single row. The limit is `tokens`, or
+    less if there would not be a share for each of the `parts`.
     """
     order, shared = in_tree_order(rows)
-    counts = [_counted(len(rows[number]), count) for number, count in zip(order, shared, strict=True)]
+    counts = [
+        _counted(len(rows[number]), count) for number, count in zip(order, shared, strict=True)
+    ]
     limit = tokens if parts == 1 else min(tokens, -(-sum(counts) // parts))
     found: list[list[int]] = []
     sizes: list[int] = []

@@ -1,14 +1,15 @@
-"""A trainer's checkpoint: a Hugging Face folder that all ranks fill, and the moments of the optimizer beside it.
+"""A trainer's checkpoint: a Hugging Face folder that all ranks fill, and the moments of the
+optimizer beside it.
 
     model.safetensors ...    the weights in float32; with adapters, merged
     adapter/                 the adapters, as peft writes them
     optimizer/exp_avg/ ...   the moments in float32, by the names of the parameters, whatever `trainer.moments` is
     trainer.pt               steps done, updates of each parameter
 
-Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copy`), and writes the copies
-(`Snapshot.write`), all while training goes on. An update that comes early helps with the copies. Ranks need not talk to
-each other for that: the place of each element follows from the shapes. Any number of ranks of any kind of trainer can
-read the files.
+Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copy`), and
+writes the copies (`Snapshot.write`), all while training goes on. An update that comes early helps
+with the copies. Ranks need not talk to each other for that: the place of each element follows from
+the shapes. Any number of ranks of any kind of trainer can read the files.
 """
 
 import logging
@@ -25,7 +26,14 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
-from agentrl.trainers.rank.tensor_files import Part, Piece, Stored, TensorFiles, pieces, small_pieces
+from agentrl.trainers.rank.tensor_files import (
+    Part,
+    Piece,
+    Stored,
+    TensorFiles,
+    pieces,
+    small_pieces,
+)
 
 if TYPE_CHECKING:
     from agentrl.trainers.rank.sharding import Sharding
@@ -43,8 +51,9 @@ _WAY_OUT = "resume from an older checkpoint, or start a new run from a model fol
 def quiet(*, warnings: bool = True) -> Iterator[None]:
     """Silence transformers and DeepSpeed while a model is read or written.
 
-    The progress bars of transformers would overwrite the run's own. Transformers also imports DeepSpeed, if it is
-    installed, and DeepSpeed prints what it found. `warnings`: whether transformers may warn of missing weights.
+    The progress bars of transformers would overwrite the run's own. Transformers also imports
+    DeepSpeed, if it is installed, and DeepSpeed prints what it found. `warnings`: whether
+    transformers may warn of missing weights.
     """
     from transformers.utils import logging as of_transformers
 
@@ -70,8 +79,8 @@ def _only_errors(record: logging.LogRecord) -> bool:
 class Moments:
     """What an optimizer remembers of its updates, as a rank has it now.
 
-    `parts`: by the name of the moment, such as exp_avg, and that of the parameter. `updates`: how many updates each
-    parameter has had.
+    `parts`: by the name of the moment, such as exp_avg, and that of the parameter. `updates`: how
+    many updates each parameter has had.
     """
 
     parts: Mapping[str, Mapping[str, Part]]
@@ -80,10 +89,11 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Tensors of one folder of a checkpoint: their shapes by name, and the pieces of them that this rank writes.
+    """Tensors of one folder of a checkpoint: their shapes by name, and the pieces of them that this
+    rank writes.
 
-    `lent`: pieces that the next update changes, and that are copied first; none of them is large. `copies`: those that
-    nothing changes.
+    `lent`: pieces that the next update changes, and that are copied first; none of them is large.
+    `copies`: those that nothing changes.
     """
 
     folder: str
@@ -127,10 +137,14 @@ class Snapshot:
 
     @staticmethod
     def of(sharding: "Sharding", trainable: "TrainableParameters", step: int) -> "Snapshot":
-        """The state after `step` steps, to be copied before it changes. All ranks have to call it at the same time."""
+        """The state after `step` steps, to be copied before it changes. All ranks have to call it
+        at the same time.
+        """
         rank, ranks = sharding.rank, sharding.ranks
 
-        def tensors(folder: str, stem: str, stored: Sequence[Stored], parts: Mapping[str, Part]) -> _Tensors:
+        def tensors(
+            folder: str, stem: str, stored: Sequence[Stored], parts: Mapping[str, Part]
+        ) -> _Tensors:
             own = {name: part.share(rank, ranks) for name, part in parts.items()}
             lent: deque[Piece] = deque()
             copies: list[Piece] = []
@@ -143,7 +157,11 @@ class Snapshot:
         written = [tensors(trainable.weights_in, trainable.stem, trainable.stored, weights)]
         moments = sharding.moments()
         for moment, parts in moments.parts.items():
-            stored = [Stored(name, shape, name) for name, shape in trainable.shapes.items() if name in moments.updates]
+            stored = [
+                Stored(name, shape, name)
+                for name, shape in trainable.shapes.items()
+                if name in moments.updates
+            ]
             written.append(tensors(f"{OPTIMIZER}/{moment}", "model", stored, parts))
         state = {"step": step, "moments": sorted(moments.parts), "updates": dict(moments.updates)}
         return Snapshot(rank, written, trainable.rest(sharding), state)
@@ -159,7 +177,8 @@ class Snapshot:
             self.copy()
 
     def write(self, folder: Path) -> None:
-        """Write what was copied into a folder that all ranks see. It is complete when all ranks have written.
+        """Write what was copied into a folder that all ranks see. It is complete when all ranks
+        have written.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written.
@@ -192,13 +211,18 @@ def load(sharding: "Sharding", trainable: "TrainableParameters", folder: Path) -
     state = read_state(folder)
     shapes = {one.name: one.shape for one in trainable.stored}
     weights = _open(folder / trainable.weights_in, shapes)
-    files = {name: _open(folder / OPTIMIZER / name, trainable.shapes, some=True) for name in state["moments"]}
+    files = {
+        name: _open(folder / OPTIMIZER / name, trainable.shapes, some=True)
+        for name in state["moments"]
+    }
     _read(weights, trainable.stored, sharding.held(trainable.shapes))
     sharding.refresh()
     if state["moments"]:
         moments = sharding.new_moments(state["moments"])
         for name, parts in moments.parts.items():
-            stored = [Stored(one, shape, one) for one, shape in files[name].shapes.items() if one in parts]
+            stored = [
+                Stored(one, shape, one) for one, shape in files[name].shapes.items() if one in parts
+            ]
             _read(files[name], stored, parts)
         sharding.set_moments(replace(moments, updates=state["updates"]))
     return int(state["step"])
@@ -213,26 +237,30 @@ def read_state(folder: Path) -> Mapping[str, Any]:
     if not (folder / STATE_FILE).is_file():
         present = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "nothing"
         raise CheckpointError(
-            f"{folder} is no complete trainer checkpoint: no {STATE_FILE} in it ({present}); {_WAY_OUT}"
+            f"{folder} is no complete trainer checkpoint: no {STATE_FILE} in it ({present});"
+            f" {_WAY_OUT}"
         )
     try:
-        state: Mapping[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        state: Mapping[str, Any] = torch.load(
+            folder / STATE_FILE, map_location="cpu", weights_only=True
+        )
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
     written = state.get("format", 1)
     if written > FORMAT:
         raise CheckpointError(
-            f"{folder} was written by a newer agentrl (format {written}; this one reads {FORMAT}): install that "
-            f"one, or {_WAY_OUT}"
+            f"{folder} was written by a newer agentrl (format {written}; this one reads {FORMAT}):"
+            f" install that one, or {_WAY_OUT}"
         )
     if written < FORMAT:
         raise CheckpointError(
-            f"{folder} was written by an older agentrl (format {written}; this one reads {FORMAT}), whose optimizer "
-            f"cannot be read: start a new run from its weights by model={folder}"
+            f"{folder} was written by an older agentrl (format {written}; this one reads {FORMAT}),"
+            f" whose optimizer cannot be read: start a new run from its weights by model={folder}"
         )
     if not {"step", "moments", "updates"} <= state.keys():
         raise CheckpointError(
-            f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)}; {_WAY_OUT}"
+            f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)};"
+            f" {_WAY_OUT}"
         )
     return state
 
@@ -244,12 +272,15 @@ def _open(folder: Path, shapes: Mapping[str, torch.Size], *, some: bool = False)
     except OSError as error:
         raise CheckpointError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
     saved = files.shapes
-    differing = sorted(name for name in shapes if saved.get(name, shapes[name] if some else None) != shapes[name])
+    differing = sorted(
+        name for name in shapes if saved.get(name, shapes[name] if some else None) != shapes[name]
+    )
     unknown = sorted(saved.keys() - shapes.keys())
     if differing or unknown:
         raise CheckpointError(
-            f"{folder} does not fit the model: missing or of another shape: {differing[:5]}, unknown: {unknown[:5]}; "
-            f"give the run the model that the checkpoint was made from, or {_WAY_OUT}"
+            f"{folder} does not fit the model: missing or of another shape: {differing[:5]},"
+            f" unknown: {unknown[:5]}; give the run the model that the checkpoint was made from, or"
+            f" {_WAY_OUT}"
         )
     return files
 

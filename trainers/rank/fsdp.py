@@ -8,14 +8,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
-from agentrl.trainers.rank.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
+from agentrl.trainers.rank.optimizer import (
+    adamw,
+    apply,
+    check_moments,
+    make_state,
+    moments_of,
+    move,
+    set_moments,
+)
 from agentrl.trainers.rank.process_group import join, max_of_ranks, sent, sum_of_ranks
 from agentrl.trainers.rank.tensor_files import Part
 from agentrl.trainers.rank.trainable import TrainableParameters, model_tensors, trainable_tensors
@@ -47,8 +61,12 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     return sharding
 
 
-def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
-    """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
+def _shard(
+    model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int
+) -> None:
+    """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied
+    weights stay tied.
+    """
     low = in_bfloat16(config, device)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size,)),
@@ -66,13 +84,21 @@ def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device,
             fully_shard(module, **options)
     fully_shard(model, **options)
     for module in _sharded(model):
-        module.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
+        module.set_gradient_divide_factor(
+            1.0
+        )  # the gradients of the ranks are summed, not averaged
         module.set_force_sum_reduction_for_comms(True)
 
 
 def _take_memory(model: Predictor, home: torch.device, device: torch.device) -> None:
-    """Give the shards memory on `home`, without values, and move the buffers, which have theirs, to the device."""
-    buffers = [(owner, name, one) for owner in model.modules() for name, one in owner.named_buffers(recurse=False)]
+    """Give the shards memory on `home`, without values, and move the buffers, which have theirs, to
+    the device.
+    """
+    buffers = [
+        (owner, name, one)
+        for owner in model.modules()
+        for name, one in owner.named_buffers(recurse=False)
+    ]
     model.to_empty(device=home)
     for owner, name, buffer in buffers:
         setattr(owner, name, buffer.to(device))
@@ -118,7 +144,9 @@ class FullyShard:
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Sharding`. Gradients are summed over the ranks after each micro-batch, or after the last one."""
+        """See `Sharding`. Gradients are summed over the ranks after each micro-batch, or after the
+        last one.
+        """
         cast(FSDPModule, self.model).set_requires_gradient_sync(last or not self.keep_gradients)
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -143,7 +171,9 @@ class FullyShard:
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        total = torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
+        total = torch.nn.utils.get_total_norm(
+            p.grad for p in self.model.parameters() if p.grad is not None
+        )
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         apply(self.optimizer, norm, lr, largest)
         return norm

@@ -15,7 +15,8 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 @lru_cache
 def layer_groups(names: tuple[str, ...]) -> Mapping[str, str]:
-    """The group of each parameter: `embedding`, `blocks/1` to `blocks/4`, or `head` (all that follows the blocks).
+    """The group of each parameter: `embedding`, `blocks/1` to `blocks/4`, or `head` (all that
+    follows the blocks).
 
     A tied head has the embedding's name. A model of fewer blocks has fewer groups of them.
     """
@@ -31,7 +32,9 @@ def layer_groups(names: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def squares(gradients: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor]:
-    """The sum of the squares of each group's gradients, as scalars on `device`. Groups without a gradient are 0."""
+    """The sum of the squares of each group's gradients, as scalars on `device`. Groups without a
+    gradient are 0.
+    """
     groups = layer_groups(tuple(gradients))
     found = {group: torch.zeros((), device=device) for group in sorted(set(groups.values()))}
     present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
@@ -49,4 +52,6 @@ def norms_of(groups: Mapping[str, Tensor]) -> dict[str, float]:
     if not groups:
         return {}
     values = torch.stack(list(groups.values())).tolist()
-    return {f"grad_norm/{group}": math.sqrt(value) for group, value in zip(groups, values, strict=True)}
+    return {
+        f"grad_norm/{group}": math.sqrt(value) for group, value in zip(groups, values, strict=True)
+    }

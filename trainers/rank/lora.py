@@ -31,9 +31,10 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
 class Adapters:
     """`TrainableParameters`: low-rank adapters; the model that they were added to is frozen.
 
-    The published weights are the model's original folder and the adapters (`LowRank`). A checkpoint is a Hugging Face
-    folder with the adapters merged into the weights, from which any engine or trainer can start. A resumed run loads
-    its subfolder `adapter`, as can any program that uses peft.
+    The published weights are the model's original folder and the adapters (`LowRank`). A checkpoint
+    is a Hugging Face folder with the adapters merged into the weights, from which any engine or
+    trainer can start. A resumed run loads its subfolder `adapter`, as can any program that uses
+    peft.
     """
 
     model: Any
@@ -46,21 +47,28 @@ class Adapters:
 
     @staticmethod
     def add(model: Any, origin: Path, settings: LoraSettings) -> "Adapters":
-        """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor` gives.
+        """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor`
+        gives.
 
         Raises:
-            ConfigError: peft is missing, the model lacks one of the targets, or it is not linear or is the head, or the
-                folder lacks their weights.
+            ConfigError: peft is missing, the model lacks one of the targets, or it is not linear or
+                is the head, or the folder lacks their weights.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise ConfigError(f"trainer.lora needs peft ({error}): {install_command('lora')}") from error
+            raise ConfigError(
+                f"trainer.lora needs peft ({error}): {install_command('lora')}"
+            ) from error
         _check_linear(model)
-        targets = _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
+        targets = (
+            _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
+        )
         if settings.targets != "all-linear":
             _check_targets(model, settings.targets)
-        config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
+        config = LoraConfig(
+            r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets
+        )
         inject_adapter_in_model(config, model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in trained.items()}
@@ -69,8 +77,8 @@ class Adapters:
         missing = adapters.factors(trained).keys() - weight_files(origin).keys()
         if missing:
             raise ConfigError(
-                f"trainer.lora.targets={targets} names layers whose weights {origin} does not hold under their own "
-                f"names: {sorted(missing)[:5]}; name others, as [q_proj, v_proj]"
+                f"trainer.lora.targets={targets} names layers whose weights {origin} does not hold"
+                f" under their own names: {sorted(missing)[:5]}; name others, as [q_proj, v_proj]"
             )
         return adapters
 
@@ -79,7 +87,9 @@ class Adapters:
         pairs: dict[str, dict[str, Tensor]] = {}
         for name, tensor in whole.items():
             if (match := _FACTOR.fullmatch(name)) is None:
-                raise ConfigError(f"trainer.lora supports adapters of linear layers only, and {name} is not one")
+                raise ConfigError(
+                    f"trainer.lora supports adapters of linear layers only, and {name} is not one"
+                )
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor.detach()
         scale = self.config.lora_alpha / self.config.r
         return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
@@ -91,7 +101,10 @@ class Adapters:
     def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
         """See `TrainableParameters`. Each rank merges some of the weights, one after another."""
         rank, ranks = sharding.rank, sharding.ranks
-        whole = {name: tensor.detach().cpu().clone() for name, tensor in sharding.whole(everywhere=True).items()}
+        whole = {
+            name: tensor.detach().cpu().clone()
+            for name, tensor in sharding.whole(everywhere=True).items()
+        }
         merged = LowRank(self.origin, self.factors(whole))
 
         def write(folder: Path) -> None:
@@ -114,29 +127,40 @@ def _check_linear(model: Any) -> None:
 
     if any(isinstance(module, Conv1D) for module in model.modules()):
         raise ConfigError(
-            f"trainer.lora supports linear layers only, and those of {type(model).__name__} are Conv1D: leave out "
-            "trainer.lora to train all weights"
+            f"trainer.lora supports linear layers only, and those of {type(model).__name__} are"
+            " Conv1D: leave out trainer.lora to train all weights"
         )
 
 
 def _check_targets(model: Any, targets: Sequence[str]) -> None:
-    """Each target has to name linear layers, and not the head, whose module computes logprobs of the weight alone."""
+    """Each target has to name linear layers, and not the head, whose module computes logprobs of
+    the weight alone.
+    """
     where = f"trainer.lora.targets={list(targets)}"
     layers = dict(model.named_modules())
-    linear = {name.rpartition(".")[2] for name, layer in layers.items() if _is_inner_linear(model, layer)}
+    linear = {
+        name.rpartition(".")[2] for name, layer in layers.items() if _is_inner_linear(model, layer)
+    }
     known = f"name linear layers by the ends of their names, such as {', '.join(sorted(linear))}"
     if not targets:
         raise ConfigError(f"{where} names no layer: {known}; or write all-linear")
     for target in targets:
         named = [name for name in layers if name == target or name.endswith(f".{target}")]
         if not named:
-            raise ConfigError(f"{where}: {target!r} is not found in {type(model).__name__}: {known}")
+            raise ConfigError(
+                f"{where}: {target!r} is not found in {type(model).__name__}: {known}"
+            )
         for name in named:
             if layers[name] is model.get_output_embeddings():
-                raise ConfigError(f"{where}: {name} is the model's head, which can have no adapters: {known}")
+                raise ConfigError(
+                    f"{where}: {name} is the model's head, which can have no adapters: {known}"
+                )
             if not isinstance(layers[name], torch.nn.Linear):
                 kind = type(layers[name]).__name__
-                raise ConfigError(f"{where}: adapters are of linear layers only, and {name} is of type {kind}: {known}")
+                raise ConfigError(
+                    f"{where}: adapters are of linear layers only, and {name} is of type {kind}:"
+                    f" {known}"
+                )
 
 
 def _is_inner_linear(model: Any, layer: Any) -> bool:
@@ -144,20 +168,29 @@ def _is_inner_linear(model: Any, layer: Any) -> bool:
 
 
 def _linear_layers(model: Any) -> str | list[str]:
-    """What peft calls all linear layers; of a mixture of experts, the linear layers outside of its MLPs.
+    """What peft calls all linear layers; of a mixture of experts, the linear layers outside of its
+    MLPs.
 
-    For a mixture, peft would add adapters of the experts too, which are no linear layers in transformers 5 and have
-    other names in the model's folder.
+    For a mixture, peft would add adapters of the experts too, which are no linear layers in
+    transformers 5 and have other names in the model's folder.
     """
     if not WeightNames.of(model).conversions:
         return "all-linear"
-    linear = [name for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear)]
+    linear = [
+        name
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
     own = ((name, name.rpartition(".")[2]) for name in linear if ".mlp." not in name)
-    return sorted({name if last.isdigit() else last for name, last in own})  # a number names layers as well
+    return sorted(
+        {name if last.isdigit() else last for name, last in own}
+    )  # a number names layers as well
 
 
 def first_factor(name: str, shape: torch.Size) -> Tensor:
-    """A: uniform within 1 / sqrt(inputs), as peft does, but equal on all ranks and in all runs. B: zero."""
+    """A: uniform within 1 / sqrt(inputs), as peft does, but equal on all ranks and in all runs. B:
+    zero.
+    """
     if ".lora_B." in name:
         return torch.zeros(shape)
     bound = shape[-1] ** -0.5

@@ -1,10 +1,11 @@
 """AdamW whose moments take two bytes of each parameter, or one, instead of four.
 
-`bfloat16` moments are rounded to the nearest number. `int8` ones are codes for levels between -1 and 1, times a scale
-for each block of a row: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861. Of the
-second moment the square root is coded, whose range is half as wide. Three things make a moment independent of how it
-is sharded and stored: blocks lie within rows, which no sharding cuts; the scale is the number of largest magnitude with
-its sign, which is then coded exactly; and so coding what was decoded gives the same codes. A checkpoint therefore has
+`bfloat16` moments are rounded to the nearest number. `int8` ones are codes for levels between -1
+and 1, times a scale for each block of a row: Dettmers et al. 2022, "8-bit Optimizers via Block-wise
+Quantization", arXiv 2110.02861. Of the second moment the square root is coded, whose range is half
+as wide. Three things make a moment independent of how it is sharded and stored: blocks lie within
+rows, which no sharding cuts; the scale is the number of largest magnitude with its sign, which is
+then coded exactly; and so coding what was decoded gives the same codes. A checkpoint therefore has
 float32 moments, whatever they are in memory.
 
 Dimension suffixes: N numbers, R blocks, B numbers of a block.
@@ -22,9 +23,12 @@ from torch.optim.adamw import adamw as fused_adamw
 SCALE = "_scale"
 """What the name of a moment's scales ends with, in the state of a parameter."""
 _BLOCK, _SMALLEST_BLOCK = 256, 16
-"""Numbers with one scale, and the fewest for which codes are worth it: other moments stay float32."""
+"""Numbers with one scale, and the fewest for which codes are worth it: other moments stay float32.
+"""
 _SMALLEST_SCALE = 1e-12
-"""Blocks of smaller numbers are zero. They are far below AdamW's `eps`, and their squares below float32."""
+"""Blocks of smaller numbers are zero. They are far below AdamW's `eps`, and their squares below
+float32.
+"""
 _AT_ONCE = 1 << 22
 """Numbers of a moment that are decoded at a time; a multiple of all blocks."""
 
@@ -85,7 +89,11 @@ def read(state: dict[str, Tensor], moment: str, piece: slice) -> Tensor:
         return values_N[piece].float()
     scales_R = state[moment + SCALE]
     block = values_N.numel() // scales_R.numel()
-    decoded_N = decode(values_N[piece], scales_R[piece.start // block : -(-piece.stop // block)], moment == "exp_avg")
+    decoded_N = decode(
+        values_N[piece],
+        scales_R[piece.start // block : -(-piece.stop // block)],
+        moment == "exp_avg",
+    )
     return decoded_N if moment == "exp_avg" else decoded_N.square_()
 
 
@@ -121,7 +129,9 @@ def set_whole(state: dict[str, Tensor], moment: str, new_N: Tensor) -> None:
 
 
 def encode(values_N: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) and the scales of blocks. Numbers that `decode` gave get the codes and scales that they had."""
+    """Codes (uint8) and the scales of blocks. Numbers that `decode` gave get the codes and scales
+    that they had.
+    """
     values_RB = values_N.view(-1, block)
     scales_R1 = values_RB.gather(-1, values_RB.abs().argmax(-1, keepdim=True))
     scales_R1[scales_R1.abs() < _SMALLEST_SCALE] = 0
@@ -139,7 +149,8 @@ def decode(codes_N: Tensor, scales_R: Tensor, signed: bool) -> Tensor:
 
 @lru_cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """The 256 levels of the paper's dynamic quantization (sections 1.3 and 2.2), in ascending order.
+    """The 256 levels of the paper's dynamic quantization (sections 1.3 and 2.2), in ascending
+    order.
 
     Each power of ten from 1e-6 to 1 has twice as many levels as the one before.
     """

@@ -30,7 +30,13 @@ from agentrl.trainers.compute.forward import (
 from agentrl.trainers.compute.recomputation import recompute_blocks
 from agentrl.trainers.rank.checkpoint import quiet
 from agentrl.trainers.rank.lora import Adapters, first_factor
-from agentrl.trainers.rank.origin import Origin, load_by_transformers, on_meta, state_by_name, stored_tensors
+from agentrl.trainers.rank.origin import (
+    Origin,
+    load_by_transformers,
+    on_meta,
+    state_by_name,
+    stored_tensors,
+)
 from agentrl.trainers.rank.sharding import Sharding
 from agentrl.trainers.rank.trainable import AllWeights, TrainableParameters
 from agentrl.trainers.settings import TrainerSettings
@@ -38,10 +44,11 @@ from agentrl.trainers.spec import TrainerSpec
 
 
 class Predictor(nn.Module):
-    """The model and the computation of its outputs as one module, which is called and sharded as a whole.
+    """The model and the computation of its outputs as one module, which is called and sharded as a
+    whole.
 
-    `autocast`: compute matrix products in bfloat16, with float32 weights. `balance`: watches the routers of a mixture
-    of experts.
+    `autocast`: compute matrix products in bfloat16, with float32 weights. `balance`: watches the
+    routers of a mixture of experts.
     """
 
     def __init__(self, model: Any, *, autocast: bool, balance: Balance | None = None) -> None:
@@ -51,16 +58,25 @@ class Predictor(nn.Module):
         self.balance = balance
 
     def forward(self, samples: DeviceMicroBatch | None, *, entropy: bool = False) -> Tensor:
-        """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too, shape 2N.
+        """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too,
+        shape 2N.
 
-        Where the balance of experts is asked for (`times_S`), all of these are flat, and followed by `Balance.sums`.
-        Without samples, `prepare`.
+        Where the balance of experts is asked for (`times_S`), all of these are flat, and followed
+        by `Balance.sums`. Without samples, `prepare`.
         """
         if samples is None:
             self.prepare()
             return torch.zeros(())
-        check_context(self.model.config, samples.segments.longest, f"a sample has {samples.segments.longest} tokens")
-        with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
+        check_context(
+            self.model.config,
+            samples.segments.longest,
+            f"a sample has {samples.segments.longest} tokens",
+        )
+        with (
+            torch.autocast(samples.tokens_S.device.type, torch.bfloat16)
+            if self.autocast
+            else nullcontext()
+        ):
             if self.balance is None or samples.times_S is None:
                 return self.compute(samples, entropy=entropy)
             with self.balance.recording():
@@ -71,7 +87,8 @@ class Predictor(nn.Module):
         """What has to be done once before all else, with the weights in place."""
 
     def check_attention(self) -> None:
-        """Compare the attention with transformers' own (`agentrl/models/attention_check.py`), with all weights in place.
+        """Compare the attention with transformers' own (`agentrl/models/attention_check.py`), with
+        all weights in place.
 
         Raises:
             ConfigError: they differ.
@@ -86,13 +103,17 @@ class Predictor(nn.Module):
 class LogprobPredictor(Predictor):
     """log softmax(logits / temperature) of each token, at the sampling temperature."""
 
-    def __init__(self, model: Any, temperature: float, *, autocast: bool, balance: Balance | None = None) -> None:
+    def __init__(
+        self, model: Any, temperature: float, *, autocast: bool, balance: Balance | None = None
+    ) -> None:
         super().__init__(model, autocast=autocast, balance=balance)
         self.temperature = temperature
 
     def prepare(self) -> None:
         """See `Predictor`."""
-        compute_logprobs_in(self.model.get_output_embeddings(), scaling_of(self.model, self.temperature))
+        compute_logprobs_in(
+            self.model.get_output_embeddings(), scaling_of(self.model, self.temperature)
+        )
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `Predictor`."""
@@ -108,17 +129,23 @@ class ValuePredictor(Predictor):
 
 
 def in_bfloat16(settings: TrainerSettings, device: torch.device) -> bool:
-    """Whether a trainer computes in bfloat16 on this device: by its settings, else wherever a GPU has it."""
+    """Whether a trainer computes in bfloat16 on this device: by its settings, else wherever a GPU
+    has it.
+    """
     if settings.dtype is not None:
         return settings.dtype == "bfloat16"
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor, TrainableParameters, Origin]:
-    """Make the spec's model in float32 and without dropout, like the policy that sampled; its trainable parameters; and
-    where its values are. Its parameters are on the meta device. When they have memory, `begin` fills them.
+def make_model(
+    spec: TrainerSpec, *, autocast: bool = False
+) -> tuple[Predictor, TrainableParameters, Origin]:
+    """Make the spec's model in float32 and without dropout, like the policy that sampled; its
+    trainable parameters; and where its values are. Its parameters are on the meta device. When they
+    have memory, `begin` fills them.
 
-    A critic is the same model with a head of zeros in place of the output head, so its first values are all zero.
+    A critic is the same model with a head of zeros in place of the output head, so its first values
+    are all zero.
 
     Raises:
         ConfigError: the folder has no model, or one that cannot be trained exactly.
@@ -127,7 +154,9 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
 
     folder, valued = here(spec.origin), spec.head == "value"
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
+        raise ConfigError(
+            f"{folder} is no Hugging Face model folder: there is no config.json in it"
+        )
     kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
     options: dict[str, Any] = {"trust_remote_code": spec.config.trust_remote_code}
     options |= {"num_labels": 1} if valued else {}
@@ -145,7 +174,11 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
     balance = _balance(model, spec)
     stored, before = stored_tensors(model), state_by_name(model)
     others = {
-        name: [other for other, tied in model.state_dict(keep_vars=True).items() if tied is tensor and other != name]
+        name: [
+            other
+            for other, tied in model.state_dict(keep_vars=True).items()
+            if tied is tensor and other != name
+        ]
         for name, tensor in before.items()
     }
     made: dict[str, Callable[[], Tensor]] = {}
@@ -157,12 +190,18 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
     trainable: TrainableParameters
     if lora is None:
         trainable = AllWeights(
-            model, folder, {name: weight.shape for name, weight in before.items()}, WeightNames.of(model), stored
+            model,
+            folder,
+            {name: weight.shape for name, weight in before.items()},
+            WeightNames.of(model),
+            stored,
         )
     else:
         with on_meta():
             trainable = Adapters.add(model, folder, lora)
-        made |= {name: partial(first_factor, name, shape) for name, shape in trainable.shapes.items()}
+        made |= {
+            name: partial(first_factor, name, shape) for name, shape in trainable.shapes.items()
+        }
     now = {id(tensor): name for name, tensor in state_by_name(model).items()}
     names = {name: now[id(tensor)] for name, tensor in before.items()}
     stored = [replace(one, of=names[one.of]) for one in stored if names[one.of] not in made]
@@ -188,8 +227,8 @@ def _balance(model: Any, spec: TrainerSpec) -> Balance | None:
         return Balance(model)
     except ValueError as error:
         raise ConfigError(
-            f"trainer.router_aux_loss_coef is {coefficient:g}, and {error}: only a mixture of experts of transformers "
-            "has any to balance. Leave the setting out"
+            f"trainer.router_aux_loss_coef is {coefficient:g}, and {error}: only a mixture of"
+            " experts of transformers has any to balance. Leave the setting out"
         ) from error
 
 
@@ -204,7 +243,8 @@ def _value_head(model: Any) -> dict[str, torch.Size]:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ConfigError(
-            f"{type(model).__name__} has no linear head named `score`, as transformers' Llama, Qwen and their "
-            "relatives have, so it cannot be a critic: take an algorithm without one, such as grpo"
+            f"{type(model).__name__} has no linear head named `score`, as transformers' Llama, Qwen"
+            " and their relatives have, so it cannot be a critic: take an algorithm without one,"
+            " such as grpo"
         )
     return {f"score.{name}": parameter.shape for name, parameter in head.named_parameters()}

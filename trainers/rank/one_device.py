@@ -12,7 +12,15 @@ from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
-from agentrl.trainers.rank.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
+from agentrl.trainers.rank.optimizer import (
+    adamw,
+    apply,
+    check_moments,
+    make_state,
+    moments_of,
+    move,
+    set_moments,
+)
 from agentrl.trainers.rank.origin import take_memory
 from agentrl.trainers.rank.tensor_files import Part
 from agentrl.trainers.rank.trainable import TrainableParameters, model_tensors, trainable_tensors
@@ -48,7 +56,8 @@ class OneDevice:
         """See `Sharding`."""
         with torch.no_grad():
             self.model(None)
-            self.model.check_attention()  # ranks that share a model would need more memory for it than for their shares
+            # ranks that share a model would need more memory for it than for their shares
+            self.model.check_attention()
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
@@ -73,11 +82,18 @@ class OneDevice:
 
     def gradient_squares(self) -> Mapping[str, Tensor]:
         """See `Sharding`."""
-        return squares({name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}, self.device)
+        return squares(
+            {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad},
+            self.device,
+        )
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None))
+        norm = float(
+            torch.nn.utils.get_total_norm(
+                p.grad for p in self.model.parameters() if p.grad is not None
+            )
+        )
         apply(self.optimizer, norm, lr, largest)
         return norm
 
@@ -137,4 +153,6 @@ def device_named(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f'trainer.device {name!r} is no torch device: write "auto", "cpu" or "cuda:0"') from error
+        raise ConfigError(
+            f'trainer.device {name!r} is no torch device: write "auto", "cpu" or "cuda:0"'
+        ) from error

@@ -18,8 +18,8 @@ from agentrl.trainers.settings import TrainerSettings
 def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters. Matrices decay, norms and biases do not.
 
-    Its fused kernel takes each parameter once, on CPUs, GPUs and over shards. Others keep results between their steps,
-    which together are as large as the parameters.
+    Its fused kernel takes each parameter once, on CPUs, GPUs and over shards. Others keep results
+    between their steps, which together are as large as the parameters.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -34,11 +34,15 @@ def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer
 
 
 def _is_matrix(parameter: Any) -> bool:
-    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # ZeRO 3 leaves an empty vector of a parameter
+    return (
+        len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+    )  # ZeRO 3 leaves an empty vector of a parameter
 
 
 def move(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move weights and moments to another device; drop gradients. Step counters stay where the kernel keeps them."""
+    """Move weights and moments to another device; drop gradients. Step counters stay where the
+    kernel keeps them.
+    """
     optimizer.zero_grad(set_to_none=True)
     module.to(device)
     for state in optimizer.state.values():
@@ -65,12 +69,14 @@ def apply(optimizer: torch.optim.Optimizer, norm: float, lr: float, largest: flo
 
 
 def moments_of(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], part: Callable[[str, Tensor], Part]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    part: Callable[[str, Tensor], Part],
 ) -> Moments:
     """The moments and the updates of each parameter; none of parameters without an update.
 
-    `part`: of the parameter with this name, the part that a tensor of its shape is. Moments that are kept in codes are
-    copies; `set_moments` writes them back.
+    `part`: of the parameter with this name, the part that a tensor of its shape is. Moments that
+    are kept in codes are copies; `set_moments` writes them back.
     """
     parts: dict[str, dict[str, Part]] = {}
     updates: dict[str, float] = {}
@@ -81,7 +87,9 @@ def moments_of(
                 updates[name] = float(value)
             elif key + low_precision.SCALE in state:
                 decoded = low_precision.whole(state, key)
-                parts.setdefault(key, {})[name] = replace(part(name, parameter), values=decoded, copied=True)
+                parts.setdefault(key, {})[name] = replace(
+                    part(name, parameter), values=decoded, copied=True
+                )
             elif not key.endswith(low_precision.SCALE):
                 parts.setdefault(key, {})[name] = part(name, value)
     return Moments(parts, updates)
@@ -100,8 +108,12 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def set_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], moments: Moments) -> None:
-    """Set the moments of `moments_of`, after they have been filled, and how many updates each parameter has had."""
+def set_moments(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], moments: Moments
+) -> None:
+    """Set the moments of `moments_of`, after they have been filled, and how many updates each
+    parameter has had.
+    """
     for name, parameter in parameters.items():
         state = optimizer.state[parameter]
         for key, value in state.items():
@@ -119,7 +131,8 @@ def check_moments(moments: Moments, names: Sequence[str]) -> Moments:
     """
     if moments.parts.keys() != set(names):
         raise CheckpointError(
-            f"the checkpoint has the moments {', '.join(sorted(names))}, and this optimizer "
-            f"{', '.join(sorted(moments.parts))}: resume with the trainer settings that it was saved with"
+            f"the checkpoint has the moments {', '.join(sorted(names))}, and this optimizer"
+            f" {', '.join(sorted(moments.parts))}: resume with the trainer settings that it was"
+            " saved with"
         )
     return moments

@@ -1,4 +1,5 @@
-"""The folder that a model is made from: the model is made without memory, sharded, and then each rank reads its part.
+"""The folder that a model is made from: the model is made without memory, sharded, and then each
+rank reads its part.
 
 on_meta: make the model ──▶ (adapters) ──▶ shard, take memory for the shards ──▶ Origin.fill: read them
 """
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from agentrl.trainers.rank.sharding import Sharding
 
 LoadWhole = Callable[[], tuple[Mapping[str, Tensor], Sequence[str]]]
-"""Loads a whole model by transformers: its state, and the names of the tensors that its folder lacks."""
+"""Loads a whole model by transformers: its state, and the names of the tensors that its folder
+lacks.
+"""
 
 
 @contextmanager
@@ -55,15 +58,20 @@ def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Para
 
 
 def take_memory(module: nn.Module, device: torch.device) -> None:
-    """Give a model that was made `on_meta` memory on a device, without values, and move its buffers there."""
+    """Give a model that was made `on_meta` memory on a device, without values, and move its buffers
+    there.
+    """
     replace_parameters(
-        module, lambda p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+        module,
+        lambda p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad),
     )
     module.to(device)
 
 
 def state_by_name(model: Any) -> dict[str, Tensor]:
-    """A model's parameters and persistent buffers themselves; tied ones only under their first name."""
+    """A model's parameters and persistent buffers themselves; tied ones only under their first
+    name.
+    """
     found: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -75,9 +83,10 @@ def state_by_name(model: Any) -> dict[str, Tensor]:
 class Origin:
     """Where the first values of a model are.
 
-    `stored`: the tensors of its folder, and which tensors of the model they are; `others`: more names that a tensor may
-    have there. `made`: the values of tensors that are not in the folder. `load` is for folders that hold the model in
-    another form, and `names` is what the names of its tensors are now.
+    `stored`: the tensors of its folder, and which tensors of the model they are; `others`: more
+    names that a tensor may have there. `made`: the values of tensors that are not in the folder.
+    `load` is for folders that hold the model in another form, and `names` is what the names of its
+    tensors are now.
     """
 
     folder: Path
@@ -112,7 +121,11 @@ class Origin:
             return None
         shapes, found = files.shapes, []
         for one in self.stored:
-            names = [name for name in (one.name, *self.others.get(one.name, ())) if shapes.get(name) == one.shape]
+            names = [
+                name
+                for name in (one.name, *self.others.get(one.name, ()))
+                if shapes.get(name) == one.shape
+            ]
             if not names:
                 return None
             found.append(replace(one, name=names[0]))
@@ -123,9 +136,14 @@ class Origin:
         whole: Mapping[str, Tensor] = {}
         if sharding.rank == 0:
             whole, missing = self.load()
-            lacking = sorted({self.names[name] for name in missing if name in self.names} - self.made.keys())
+            lacking = sorted(
+                {self.names[name] for name in missing if name in self.names} - self.made.keys()
+            )
             if lacking:
-                raise ConfigError(f"{self.folder} lacks weights of the model that its config.json describes: {lacking}")
+                raise ConfigError(
+                    f"{self.folder} lacks weights of the model that its config.json describes:"
+                    f" {lacking}"
+                )
         for before, name in self.names.items():
             if name in held:
                 empty = torch.empty(held[name].shape, dtype=torch.float32)
@@ -140,7 +158,9 @@ def _fill(part: Part, whole: Tensor) -> None:
 
 
 class _Uncopied(torch.Tensor):
-    """A tensor on the meta device of which `contiguous` makes no copy, so that what becomes of it stays a view."""
+    """A tensor on the meta device of which `contiguous` makes no copy, so that what becomes of it
+    stays a view.
+    """
 
     def contiguous(self, *args: Any, **kwargs: Any) -> "_Uncopied":
         return self
@@ -149,8 +169,9 @@ class _Uncopied(torch.Tensor):
 def stored_tensors(model: Any) -> list[Stored]:
     """The tensors of a model's files, by the names and in the shapes of its published form.
 
-    transformers holds some of them as one, and has the reverse of that. It is applied to views of one address space, so
-    that a view's offset says which elements it is. A model whose files are no ranges of its tensors has its own names.
+    transformers holds some of them as one, and has the reverse of that. It is applied to views of
+    one address space, so that a view's offset says which elements it is. A model whose files are no
+    ranges of its tensors has its own names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -174,7 +195,9 @@ def stored_tensors(model: Any) -> list[Stored]:
     return found if whole else same
 
 
-def load_by_transformers(kind: Any, folder: Path, options: Mapping[str, Any]) -> tuple[Mapping[str, Tensor], list[str]]:
+def load_by_transformers(
+    kind: Any, folder: Path, options: Mapping[str, Any]
+) -> tuple[Mapping[str, Tensor], list[str]]:
     """See `LoadWhole`."""
     with quiet(warnings=False):
         model, info = kind.from_pretrained(

@@ -10,7 +10,9 @@ from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.trainers.spec import RankInfo
 
 _PATIENCE = timedelta(minutes=10)
-"""How long a collective waits for a missing rank. The death of a rank is noticed at once, by its worker."""
+"""How long a collective waits for a missing rank. The death of a rank is noticed at once, by its
+worker.
+"""
 
 
 def join(rank_info: RankInfo) -> torch.device:

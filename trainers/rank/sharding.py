@@ -1,4 +1,6 @@
-"""How a trainer's weights are divided over its ranks: the interface behind `local`, `fsdp` and `deepspeed`."""
+"""How a trainer's weights are divided over its ranks: the interface behind `local`, `fsdp` and
+`deepspeed`.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -13,7 +15,9 @@ from agentrl.trainers.rank.trainable import TrainableParameters
 
 
 class Sharding(Protocol):
-    """How weights, gradients and optimizer are divided over the ranks. All ranks get the same calls in one order."""
+    """How weights, gradients and optimizer are divided over the ranks. All ranks get the same calls
+    in one order.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -40,7 +44,9 @@ class Sharding(Protocol):
         ...
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
-        """The model's outputs for the loss tokens (see `Predictor`), shape N or 2N; differentiable if gradients are."""
+        """The model's outputs for the loss tokens (see `Predictor`), shape N or 2N; differentiable
+        if gradients are.
+        """
         ...
 
     def clear(self) -> None:
@@ -48,7 +54,9 @@ class Sharding(Protocol):
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add this rank's gradients of `loss`; after the `last` micro-batch, those of all ranks are summed."""
+        """Add this rank's gradients of `loss`; after the `last` micro-batch, those of all ranks are
+        summed.
+        """
         ...
 
     def sum(self, values: Tensor) -> Tensor:
@@ -60,22 +68,27 @@ class Sharding(Protocol):
         ...
 
     def gradient_squares(self) -> Mapping[str, Tensor]:
-        """The sum of the squares of the gradients that are this rank's, by group of layers (`gradient_norms`).
+        """The sum of the squares of the gradients that are this rank's, by group of layers
+        (`gradient_norms`).
 
-        The sums over all ranks are those of the whole gradient. Empty where a gradient cannot be looked at.
+        The sums over all ranks are those of the whole gradient. Empty where a gradient cannot be
+        looked at.
         """
         ...
 
     def update(self, lr: float, largest: float | None) -> float:
-        """One step of the optimizer, with gradients scaled down to the norm `largest` if they exceed it.
+        """One step of the optimizer, with gradients scaled down to the norm `largest` if they
+        exceed it.
 
-        Returns the norm of the whole gradient before scaling, the same on each rank. If it is not finite, no weight
-        changes, and the gradients are dropped.
+        Returns the norm of the whole gradient before scaling, the same on each rank. If it is not
+        finite, no weight changes, and the gradients are dropped.
         """
         ...
 
     def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
-        """The trainable tensors, gathered one by one, in CPU memory; on rank 0 only, or `everywhere`."""
+        """The trainable tensors, gathered one by one, in CPU memory; on rank 0 only, or
+        `everywhere`.
+        """
         ...
 
     def sent(self, tensor: Tensor) -> Tensor:
@@ -83,7 +96,9 @@ class Sharding(Protocol):
         ...
 
     def held(self, names: Iterable[str]) -> Mapping[str, Part]:
-        """What this rank has of tensors of the model. `Part.values` are the weights themselves, to read and to fill."""
+        """What this rank has of tensors of the model. `Part.values` are the weights themselves, to
+        read and to fill.
+        """
         ...
 
     def refresh(self) -> None:
@@ -91,11 +106,14 @@ class Sharding(Protocol):
         ...
 
     def moments(self) -> Moments:
-        """The optimizer's moments themselves, or copies of those it keeps in codes; none before the first update."""
+        """The optimizer's moments themselves, or copies of those it keeps in codes; none before the
+        first update.
+        """
         ...
 
     def new_moments(self, names: Sequence[str]) -> Moments:
-        """The same for an optimizer without an update, with moments that are zero, to fill and then to set.
+        """The same for an optimizer without an update, with moments that are zero, to fill and then
+        to set.
 
         Raises:
             CheckpointError: it has others than these.
@@ -103,8 +121,8 @@ class Sharding(Protocol):
         ...
 
     def set_moments(self, moments: Moments) -> None:
-        """Set the moments of `new_moments`, filled, and how many updates each parameter has had: those without a number
-        have had none.
+        """Set the moments of `new_moments`, filled, and how many updates each parameter has had:
+        those without a number have had none.
         """
         ...
 

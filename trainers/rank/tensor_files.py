@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format, of which each rank reads and writes its part.
 
-The elements of a tensor lie in its file in order, so a range of elements is a range of bytes. No rank has to hold a
-whole tensor, and several ranks fill the same file.
+The elements of a tensor lie in its file in order, so a range of elements is a range of bytes. No
+rank has to hold a whole tensor, and several ranks fill the same file.
 """
 
 import json
@@ -43,10 +43,11 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The elements of a tensor that a rank has: `values`, in the rank's own memory, from element `start` of the whole.
+    """The elements of a tensor that a rank has: `values`, in the rank's own memory, from element
+    `start` of the whole.
 
-    `shape` is that of the whole tensor. `replicated`: all ranks have the same elements. `copied`: nothing else uses
-    the values.
+    `shape` is that of the whole tensor. `replicated`: all ranks have the same elements. `copied`:
+    nothing else uses the values.
     """
 
     shape: torch.Size
@@ -66,7 +67,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file, by `name`: the elements of the model's tensor `of` from `start` on, with a shape of its own.
+    """A tensor of a file, by `name`: the elements of the model's tensor `of` from `start` on, with
+    a shape of its own.
 
     A model may hold several tensors of its files as one, such as the weights of all experts.
     """
@@ -137,8 +139,12 @@ class TensorFiles:
         return TensorFiles(folder, places)
 
     @staticmethod
-    def planned(folder: Path, shapes: Mapping[str, torch.Size], stem: str = "model") -> "TensorFiles":
-        """Files for float32 tensors of these shapes, the same on every rank. `write_headers` makes them readable."""
+    def planned(
+        folder: Path, shapes: Mapping[str, torch.Size], stem: str = "model"
+    ) -> "TensorFiles":
+        """Files for float32 tensors of these shapes, the same on every rank. `write_headers` makes
+        them readable.
+        """
         groups: list[dict[str, torch.Size]] = [{}]
         size = 0
         for name, shape in shapes.items():
@@ -151,7 +157,9 @@ class TensorFiles:
         for number, group in enumerate(groups, 1):
             many = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
             header = _header(group)
-            starts = accumulate((4 * shape.numel() for shape in group.values()), initial=len(header))
+            starts = accumulate(
+                (4 * shape.numel() for shape in group.values()), initial=len(header)
+            )
             for (name, shape), start in zip(group.items(), starts, strict=False):
                 places[name] = _Place(f"{stem}{many}.safetensors", start, torch.float32, shape)
         return TensorFiles(folder, places)
@@ -172,10 +180,14 @@ class TensorFiles:
             weight_map = {name: place.file for name, place in self.places.items()}
             total = 4 * sum(place.shape.numel() for place in self.places.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self.folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self.folder / f"{stem}.safetensors.index.json").write_text(
+                json.dumps(index, indent=2) + "\n"
+            )
 
     def write(self, piece: Piece) -> None:
-        """Write elements of a tensor; they are in this machine's memory. They may not be on the disk yet."""
+        """Write elements of a tensor; they are in this machine's memory. They may not be on the
+        disk yet.
+        """
         place = self.places[piece.name]
         content = piece.values.to(place.dtype).contiguous().view(torch.uint8).numpy().data
         offset = place.offset + piece.start * place.dtype.itemsize
@@ -198,7 +210,9 @@ class TensorFiles:
             for first in range(0, values.numel(), step):
                 target = values[first : first + step]
                 room = buffer[: target.numel() * size]
-                _fill(descriptor, room.data, place.offset + (piece.start + first) * size, place.file)
+                _fill(
+                    descriptor, room.data, place.offset + (piece.start + first) * size, place.file
+                )
                 target.copy_(torch.from_numpy(room).view(place.dtype))
 
     def to_disk(self) -> None:
@@ -220,7 +234,11 @@ def _header(shapes: Mapping[str, torch.Size]) -> bytes:
     start = 0
     for name, shape in shapes.items():
         stop = start + 4 * shape.numel()
-        entries[name] = {"dtype": _NAMES[torch.float32], "shape": list(shape), "data_offsets": [start, stop]}
+        entries[name] = {
+            "dtype": _NAMES[torch.float32],
+            "shape": list(shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -237,7 +255,12 @@ def _read_header(path: Path) -> dict[str, _Place]:
         entries = json.loads(content)
         entries.pop("__metadata__", None)
         places = {
-            name: _Place(path.name, 8 + size + one["data_offsets"][0], _DTYPES[one["dtype"]], torch.Size(one["shape"]))
+            name: _Place(
+                path.name,
+                8 + size + one["data_offsets"][0],
+                _DTYPES[one["dtype"]],
+                torch.Size(one["shape"]),
+            )
             for name, one in entries.items()
         }
     except (ValueError, TypeError, AttributeError, LookupError) as error:

@@ -1,4 +1,6 @@
-"""The trainable part of a model, by name, and how it becomes weights for the engines and checkpoints."""
+"""The trainable part of a model, by name, and how it becomes weights for the engines and
+checkpoints.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,14 @@ from agentrl.trainers.rank.tensor_files import Stored
 if TYPE_CHECKING:
     from agentrl.trainers.rank.sharding import Sharding
 
-_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "config.json")
+_MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "config.json",
+)
 
 
 class TrainableParameters(Protocol):
@@ -30,12 +39,16 @@ class TrainableParameters(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes of the whole tensors by their names in the model's state; tied ones only under their first name."""
+        """Shapes of the whole tensors by their names in the model's state; tied ones only under
+        their first name.
+        """
         ...
 
     @property
     def stored(self) -> Sequence[Stored]:
-        """The tensors of a checkpoint from which a run resumes, in files `stem` of its folder `weights_in`."""
+        """The tensors of a checkpoint from which a run resumes, in files `stem` of its folder
+        `weights_in`.
+        """
         ...
 
     @property
@@ -49,11 +62,14 @@ class TrainableParameters(Protocol):
         ...
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """All weights of the model by their Hugging Face names, given the `whole` trainable tensors."""
+        """All weights of the model by their Hugging Face names, given the `whole` trainable
+        tensors.
+        """
         ...
 
     def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
-        """What else this rank writes into a checkpoint, so that any engine or trainer can start from it.
+        """What else this rank writes into a checkpoint, so that any engine or trainer can start
+        from it.
 
         All ranks have to call it at the same time. What it returns writes the state as it was then.
         """
@@ -62,11 +78,17 @@ class TrainableParameters(Protocol):
 
 def trainable_tensors(trainable: TrainableParameters) -> dict[str, Tensor]:
     """The trainable tensors as this rank has them now: whole, or its part of each."""
-    return {name: tensor for name, tensor in model_tensors(trainable.model).items() if name in trainable.shapes}
+    return {
+        name: tensor
+        for name, tensor in model_tensors(trainable.model).items()
+        if name in trainable.shapes
+    }
 
 
 def model_tensors(model: Any) -> dict[str, Tensor]:
-    """All parameters and buffers of a model by name, as this rank has them now, tied ones under each name."""
+    """All parameters and buffers of a model by name, as this rank has them now, tied ones under
+    each name.
+    """
     return {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
 
 
@@ -88,11 +110,15 @@ class AllWeights:
 
     def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
         """See `TrainableParameters`."""
-        return lambda folder: write_model_files(folder, self.model, self.origin) if sharding.rank == 0 else None
+        return lambda folder: (
+            write_model_files(folder, self.model, self.origin) if sharding.rank == 0 else None
+        )
 
 
 def write_model_files(folder: Path, model: Any, origin: Path) -> None:
-    """Write what a Hugging Face folder has beside the weights: the config, and the tokenizer of the folder `origin`."""
+    """Write what a Hugging Face folder has beside the weights: the config, and the tokenizer of the
+    folder `origin`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__]

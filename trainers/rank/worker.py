@@ -1,8 +1,9 @@
 """One rank of a trainer, as a worker. Its steps are the same for every sharding.
 
-A step first computes the old logprobs of all minibatches but the first, whose new logprobs are also the old ones (with
-`old_logprobs=engine` it takes the engine's instead). Then, for each minibatch, it accumulates micro-batches into the
-gradient of sum(token losses) / normalizer over all ranks, and updates the weights once.
+A step first computes the old logprobs of all minibatches but the first, whose new logprobs are also
+the old ones (with `old_logprobs=engine` it takes the engine's instead). Then, for each minibatch,
+it accumulates micro-batches into the gradient of sum(token losses) / normalizer over all ranks, and
+updates the weights once.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.weights.bundle import BundlePlace
 
 _WRITER_NICENESS = 5
-"""Of the thread that writes a checkpoint: where a step keeps all cores busy, the thread gets a third of its share."""
+"""Of the thread that writes a checkpoint: where a step keeps all cores busy, the thread gets a
+third of its share.
+"""
 
 
 class TrainerRank:
@@ -52,7 +55,9 @@ class TrainerRank:
         self._meeting: socket.socket | None = None
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_yield_to_others)
+        self._writer = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=_yield_to_others
+        )
         self._snapshot: checkpoint.Snapshot | None = None
         self._copying: Future[None] | None = None
         self._writing: Future[None] | None = None
@@ -62,7 +67,9 @@ class TrainerRank:
         return f"{socket.gethostname()} {own_address()}"
 
     def reserve(self, loopback: bool) -> str:
-        """Reserve an address on which the ranks can meet: of the loopback interface if they share a machine."""
+        """Reserve an address on which the ranks can meet: of the loopback interface if they share a
+        machine.
+        """
         host = LOOPBACK if loopback else own_address()
         self._meeting = socket.socket()
         self._meeting.bind((host, 0))
@@ -88,11 +95,17 @@ class TrainerRank:
     def sharding(self) -> Sharding:
         """This rank's sharding."""
         if self._sharding is None:
-            raise AgentRLError("this rank of the trainer has not joined the others yet: call open first")
+            raise AgentRLError(
+                "this rank of the trainer has not joined the others yet: call open first"
+            )
         return self._sharding
 
-    def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
-        """One pass over this rank's shard. The metrics are of all ranks, except the seconds, which are of this one."""
+    def step(
+        self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int
+    ) -> Mapping[str, float]:
+        """One pass over this rank's shard. The metrics are of all ranks, except the seconds, which
+        are of this one.
+        """
         lr = self._spec.config.learning_rate(self._steps_done, self._spec.total_steps)
         tally = _Tally()
         # No update comes before the first minibatch, so its own logprobs are the old ones.
@@ -101,7 +114,8 @@ class TrainerRank:
             *(self._old_logprobs(micro_batches, tally) for micro_batches in shard[1:]),
         ]
         for number, (micro_batches, old) in enumerate(zip(shard, olds, strict=True)):
-            # Each minibatch is divided by the same share of the normalizer, so a token weighs the same in each.
+            # Each minibatch is divided by the same share of the normalizer, so a token weighs the
+            # same in each.
             tally.before_updates = number == 0
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
@@ -120,24 +134,32 @@ class TrainerRank:
         }
 
     def predict(self, shard: BatchShard) -> list[FloatArray]:
-        """The model's outputs for the loss tokens of each micro-batch. Nothing is kept for a backward pass."""
+        """The model's outputs for the loss tokens of each micro-batch. Nothing is kept for a
+        backward pass.
+        """
         with torch.no_grad():
             predictions = [self._predicted(one) for minibatch in shard for one in minibatch]
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def token_logprobs(self) -> Sequence[FloatArray]:
-        """For each micro-batch of the last step, in order, the rows of `SupportsTokenLogprobs`; shape (3, N)."""
+        """For each micro-batch of the last step, in order, the rows of `SupportsTokenLogprobs`;
+        shape (3, N).
+        """
         return self._logprobs
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
+        """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first
+        name.
+        """
         whole = self.sharding.whole()
         return self.sharding.trainable.weights(whole) if self._rank == 0 else {}
 
     def write_weights(self, place: BundlePlace) -> Mapping[str, Tensor]:
-        """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the place.
+        """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the
+        place.
 
-        Returns the bundle, or else the weights themselves, for the caller to write. Other ranks return nothing.
+        Returns the bundle, or else the weights themselves, for the caller to write. Other ranks
+        return nothing.
         """
         weights = self.weights()
         if self._rank > 0:
@@ -147,7 +169,8 @@ class TrainerRank:
     def begin_save(self, folder: Path) -> None:
         """Begin to write this rank's part of weights, optimizer and steps done into a folder.
 
-        Further steps do not change what is written: their first update copies what is not copied yet.
+        Further steps do not change what is written: their first update copies what is not copied
+        yet.
         """
         if self._writing is not None:
             self._writing.exception()  # of an attempt that was given up
@@ -189,7 +212,9 @@ class TrainerRank:
         return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
 
     def _finish_copying(self) -> None:
-        """Copy what a checkpoint that was begun still needs of the weights. `saved` tells whether the writer failed."""
+        """Copy what a checkpoint that was begun still needs of the weights. `saved` tells whether
+        the writer failed.
+        """
         copying, snapshot = self._copying, self._snapshot
         self._copying = self._snapshot = None
         if copying is not None and snapshot is not None:
@@ -203,8 +228,12 @@ class TrainerRank:
     def _predicted(self, micro_batch: MicroBatch) -> Tensor:
         return self.sharding.predict(to_device(micro_batch, self.sharding.device))
 
-    def _old_logprobs(self, micro_batches: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
-        """The trainer's logprobs before the first update on this batch; None where the engine's stand for them."""
+    def _old_logprobs(
+        self, micro_batches: Sequence[MicroBatch], tally: "_Tally"
+    ) -> list[Tensor | None]:
+        """The trainer's logprobs before the first update on this batch; None where the engine's
+        stand for them.
+        """
         if self._engine_is_old:
             return [None for _ in micro_batches]
         found: list[Tensor | None] = []
@@ -223,14 +252,18 @@ class TrainerRank:
         normalizer: float,
         tally: "_Tally",
     ) -> None:
-        """Sum the gradients of sum(weight * token loss) / normalizer of a minibatch, however it is cut and sharded."""
+        """Sum the gradients of sum(weight * token loss) / normalizer of a minibatch, however it is
+        cut and sharded.
+        """
         with tally.phase("forward_backward"):
             self.sharding.clear()
             exact = self._spec.head == "policy" and uses_entropy(loss)
             totals_2E = self._balance_totals(micro_batches)
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
                 samples = to_device(micro_batch, self.sharding.device, balance=self._balances)
-                predicted, sums_2E = _parted(self.sharding.predict(samples, entropy=exact), samples, entropy=exact)
+                predicted, sums_2E = _parted(
+                    self.sharding.predict(samples, entropy=exact), samples, entropy=exact
+                )
                 if tally.before_updates:
                     self._compare_routing(samples, float(micro_batch.counts), tally)
                 logprobs_N, entropies_N = predicted if exact else (predicted, None)
@@ -249,16 +282,28 @@ class TrainerRank:
                 whole = part
                 if sums_2E is not None:
                     # Without totals, this is all of the minibatch.
-                    balanced = balance_loss(sums_2E if totals_2E is None else totals_2E, sums_2E[1]) * weight
+                    balanced = (
+                        balance_loss(sums_2E if totals_2E is None else totals_2E, sums_2E[1])
+                        * weight
+                    )
                     tally.balance = balanced.detach() + tally.balance.to(balanced.device)
                     whole = part + self._spec.config.router_aux_loss_coef * balanced
-                # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
-                self.sharding.backward(whole * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
+                # The factor is 1. For a loss that is not finite it is NaN, and no update applies
+                # such a gradient.
+                self.sharding.backward(
+                    whole * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1
+                )
                 tally.add(part.detach(), output.metrics, weight)
                 if old_N is not None or tally.before_updates:
                     tally.compare((before_N - samples.rollout_logprobs_N).abs(), weight)
-                known_N = torch.full_like(before_N, torch.nan) if entropies_N is None else entropies_N.detach()
-                tally.logprobs.append(torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N]))
+                known_N = (
+                    torch.full_like(before_N, torch.nan)
+                    if entropies_N is None
+                    else entropies_N.detach()
+                )
+                tally.logprobs.append(
+                    torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N])
+                )
 
     @property
     def _balances(self) -> bool:
@@ -288,13 +333,19 @@ class TrainerRank:
         return {"router_aux_loss": float(self.sharding.sum(tally.balance)) / minibatches}
 
     def _compare_routing(self, samples: DeviceMicroBatch, weight: float, tally: "_Tally") -> None:
-        """Compare the experts of the last pass with those that the engine chose, where both are known."""
+        """Compare the experts of the last pass with those that the engine chose, where both are
+        known.
+        """
         if samples.experts_NE is None or self._routing is None:
             return
-        chosen_NLK = self._routing.chosen(samples.predictors_N, len(samples.tokens_S), samples.needed_P)
+        chosen_NLK = self._routing.chosen(
+            samples.predictors_N, len(samples.tokens_S), samples.needed_P
+        )
         if chosen_NLK is not None and chosen_NLK[0].numel() == samples.experts_NE.shape[1]:
             known_N = samples.experts_NE[:, 0] >= 0
-            share_N = differing(chosen_NLK[known_N], samples.experts_NE[known_N].reshape(-1, *chosen_NLK.shape[1:]))
+            share_N = differing(
+                chosen_NLK[known_N], samples.experts_NE[known_N].reshape(-1, *chosen_NLK.shape[1:])
+            )
             tally.compare_routing(share_N, weight)
 
     def _update(self, lr: float, tally: "_Tally") -> None:
@@ -308,23 +359,35 @@ class TrainerRank:
             grad_norm = self.sharding.update(lr, self._spec.config.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise TrainingError(
-                    f"step {self._steps_done}: the loss is {loss} and the gradient norm {grad_norm}; the weights were "
-                    f"left as they were (largest gap between engine and trainer: {tally.gap_max:.3g} nats)"
+                    f"step {self._steps_done}: the loss is {loss} and the gradient norm"
+                    f" {grad_norm}; the weights were left as they were (largest gap between engine"
+                    f" and trainer: {tally.gap_max:.3g} nats)"
                 )
             tally.updated(loss, grad_norm, by_group)
 
     def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
-        """The mean of each metric over the loss tokens of all ranks, and of the gaps over those that were compared."""
+        """The mean of each metric over the loss tokens of all ranks, and of the gaps over those
+        that were compared.
+        """
         names = sorted(tally.sums)
-        gaps = [tally.gap, tally.compared, tally.routing.to(tally.gap.device), tally.routed.to(tally.gap.device)]
-        found = self.sharding.sum(torch.stack([*(tally.sums[name] for name in names), *gaps])).tolist()
+        gaps = [
+            tally.gap,
+            tally.compared,
+            tally.routing.to(tally.gap.device),
+            tally.routed.to(tally.gap.device),
+        ]
+        found = self.sharding.sum(
+            torch.stack([*(tally.sums[name] for name in names), *gaps])
+        ).tolist()
         *totals, gap, compared, routing, routed = found
         means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
         means |= {"routing_difference": routing / routed} if routed else {}
         return {**means, "logprob_gap_mean": gap / compared}
 
 
-def _parted(predicted: Tensor, samples: DeviceMicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _parted(
+    predicted: Tensor, samples: DeviceMicroBatch, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """The outputs of a predictor for the loss tokens, and `Balance.sums` where that is asked for."""
     if samples.times_S is None:
         return predicted, None
@@ -339,19 +402,22 @@ def _write_copied(copying: "Future[None]", snapshot: checkpoint.Snapshot, folder
 
 
 def _yield_to_others() -> None:
-    """Let this thread write in the pauses of the steps, where the operating system knows priorities of threads."""
+    """Let this thread write in the pauses of the steps, where the operating system knows priorities
+    of threads.
+    """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device.
+    """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the
+    device.
 
-    `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any update.
-    `routing`: the sum of the shares of experts that differ, over the `routed` tokens whose experts were compared.
-    `balance`: the sum of the balance losses of the minibatches.
-    `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
+    `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any
+    update. `routing`: the sum of the shares of experts that differ, over the `routed` tokens whose
+    experts were compared. `balance`: the sum of the balance losses of the minibatches. `logprobs`:
+    of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
     """
 
     part: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -383,7 +449,9 @@ class _Tally:
         self.compared = gap_N.new_tensor(len(gap_N) * weight) + self.compared.to(gap_N.device)
 
     def compare_routing(self, share_N: Tensor, weight: float) -> None:
-        """Count the shares of experts that engine and trainer chose differently for the tokens of a micro-batch."""
+        """Count the shares of experts that engine and trainer chose differently for the tokens of a
+        micro-batch.
+        """
         self.routing = share_N.sum() * weight + self.routing.to(share_N.device)
         self.routed = share_N.new_tensor(len(share_N) * weight) + self.routed.to(share_N.device)
 
@@ -391,7 +459,9 @@ class _Tally:
         """Record that a minibatch has been trained on."""
         self.loss += loss
         self.grad_norm = max(self.grad_norm, grad_norm)
-        self.grad_norms |= {name: max(norm, self.grad_norms.get(name, 0.0)) for name, norm in by_group.items()}
+        self.grad_norms |= {
+            name: max(norm, self.grad_norms.get(name, 0.0)) for name, norm in by_group.items()
+        }
         self.part, self.part_gap = torch.zeros(()), torch.zeros(())
 
     @contextmanager

@@ -29,14 +29,16 @@ if TYPE_CHECKING:
     from agentrl.trainers.deepspeed import DeepSpeedTrainer
 
 _UPDATED_AT_ONCE = 50_000_000
-"""Elements whose gradients ZeRO 3 copies at a time for an update; by default all that a rank has, up to a billion."""
+"""Elements whose gradients ZeRO 3 copies at a time for an update; by default all that a rank has,
+up to a billion.
+"""
 
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     """Make the model, pass it to DeepSpeed, and read its weights.
 
-    With ZeRO 3, each parameter is divided over the ranks as soon as it has memory, before it has values. ZeRO 1 and 2
-    keep all weights on each rank.
+    With ZeRO 3, each parameter is divided over the ranks as soon as it has memory, before it has
+    values. ZeRO 1 and 2 keep all weights on each rank.
     """
     config = cast("DeepSpeedTrainer.Config", spec.config)
     deepspeed = _deepspeed()
@@ -55,12 +57,18 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     return sharding
 
 
-def _take_shares(deepspeed: Any, model: Predictor, device: torch.device, settings: Mapping[str, Any]) -> None:
+def _take_shares(
+    deepspeed: Any, model: Predictor, device: torch.device, settings: Mapping[str, Any]
+) -> None:
     """Give each parameter memory and divide it over the ranks, one after another."""
 
     def divided(parameter: nn.Parameter) -> nn.Parameter:
-        made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        deepspeed.zero.Init(module=nn.ParameterList([made]), config_dict_or_path=settings, dtype=torch.float32)
+        made = nn.Parameter(
+            torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+        )
+        deepspeed.zero.Init(
+            module=nn.ParameterList([made]), config_dict_or_path=settings, dtype=torch.float32
+        )
         return made
 
     replace_parameters(model, divided)
@@ -77,9 +85,13 @@ def _deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): {install_command('deepspeed')}") from error
+        raise ConfigError(
+            f"trainer=deepspeed needs DeepSpeed ({error}): {install_command('deepspeed')}"
+        ) from error
     deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about the choices made here
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # about names that DeepSpeed uses
+    warnings.filterwarnings(
+        "ignore", "`torch.distributed", FutureWarning
+    )  # about names that DeepSpeed uses
     if on_cpu:  # takes minutes to compile at the first start, and is for inference only
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -90,7 +102,11 @@ def _settings(config: "DeepSpeedTrainer.Config", model: Predictor) -> dict[str, 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     bucket = min(GRADIENTS_AT_ONCE, trained)
     to_cpu = {"device": "cpu"} if config.offload else {"device": "none"}
-    zero: dict[str, Any] = {"stage": config.zero_stage, "offload_optimizer": to_cpu, "reduce_bucket_size": bucket}
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "offload_optimizer": to_cpu,
+        "reduce_bucket_size": bucket,
+    }
     if config.zero_stage == 3:
         zero |= {"offload_param": to_cpu, "sub_group_size": _UPDATED_AT_ONCE}
     return {
@@ -151,7 +167,9 @@ class Zero:
         return max_of_ranks(value)
 
     def gradient_squares(self) -> Mapping[str, Tensor]:
-        """See `Sharding`. DeepSpeed has the gradients in buffers of its own, of several parameters each."""
+        """See `Sharding`. DeepSpeed has the gradients in buffers of its own, of several parameters
+        each.
+        """
         return {}
 
     def update(self, lr: float, largest: float | None) -> float:
@@ -159,7 +177,11 @@ class Zero:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
-        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.nan
+        return (
+            float(self.engine.get_global_grad_norm())
+            if self.engine.was_step_applied()
+            else math.nan
+        )
 
     def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """See `Sharding`."""
@@ -182,7 +204,9 @@ class Zero:
         return {name: self._part(tensors[name]) for name in names}
 
     def refresh(self) -> None:
-        """The optimizer has its own copies of the weights. ZeRO 3 keeps small ones whole until they are freed."""
+        """The optimizer has its own copies of the weights. ZeRO 3 keeps small ones whole until they
+        are freed.
+        """
         for share in self._shares():
             share.master.copy_(share.weights)
         gathered = [p for p in self.engine.module.parameters() if hasattr(p, "ds_id")]
@@ -201,7 +225,11 @@ class Zero:
                     parts.setdefault(key, {})[share.name] = Part(share.shape, share.start, own)
                 else:
                     done = max(done, float(value))
-        trained = [name for name, tensor in trainable_tensors(self.trainable).items() if tensor.requires_grad]
+        trained = [
+            name
+            for name, tensor in trainable_tensors(self.trainable).items()
+            if tensor.requires_grad
+        ]
         return Moments(parts, dict.fromkeys(trained, done) if done else {})
 
     def new_moments(self, names: Sequence[str]) -> Moments:
@@ -221,11 +249,13 @@ class Zero:
         """See `Sharding`.
 
         Raises:
-            ConfigError: on a GPU: DeepSpeed can move its state to the CPU, but cannot return weights then.
+            ConfigError: on a GPU: DeepSpeed can move its state to the CPU, but cannot return
+            weights then.
         """
         if self.device.type != "cpu":
             raise ConfigError(
-                "trainer=deepspeed cannot take turns with the engine: use trainer=fsdp, or placement=disaggregated"
+                "trainer=deepspeed cannot take turns with the engine: use trainer=fsdp, or"
+                " placement=disaggregated"
             )
         self.clear()
 
@@ -240,12 +270,16 @@ class Zero:
         deepspeed.comm.destroy_process_group()
 
     def _part(self, tensor: Any) -> Part:
-        """ZeRO 3 divides the elements of a parameter into parts of equal size, and fills up the last one."""
+        """ZeRO 3 divides the elements of a parameter into parts of equal size, and fills up the
+        last one.
+        """
         if not hasattr(tensor, "ds_id"):
             return Part(tensor.shape, 0, tensor.detach(), replicated=True)
         size = tensor.ds_tensor.numel()
         start = min(self.rank * size, tensor.ds_numel)
-        return Part(tensor.ds_shape, start, tensor.ds_tensor.detach().view(-1)[: tensor.ds_numel - start])
+        return Part(
+            tensor.ds_shape, start, tensor.ds_tensor.detach().view(-1)[: tensor.ds_numel - start]
+        )
 
     def _shares(self) -> Iterator["_Share"]:
         """This rank's part of each trained parameter in the optimizer."""
@@ -263,16 +297,22 @@ class Zero:
                 mapping = tensor._hp_mapping
                 if mapping is None:  # all of it is of other ranks
                     continue
-                address, start = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
-                flat, first = zero.single_partition_of_fp32_groups[mapping.param_group_index], address.start
+                address, start = (
+                    mapping.get_hp_fragment_address(),
+                    mapping.lp_fragment_address.start,
+                )
+                flat, first = (
+                    zero.single_partition_of_fp32_groups[mapping.param_group_index],
+                    address.start,
+                )
                 weights = weights.view(-1)[start : start + address.numel]
             if weights.numel():
                 yield _Share(name, part.shape, start, weights, flat, first)
 
 
 class _Share(NamedTuple):
-    """The elements of a parameter from `start` on that this rank updates: `weights`, and in the float32 copy of the
-    optimizer those from `first` on of a tensor `flat` of several parameters.
+    """The elements of a parameter from `start` on that this rank updates: `weights`, and in the
+    float32 copy of the optimizer those from `first` on of a tensor `flat` of several parameters.
     """
 
     name: str

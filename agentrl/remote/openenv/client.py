@@ -1,4 +1,6 @@
-"""`env: openenv:http://host:port`: an environment on any server that speaks the protocol of OpenEnv 0.3 or 0.10."""
+"""`env: openenv:http://host:port`: an environment on any server that speaks the protocol of OpenEnv
+0.3 or 0.10.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +30,14 @@ from agentrl.remote.openenv.socket import (
     server_at,
     waiting_at,
 )
-from agentrl.remote.openenv.text import action_from, has_tools, how_to_act, text_from, tools_from, what_is_wrong
+from agentrl.remote.openenv.text import (
+    action_from,
+    has_tools,
+    how_to_act,
+    text_from,
+    tools_from,
+    what_is_wrong,
+)
 from agentrl.remote.protocol import server_url
 from agentrl.trajectory import MadeCall, ToolCall
 
@@ -36,14 +45,16 @@ _ADDRESS = "openenv:http://host:port"
 
 
 class OpenEnv:
-    """An environment on one of the OpenEnv servers at `urls`: the one with the fewest sessions of this process.
+    """An environment on one of the OpenEnv servers at `urls`: the one with the fewest sessions of
+    this process.
 
-    `text.py` translates the model's messages into actions, and observations into text. `done` means `terminated`, or
-    `truncated` if the metadata says so. A null reward is 0. The metadata is the info. Options are sent with the reset;
-    OpenEnv's servers drop options that the environment does not know.
+    `text.py` translates the model's messages into actions, and observations into text. `done` means
+    `terminated`, or `truncated` if the metadata says so. A null reward is 0. The metadata is the
+    info. Options are sent with the reset; OpenEnv's servers drop options that the environment does
+    not know.
 
-    One connection serves all episodes of this instance, until a request gets no answer. If all servers are full,
-    `reset` retries until the caller's deadline.
+    One connection serves all episodes of this instance, until a request gets no answer. If all
+    servers are full, `reset` retries until the caller's deadline.
 
     `client` is the caller's own HTTP client, for the requests outside the WebSocket.
 
@@ -53,7 +64,9 @@ class OpenEnv:
 
     isolation = "inline"
 
-    def __init__(self, urls: Sequence[str], token: str | None = None, client: httpx.AsyncClient | None = None) -> None:
+    def __init__(
+        self, urls: Sequence[str], token: str | None = None, client: httpx.AsyncClient | None = None
+    ) -> None:
         self._client = client
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
@@ -71,17 +84,24 @@ class OpenEnv:
         Raises:
             EnvError: no server can be used, or the environment failed.
             LethalTaskError: servers have died of this task.
-            ConfigError: this is not an OpenEnv server, or it does not accept the token or the options.
+            ConfigError: this is not an OpenEnv server, or it does not accept the token or the
+            options.
         """
         if taken := {"seed", "episode_id"} & options.keys():
-            raise ConfigError(f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out")
+            raise ConfigError(
+                f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out"
+            )
         self._playing = False
         data = {**options, "seed": seed}
         content = partial(to_json, data, fallback=repr)
-        self._suspect = suspicion().suspect(f"the task of the reset with {dict(data)!r:.200}", content)
+        self._suspect = suspicion().suspect(
+            f"the task of the reset with {dict(data)!r:.200}", content
+        )
         suspicion().check(self._suspect)
         if self._socket is not None and self._socket.usable:
-            with contextlib.suppress(LostError, FullError):  # it has expired; no episode has begun, so nothing is lost
+            with contextlib.suppress(
+                LostError, FullError
+            ):  # it has expired; no episode has begun, so nothing is lost
                 return await self._begin(self._socket, data)
         await self.close()
         return await self._begin_somewhere(data)
@@ -95,7 +115,9 @@ class OpenEnv:
         socket = self._socket
         if socket is None or not socket.usable or not self._playing:
             raise EnvError("no episode is being played; call reset first")
-        result = await (self._call_tools(socket, action) if self.tools else self._act(socket, action))
+        result = await (
+            self._call_tools(socket, action) if self.tools else self._act(socket, action)
+        )
         made, info = calls_taken(result[4])
         if not self.tools:
             self.calls_made = made
@@ -125,7 +147,10 @@ class OpenEnv:
                     return await self._begin(self._socket, data)
                 except FullError as error:
                     await self.close()
-                    server.warn_once(f"{error}. Episodes wait: raise its limit, or lower rollout.max_live_episodes")
+                    server.warn_once(
+                        f"{error}. Episodes wait: raise its limit, or lower"
+                        " rollout.max_live_episodes"
+                    )
                 except LostError as error:
                     await self.close()
                     server.shunned_until = now() + SHUN_SECONDS
@@ -142,15 +167,23 @@ class OpenEnv:
     async def _begin(self, socket: Socket, data: Mapping[str, Any]) -> ResetResult:
         schema = socket.action_schema
         try:
-            if has_tools(schema) and not socket.tools:  # before the reset, since environments may count it as a step
-                socket.tools = _tools(await socket.ask("step", {"type": "list_tools"}), socket.server.url)
+            if (
+                has_tools(schema) and not socket.tools
+            ):  # before the reset, since environments may count it as a step
+                socket.tools = _tools(
+                    await socket.ask("step", {"type": "list_tools"}), socket.server.url
+                )
             began = await self._ask(socket, "reset", data)
         except MisfitError as error:
-            raise ConfigError(f"{socket.server.url} does not accept the options {dict(data)}: {error}") from error
+            raise ConfigError(
+                f"{socket.server.url} does not accept the options {dict(data)}: {error}"
+            ) from error
         self._playing = True
         self.tools = socket.tools
         info = began.info_fields
-        self.system_prompt = str(info.get("system_prompt") or ("" if self.tools else how_to_act(schema)))
+        self.system_prompt = str(
+            info.get("system_prompt") or ("" if self.tools else how_to_act(schema))
+        )
         return text_from(began.observation), info
 
     async def _ask(self, socket: Socket, kind: str, data: Mapping[str, Any]) -> ServerObservation:
@@ -212,7 +245,8 @@ class OpenEnvs:
 
 
 def openenv(rest: str) -> OpenEnvs:
-    """openenv:http://localhost:8000: an environment on an OpenEnv server there, or on several: openenv:URL,URL.
+    """openenv:http://localhost:8000: an environment on an OpenEnv server there, or on several:
+    openenv:URL,URL.
 
     Raises:
         ConfigError: one of them is not an address.
@@ -226,5 +260,7 @@ def _tools(listing: ServerObservation, url: str) -> tuple[dict[str, Any], ...]:
     except (LookupError, TypeError, AttributeError) as error:
         raise EnvError(f"{url} answered list_tools with {listing.observation!r:.200}") from error
     if not tools:
-        raise EnvError(f"{url} lists no tools ({listing.info_fields}), and accepts no other actions")
+        raise EnvError(
+            f"{url} lists no tools ({listing.info_fields}), and accepts no other actions"
+        )
     return tools

@@ -1,7 +1,8 @@
-"""OpenEnv's messages, as its versions 0.3 (`openenv-core`) and 0.10 (`openenv`) put them on the wire.
+"""OpenEnv's messages, as its versions 0.3 (`openenv-core`) and 0.10 (`openenv`) put them on the
+wire.
 
-The protocol is the WebSocket `/ws`: each connection is a session with its own environment. Requests have no id and are
-answered in order.
+The protocol is the WebSocket `/ws`: each connection is a session with its own environment. Requests
+have no id and are answered in order.
 
     {"type": "reset", "data": {"seed": 7, ...}}                                    -> an observation
     {"type": "step", "data": {fields of the Action schema}}                        -> an observation
@@ -9,11 +10,12 @@ answered in order.
     {"type": "step", "data": {"type": "call_tool", "tool_name": .., "arguments": {..}}} -> one with "result" or "error"
     {"type": "state"} -> a state; {"type": "mcp", "data": {JSON-RPC}} -> the like; {"type": "close"} -> the end
 
-    {"type": "observation", "data": {"observation": {..}, "reward": 1.0 or null, "done": false, "metadata": {..}}}
-    {"type": "error", "data": {"message": .., "code": ..}}
+    {"type": "observation", "data": {"observation": {..}, "reward": 1.0 or null, "done": false,
+    "metadata": {..}}} {"type": "error", "data": {"message": .., "code": ..}}
 
-`GET /schema` describes actions and observations. Over HTTP, each `/reset` or `/step` uses a new environment that ends
-with the answer; only `POST /mcp` (JSON-RPC) has sessions. The versions differ in `metadata`, which 0.3 leaves out.
+`GET /schema` describes actions and observations. Over HTTP, each `/reset` or `/step` uses a new
+environment that ends with the answer; only `POST /mcp` (JSON-RPC) has sessions. The versions differ
+in `metadata`, which 0.3 leaves out.
 """
 
 from typing import Any, Literal, Self
@@ -29,7 +31,11 @@ LARGEST_MESSAGE = 100 << 20
 """Bytes; OpenEnv's own clients accept as much."""
 
 INVALID_JSON, UNKNOWN_TYPE, VALIDATION_ERROR = "INVALID_JSON", "UNKNOWN_TYPE", "VALIDATION_ERROR"
-EXECUTION_ERROR, CAPACITY_REACHED, SESSION_ERROR = "EXECUTION_ERROR", "CAPACITY_REACHED", "SESSION_ERROR"
+EXECUTION_ERROR, CAPACITY_REACHED, SESSION_ERROR = (
+    "EXECUTION_ERROR",
+    "CAPACITY_REACHED",
+    "SESSION_ERROR",
+)
 
 FULL = (429, 503)
 """Statuses of a server that accepts nothing new for now."""
@@ -94,10 +100,12 @@ class ListToolsObservation(_Strict):
     metadata: dict[str, Any] = {}
 
 
-TOOL_OBSERVATION: TypeAdapter[CallToolObservation | ListToolsObservation | MessageObservation] = TypeAdapter(
-    CallToolObservation | ListToolsObservation | MessageObservation
+TOOL_OBSERVATION: TypeAdapter[CallToolObservation | ListToolsObservation | MessageObservation] = (
+    TypeAdapter(CallToolObservation | ListToolsObservation | MessageObservation)
 )
-"""Whatever an environment with tools may answer: it takes calls, requests for the list, and whole messages."""
+"""Whatever an environment with tools may answer: it takes calls, requests for the list, and whole
+messages.
+"""
 
 
 class State(BaseModel):

@@ -1,4 +1,6 @@
-"""The JSON-RPC of OpenEnv's tool clients: MCP's `tools/list` and `tools/call`, plus OpenEnv's session methods."""
+"""The JSON-RPC of OpenEnv's tool clients: MCP's `tools/list` and `tools/call`, plus OpenEnv's
+session methods.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ _METHODS = ("openenv/session/create", "openenv/session/close", "tools/list", "to
 async def answer_rpc(
     raw: str | bytes, openenv_sessions: OpenEnvSessions, session: OpenEnvSession | None
 ) -> dict[str, Any]:
-    """The answer to a JSON-RPC request, for the connection's session or the session that the request names."""
+    """The answer to a JSON-RPC request, for the connection's session or the session that the
+    request names.
+    """
     try:
         request = RpcRequest.model_validate(from_json(raw))
     except ValidationError as error:
@@ -29,12 +33,17 @@ async def answer_rpc(
     except Refusal as refusal:
         openenv_sessions.sessions.metrics.refused.labels(refusal.status).inc()
         counts = openenv_sessions.counts if refusal.status in FULL else None
-        return _rpc_error(request.id, -32602 if refusal.status in (404, 422) else -32000, refusal.detail, counts)
+        return _rpc_error(
+            request.id, -32602 if refusal.status in (404, 422) else -32000, refusal.detail, counts
+        )
     return {"jsonrpc": "2.0", "id": request.id, "result": result}
 
 
 async def _rpc_result(
-    method: str, params: dict[str, Any], openenv_sessions: OpenEnvSessions, session: OpenEnvSession | None
+    method: str,
+    params: dict[str, Any],
+    openenv_sessions: OpenEnvSessions,
+    session: OpenEnvSession | None,
 ) -> dict[str, Any]:
     named = params.get("session_id")
     if method == "openenv/session/create":
@@ -48,17 +57,26 @@ async def _rpc_result(
     return await _tools_result(method, params, session)
 
 
-async def _tools_result(method: str, params: dict[str, Any], session: OpenEnvSession) -> dict[str, Any]:
+async def _tools_result(
+    method: str, params: dict[str, Any], session: OpenEnvSession
+) -> dict[str, Any]:
     if method == "tools/list":
         return {"tools": [tool_entry(tool, "inputSchema") for tool in (await session.look()).tools]}
     name, arguments = params.get("name"), params.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise Refusal(422, "tools/call needs the name of a tool as 'name' and an object as 'arguments'")
+        raise Refusal(
+            422, "tools/call needs the name of a tool as 'name' and an object as 'arguments'"
+        )
     stepped = await session.call(name, arguments)
     over = stepped.terminated or stepped.truncated
-    return {**tool_result(stepped.observation, "isError"), "_meta": {"reward": stepped.reward, "done": over}}
+    return {
+        **tool_result(stepped.observation, "isError"),
+        "_meta": {"reward": stepped.reward, "done": over},
+    }
 
 
-def _rpc_error(request: str | int | None, code: int, message: str, data: Any = None) -> dict[str, Any]:
+def _rpc_error(
+    request: str | int | None, code: int, message: str, data: Any = None
+) -> dict[str, Any]:
     error = {"code": code, "message": message, **({"data": data} if data is not None else {})}
     return {"jsonrpc": "2.0", "id": request, "error": error}

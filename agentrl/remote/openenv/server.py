@@ -1,7 +1,9 @@
-"""The routes of `agentrl serve` for unmodified OpenEnv clients (`protocol.py` defines the messages).
+"""The routes of `agentrl serve` for unmodified OpenEnv clients (`protocol.py` defines the
+messages).
 
-An action is the model's whole message: `{"message": text}`. An environment with tools can also list them (`list_tools`)
-and take one call at a time (`call_tool`). Sessions, limits and the token are those of the server.
+An action is the model's whole message: `{"message": text}`. An environment with tools can also list
+them (`list_tools`) and take one call at a time (`call_tool`). Sessions, limits and the token are
+those of the server.
 """
 
 import asyncio
@@ -40,9 +42,12 @@ from agentrl.remote.openenv.sessions import OpenEnvSession, OpenEnvSessions
 from agentrl.remote.protocol import STATUSES, ProblemDetail, Refusal
 from agentrl.remote.sessions import Sessions
 
-_AnswerTo = Callable[[str | bytes, OpenEnvSessions, OpenEnvSession], Awaitable[dict[str, Any] | None]]
+_AnswerTo = Callable[
+    [str | bytes, OpenEnvSessions, OpenEnvSession], Awaitable[dict[str, Any] | None]
+]
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ProblemDetail, "description": STATUSES[status]} for status in (409, 422, 424, 429, 500, 503, 504)
+    status: {"model": ProblemDetail, "description": STATUSES[status]}
+    for status in (409, 422, 424, 429, 500, 503, 504)
 }
 
 
@@ -69,7 +74,9 @@ def add_openenv(app: FastAPI, sessions: Sessions, name: str) -> None:
 
 
 def _add_stateless(app: FastAPI, openenv_sessions: OpenEnvSessions) -> None:
-    """Add the routes without a session: each request uses a new environment, which ends with the answer."""
+    """Add the routes without a session: each request uses a new environment, which ends with the
+    answer.
+    """
 
     @app.post("/reset", response_model=Answer, responses=_REFUSALS)
     async def reset(episode: ResetRequest | None = None) -> Response:
@@ -93,7 +100,9 @@ def _add_descriptions(app: FastAPI, openenv_sessions: OpenEnvSessions, name: str
         tools = bool((await openenv_sessions.about()).tools)
         return Schemas(
             action=(CallToolAction if tools else MessageAction).model_json_schema(),
-            observation=TOOL_OBSERVATION.json_schema() if tools else MessageObservation.model_json_schema(),
+            observation=TOOL_OBSERVATION.json_schema()
+            if tools
+            else MessageObservation.model_json_schema(),
             reset_observation=MessageObservation.model_json_schema(),
             state=State.model_json_schema(),
         )
@@ -101,7 +110,9 @@ def _add_descriptions(app: FastAPI, openenv_sessions: OpenEnvSessions, name: str
     @app.get("/metadata", responses=_REFUSALS)
     async def metadata() -> Metadata:
         about = (await openenv_sessions.about()).system_prompt
-        return Metadata(name=name, description=about or f"The environment {name}", version=installed_version())
+        return Metadata(
+            name=name, description=about or f"The environment {name}", version=installed_version()
+        )
 
     @app.get("/list_environments")
     async def environments() -> list[str]:
@@ -118,7 +129,9 @@ class _Frame(BaseModel):
 async def _serve(client: WebSocket, openenv_sessions: OpenEnvSessions, answer: _AnswerTo) -> None:
     """Answer a connection's frames in order, until it closes or has been silent for `idle_seconds`."""
     try:
-        async with openenv_sessions.session(client.query_params.get("session_id") or None) as session:
+        async with openenv_sessions.session(
+            client.query_params.get("session_id") or None
+        ) as session:
             with _attached(session):
                 await _converse(client, openenv_sessions, session, answer)
     except Refusal as refusal:
@@ -130,7 +143,9 @@ async def _serve(client: WebSocket, openenv_sessions: OpenEnvSessions, answer: _
 async def _converse(
     client: WebSocket, openenv_sessions: OpenEnvSessions, session: OpenEnvSession, answer: _AnswerTo
 ) -> None:
-    while (raw := await _receive(client, openenv_sessions.sessions.limits.idle_seconds)) is not None:
+    while (
+        raw := await _receive(client, openenv_sessions.sessions.limits.idle_seconds)
+    ) is not None:
         reply = await answer(raw, openenv_sessions, session)
         if reply is None:
             return
@@ -184,7 +199,9 @@ async def _answer(
         return _refused(refusal, openenv_sessions)
 
 
-async def _do(frame: _Frame, openenv_sessions: OpenEnvSessions, session: OpenEnvSession) -> dict[str, Any]:
+async def _do(
+    frame: _Frame, openenv_sessions: OpenEnvSessions, session: OpenEnvSession
+) -> dict[str, Any]:
     match frame.type:
         case "reset":
             return _observed(await session.reset(ResetRequest.model_validate(frame.data)))
@@ -193,7 +210,10 @@ async def _do(frame: _Frame, openenv_sessions: OpenEnvSessions, session: OpenEnv
         case "state":
             return {"type": "state", "data": session.state}
         case "mcp":
-            return {"type": "mcp", "data": await answer_rpc(to_json(frame.data), openenv_sessions, session)}
+            return {
+                "type": "mcp",
+                "data": await answer_rpc(to_json(frame.data), openenv_sessions, session),
+            }
     known = "reset, step, state, mcp, close"
     return _error(UNKNOWN_TYPE, f"Unknown message type: {frame.type[:64]!r}; there are {known}")
 
@@ -215,7 +235,9 @@ def _refused(refusal: Refusal, openenv_sessions: OpenEnvSessions) -> dict[str, A
     openenv_sessions.sessions.metrics.refused.labels(refusal.status).inc()
     if refusal.status in FULL:
         return _error(CAPACITY_REACHED, refusal.detail, **openenv_sessions.counts)
-    return _error(VALIDATION_ERROR if refusal.status in (422, 424) else EXECUTION_ERROR, refusal.detail)
+    return _error(
+        VALIDATION_ERROR if refusal.status in (422, 424) else EXECUTION_ERROR, refusal.detail
+    )
 
 
 def _error(code: str, message: str, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The sessions of OpenEnv clients: each wraps a session of the server and adds the state that OpenEnv expects."""
+"""The sessions of OpenEnv clients: each wraps a session of the server and adds the state that
+OpenEnv expects.
+"""
 
 import asyncio
 import contextlib
@@ -20,9 +22,11 @@ from agentrl.trajectory import ToolCall
 
 
 class OpenEnvSession:
-    """A client's session and the state of its episode. It sends one request at a time to the server's session.
+    """A client's session and the state of its episode. It sends one request at a time to the
+    server's session.
 
-    The server's session is opened when it is first needed, and reopened by a `reset` after it expired or failed.
+    The server's session is opened when it is first needed, and reopened by a `reset` after it
+    expired or failed.
     """
 
     def __init__(self, sessions: Sessions) -> None:
@@ -53,13 +57,20 @@ class OpenEnvSession:
         seed = secrets.randbelow(1 << 31) if episode.seed is None else episode.seed
         async with self._lock:
             began = await self._begin(seed, episode)
-        # OpenEnv has no field for the system prompt, and its tool client drops a text beside the metadata.
+        # OpenEnv has no field for the system prompt, and its tool client drops a text beside the
+        # metadata.
         extra = {"seed": seed, "system_prompt": began.system_prompt}
-        metadata = {**began.info, **extra, **({"message": began.observation} if began.tools else {})}
+        metadata = {
+            **began.info,
+            **extra,
+            **({"message": began.observation} if began.tools else {}),
+        }
         return _answer_of({"message": began.observation}, metadata)
 
     async def look(self) -> Began:
-        """The environment's description of itself. It comes with an episode, so without one, that of seed 0 begins."""
+        """The environment's description of itself. It comes with an episode, so without one, that
+        of seed 0 begins.
+        """
         async with self._lock:
             return self._began or await self._begin(0, ResetRequest())
 
@@ -77,7 +88,9 @@ class OpenEnvSession:
             stepped = await self._step(action.message)
             observation = {"message": stepped.observation}
         metadata = {**stepped.info, **({"truncated": True} if stepped.truncated else {})}
-        return _answer_of(observation, metadata, stepped.reward, stepped.terminated or stepped.truncated)
+        return _answer_of(
+            observation, metadata, stepped.reward, stepped.terminated or stepped.truncated
+        )
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Stepped:
         """Call a tool, written as a model would write the call."""
@@ -105,18 +118,24 @@ class OpenEnvSession:
         async with self._lock:
             if self._began is None:
                 raise Refusal(409, "no episode is being played: reset first")
-            stepped = await self._sessions.step(self._session, Step(seq=self._seq + 1, action=message))
+            stepped = await self._sessions.step(
+                self._session, Step(seq=self._seq + 1, action=message)
+            )
             self._seq += 1
             self._count_step()
             return stepped
 
     def _count_step(self) -> None:
-        """Count a step of the episode. OpenEnv counts every step message, also one that asks for the tools."""
+        """Count a step of the episode. OpenEnv counts every step message, also one that asks for
+        the tools.
+        """
         self.state = State(episode_id=self.state.episode_id, step_count=self.state.step_count + 1)
 
 
 class OpenEnvSessions:
-    """All sessions of a server. A session ends with its connection; one that JSON-RPC opened ends when it is closed."""
+    """All sessions of a server. A session ends with its connection; one that JSON-RPC opened ends
+    when it is closed.
+    """
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -139,7 +158,11 @@ class OpenEnvSessions:
 
     async def open(self) -> OpenEnvSession:
         """Open a session that lasts until it is closed or expires."""
-        for lapsed in [key for key, session in self._by_id.items() if not session.attached and not session.is_open]:
+        for lapsed in [
+            key
+            for key, session in self._by_id.items()
+            if not session.attached and not session.is_open
+        ]:
             del self._by_id[lapsed]
         session = OpenEnvSession(self.sessions)
         await session.open()
@@ -165,7 +188,10 @@ class OpenEnvSessions:
     @property
     def counts(self) -> dict[str, int]:
         """How many sessions are open and allowed, in the form that a full server reports."""
-        return {"active_sessions": len(self.sessions), "max_sessions": self.sessions.limits.max_sessions}
+        return {
+            "active_sessions": len(self.sessions),
+            "max_sessions": self.sessions.limits.max_sessions,
+        }
 
     async def about(self) -> Began:
         """The environment's description of itself, requested once."""
@@ -180,7 +206,11 @@ def tool_entry(tool: Mapping[str, Any], schema_key: str) -> dict[str, Any]:
     """The entry of a tool in a list of tools."""
     function = tool.get("function", tool)
     schema = function.get("parameters", {})
-    return {"name": function["name"], "description": function.get("description", ""), schema_key: schema}
+    return {
+        "name": function["name"],
+        "description": function.get("description", ""),
+        schema_key: schema,
+    }
 
 
 def tool_result(text: str, error_key: str) -> dict[str, Any]:
@@ -189,7 +219,17 @@ def tool_result(text: str, error_key: str) -> dict[str, Any]:
 
 
 def _answer_of(
-    observation: dict[str, Any], metadata: dict[str, Any], reward: float | None = None, done: bool = False
+    observation: dict[str, Any],
+    metadata: dict[str, Any],
+    reward: float | None = None,
+    done: bool = False,
 ) -> Answer:
-    """An answer with the metadata in both places: 0.3's clients read it in the observation, 0.10's beside it."""
-    return Answer(observation={**observation, "metadata": metadata}, reward=reward, done=done, metadata=metadata)
+    """An answer with the metadata in both places: 0.3's clients read it in the observation, 0.10's
+    beside it.
+    """
+    return Answer(
+        observation={**observation, "metadata": metadata},
+        reward=reward,
+        done=done,
+        metadata=metadata,
+    )

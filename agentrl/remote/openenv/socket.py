@@ -1,7 +1,8 @@
 """A connection to an OpenEnv server, and what this process knows about the server.
 
-OpenEnv's answers carry no id: each belongs to the last request. A connection is therefore never reused after a request
-got no answer, for whatever reason: the next request could receive the late answer.
+OpenEnv's answers carry no id: each belongs to the last request. A connection is therefore never
+reused after a request got no answer, for whatever reason: the next request could receive the late
+answer.
 """
 
 import asyncio
@@ -79,11 +80,19 @@ class ServerObservation(BaseModel):
         """As `Env.step` returns it."""
         info = self.info_fields
         truncated = self.done and info.pop("truncated", False) is True
-        return text_from(self.observation), self.reward or 0.0, self.done and not truncated, truncated, info
+        return (
+            text_from(self.observation),
+            self.reward or 0.0,
+            self.done and not truncated,
+            truncated,
+            info,
+        )
 
 
 class Server:
-    """What this process knows about a server. `waiting` counts the clients that wait for a free session on it."""
+    """What this process knows about a server. `waiting` counts the clients that wait for a free
+    session on it.
+    """
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
@@ -92,7 +101,8 @@ class Server:
         self.waiting = 0
         self.shunned_until = 0.0
         self.at_work: dict[object, Suspect] = {}
-        """The tasks of the requests that it has not answered yet, by who asks: it may die of each."""
+        """The tasks of the requests that it has not answered yet, by who asks: it may die of each.
+        """
         self._died = -math.inf
         self._has_warned = False
         self._action_schema: dict[str, Any] | None = None
@@ -120,7 +130,9 @@ class Server:
             if client is not None:
                 self._action_schema = await self._described(client)
             else:
-                async with http_client(trust_env=False) as own:  # the WebSocket uses no proxy either
+                async with http_client(
+                    trust_env=False
+                ) as own:  # the WebSocket uses no proxy either
                     self._action_schema = await self._described(own)
         return self._action_schema
 
@@ -128,10 +140,14 @@ class Server:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 answer = await self._get(client, "/schema")
-                if answer.status_code == 404 and (await self._get(client, "/health")).status_code == 200:
+                if (
+                    answer.status_code == 404
+                    and (await self._get(client, "/health")).status_code == 200
+                ):
                     raise ConfigError(
-                        f"{self.url} has no /schema, as servers of OpenEnv 0.1: they have one environment for all "
-                        "clients, and no sessions. Serve it with OpenEnv 0.3 (openenv-core) or later"
+                        f"{self.url} has no /schema, as servers of OpenEnv 0.1: they have one"
+                        " environment for all clients, and no sessions. Serve it with OpenEnv 0.3"
+                        " (openenv-core) or later"
                     )
         except (httpx.HTTPError, TimeoutError) as error:
             why = f"{error or type(error).__name__}{proxy_note(self.url, used=False)}"
@@ -144,7 +160,9 @@ class Server:
         try:
             schema = answer.json()["action"]
         except (ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{self.url}/schema has no action schema ({error}): is it an OpenEnv server?") from error
+            raise ConfigError(
+                f"{self.url}/schema has no action schema ({error}): is it an OpenEnv server?"
+            ) from error
         if not isinstance(schema, dict):
             raise ConfigError(f"{self.url}/schema has no action schema: is it an OpenEnv server?")
         return schema
@@ -161,12 +179,18 @@ class Server:
     def check_status(self, status: int, path: str, answer: str) -> None:
         """Raise `ConfigError` for any status of 400 or more."""
         if status in (401, 403):
-            raise ConfigError(f"{self.url} answered {status}: set {TOKEN_VARIABLE} to a token that it accepts")
+            raise ConfigError(
+                f"{self.url} answered {status}: set {TOKEN_VARIABLE} to a token that it accepts"
+            )
         if status >= 400:
-            raise ConfigError(f"{self.url}{path} answered {status} ({answer:.200}): is it an OpenEnv server?")
+            raise ConfigError(
+                f"{self.url}{path} answered {status} ({answer:.200}): is it an OpenEnv server?"
+            )
 
 
-_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Server]] = WeakKeyDictionary()
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Server]] = (
+    WeakKeyDictionary()
+)
 """The servers that each event loop knows."""
 
 
@@ -189,9 +213,13 @@ def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
 
 
 class Socket:
-    """A connection, which is one session with one request at a time. `usable` is whether another may be sent."""
+    """A connection, which is one session with one request at a time. `usable` is whether another
+    may be sent.
+    """
 
-    def __init__(self, server: Server, connection: ClientConnection, action_schema: dict[str, Any]) -> None:
+    def __init__(
+        self, server: Server, connection: ClientConnection, action_schema: dict[str, Any]
+    ) -> None:
         self.server = server
         self.action_schema = action_schema
         self.tools: tuple[dict[str, Any], ...] = ()
@@ -206,7 +234,9 @@ class Socket:
             LostError: the server cannot be reached.
             ConfigError: it is not an OpenEnv server, or does not accept the token.
         """
-        server.sockets += 1  # count it now, so that sessions opened at the same time spread over the servers
+        server.sockets += (
+            1  # count it now, so that sessions opened at the same time spread over the servers
+        )
         try:
             schema = await server.action_schema(client)
             return cls(server, await cls._connected(server), schema)
@@ -223,7 +253,8 @@ class Socket:
                 compression=None,
                 max_size=LARGEST_MESSAGE,
                 proxy=None,
-                ping_interval=None,  # the caller has deadlines; the server's own pings are always answered
+                # the caller has deadlines; the server's own pings are always answered
+                ping_interval=None,
                 open_timeout=CONNECT_SECONDS,
                 close_timeout=1.0,
             )
@@ -232,17 +263,22 @@ class Socket:
                 server.check_status(error.response.status_code, "/ws", str(error))
             raise LostError(f"{server.url}/ws: {error}") from error
         except (OSError, TimeoutError, InvalidHandshake) as error:
-            raise LostError(f"{server.url} cannot be reached: {error or type(error).__name__}") from error
+            raise LostError(
+                f"{server.url} cannot be reached: {error or type(error).__name__}"
+            ) from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
-        """Send a reset or a step, and wait for the observation. Without an answer, the connection ends.
+        """Send a reset or a step, and wait for the observation. Without an answer, the connection
+        ends.
 
         Raises:
             EnvError: the connection broke, or the environment failed.
             MisfitError: the server rejected the data; the connection stays usable.
         """
         frame = json.dumps({"type": kind, "data": dict(data)}, ensure_ascii=False)
-        frame = frame.encode(errors="replace").decode()  # half of a surrogate pair cannot be decoded by the server
+        frame = frame.encode(
+            errors="replace"
+        ).decode()  # half of a surrogate pair cannot be decoded by the server
         self.usable = False
         try:
             answer = self._read(await self._exchange(frame))
@@ -269,7 +305,9 @@ class Socket:
 
     async def _exchange(self, frame: str) -> str | bytes:
         try:
-            with contextlib.suppress(ConnectionClosed):  # the last message before the close may give the reason
+            with contextlib.suppress(
+                ConnectionClosed
+            ):  # the last message before the close may give the reason
                 await self._connection.send(frame)
             return await self._connection.recv()
         except ConnectionClosed as error:
@@ -286,7 +324,9 @@ class Socket:
                 if answer.reward is None or math.isfinite(answer.reward):
                     return answer
         except ValidationError as error:
-            raise EnvError(f"{url} sent something that is not an OpenEnv message: {error}") from error
+            raise EnvError(
+                f"{url} sent something that is not an OpenEnv message: {error}"
+            ) from error
         code, message = reply.data.get("code"), reply.data.get("message")
         if code == VALIDATION_ERROR:
             raise MisfitError(reply.data)
@@ -294,7 +334,9 @@ class Socket:
             raise FullError(f"{url} is full: {message}")
         if reply.type == "error":
             raise EnvError(f"the environment at {url} failed: {message} ({code})")
-        raise EnvError(f"{url} answered {raw!r:.200} instead of an observation with a finite reward or null")
+        raise EnvError(
+            f"{url} answered {raw!r:.200} instead of an observation with a finite reward or null"
+        )
 
     def _end(self) -> None:
         self.server.sockets -= 1

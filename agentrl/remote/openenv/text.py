@@ -4,12 +4,15 @@ The Action schema decides how a message becomes an action (its field `metadata` 
 
 1. If the only field is text, its value is the message, unchanged.
 2. Otherwise, a JSON object in the message is the action: alone, in a code fence, or within prose.
-3. Otherwise, if exactly one field is required, the message is its value: as text for a text field, else as JSON.
-4. Otherwise, the observation explains what to write. If the server rejects an action, its error is the observation.
+3. Otherwise, if exactly one field is required, the message is its value: as text for a text field,
+   else as JSON.
+4. Otherwise, the observation explains what to write. If the server rejects an action, its error is
+   the observation.
 
 An observation becomes text as follows, without null fields and `metadata`:
 
-1. From a tool: the error, or else the result: its `data`, else the texts of its content. Other values become JSON.
+1. From a tool: the error, or else the result: its `data`, else the texts of its content. Other
+   values become JSON.
 2. A single field that is text becomes that text; anything else becomes a JSON object.
 3. If there is no field, the same applies to the fields of the metadata.
 """
@@ -63,7 +66,10 @@ def action_from(message: str, action_schema: Schema) -> dict[str, Any]:
     if isinstance(found, dict) and (one is None or one in found):
         return found
     if one is None:
-        raise ToolError(f"the message has no JSON object. Answer with one that has the fields {', '.join(fields)}")
+        raise ToolError(
+            "the message has no JSON object. Answer with one that has the fields"
+            f" {', '.join(fields)}"
+        )
     return {one: message if is_text else message.strip() if found is None else found}
 
 
@@ -80,21 +86,33 @@ def how_to_act(action_schema: Schema) -> str:
 def what_is_wrong(error: Mapping[str, Any], action_schema: Schema) -> str:
     """The data of a server's error about an action, as text for the model."""
     found = [
-        f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}, got {item.get('input')!r:.60}"
+        f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}, got"
+        f" {item.get('input')!r:.60}"
         for item in error.get("errors") or ()
         if isinstance(item, dict)
     ]
     wrong = "; ".join(found[:5]) or str(error.get("message"))
-    return f"Error: the action does not fit: {wrong}. Its fields are {', '.join(_fields(action_schema))}"
+    return (
+        f"Error: the action does not fit: {wrong}. Its fields are"
+        f" {', '.join(_fields(action_schema))}"
+    )
 
 
 def text_from(observation: Mapping[str, Any]) -> str:
     """An observation as text for the model."""
     if "tool_name" in observation:
         return _tool_text(observation)
-    shown = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
+    shown = {
+        name: value
+        for name, value in observation.items()
+        if name != "metadata" and value is not None
+    }
     if not shown:
-        shown = {name: value for name, value in (observation.get("metadata") or {}).items() if value is not None}
+        shown = {
+            name: value
+            for name, value in (observation.get("metadata") or {}).items()
+            if value is not None
+        }
     texts = [value for value in shown.values() if isinstance(value, str)]
     return texts[0] if len(shown) == len(texts) == 1 else _text_of(shown or None)
 
@@ -105,7 +123,11 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
         return f"Error: {error.get('message') if isinstance(error, dict) else error}"
     if not isinstance(result, dict) or not ("data" in result or "content" in result):
         return _text_of(result)
-    text = _text_of(result["data"]) if result.get("data") is not None else _content_text(result.get("content"))
+    text = (
+        _text_of(result["data"])
+        if result.get("data") is not None
+        else _content_text(result.get("content"))
+    )
     return f"Error: {text}" if result.get("is_error") or result.get("isError") else text
 
 
@@ -113,17 +135,31 @@ def _content_text(content: Any) -> str:
     if not isinstance(content, list):
         return _text_of(content)
     return "\n".join(
-        item["text"] if isinstance(item, dict) and isinstance(item.get("text"), str) else _text_of(item)
+        (
+            item["text"]
+            if isinstance(item, dict) and isinstance(item.get("text"), str)
+            else _text_of(item)
+        )
         for item in content
     )
 
 
 def _text_of(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return (
+        ""
+        if value is None
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _fields(action_schema: Schema) -> dict[str, Any]:
-    return {name: field for name, field in action_schema.get("properties", {}).items() if name != "metadata"}
+    return {
+        name: field
+        for name, field in action_schema.get("properties", {}).items()
+        if name != "metadata"
+    }
 
 
 def _takes_text(field: Mapping[str, Any]) -> bool:

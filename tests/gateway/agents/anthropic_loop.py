@@ -1,4 +1,6 @@
-"""The loop that people write around the anthropic package, with streams: tools until the model answers."""
+"""The loop that people write around the anthropic package, with streams: tools until the model
+answers.
+"""
 
 import json
 import os
@@ -27,7 +29,11 @@ for _ in range(4):
         answer = stream.get_final_message()
     messages.append({"role": "assistant", "content": answer.content})
     results = [
-        {"type": "tool_result", "tool_use_id": block.id, "content": str(block.input["a"] + block.input["b"])}
+        {
+            "type": "tool_result",
+            "tool_use_id": block.id,
+            "content": str(block.input["a"] + block.input["b"]),
+        }
         for block in answer.content
         if block.type == "tool_use"
     ]

@@ -18,7 +18,16 @@ for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "A
 
 mini = Path(sys.executable).with_name("mini")
 wish = f"add in adder.py is wrong: What is {a} + {b}? check.py must pass"
-options = ["--model", "openai/policy", "--task", wish, "--yolo", "--exit-immediately", "--output", "/dev/null"]
+options = [
+    "--model",
+    "openai/policy",
+    "--task",
+    wish,
+    "--yolo",
+    "--exit-immediately",
+    "--output",
+    "/dev/null",
+]
 subprocess.run([mini, *options], cwd=repository, check=True)
 
 passes = subprocess.run([sys.executable, "check.py"], check=False, cwd=repository).returncode == 0

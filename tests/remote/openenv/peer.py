@@ -1,7 +1,8 @@
-"""The other side of tests/remote/openenv/test_versions.py, run by the Python that has a version of OpenEnv.
+"""The other side of tests/remote/openenv/test_versions.py, run by the Python that has a version of
+OpenEnv.
 
-It serves three environments written for OpenEnv, says where, plays two of agentrl's with OpenEnv's own clients, says
-what they saw, and ends with its standard input. What it says are lines of JSON.
+It serves three environments written for OpenEnv, says where, plays two of agentrl's with OpenEnv's
+own clients, says what they saw, and ends with its standard input. What it says are lines of JSON.
 """
 
 import asyncio
@@ -54,7 +55,10 @@ class Counter(Environment):
         self.count += action.by if action.direction == "up" else -action.by
         self.steps += 1
         return Counted(
-            count=self.count, reward=float(action.by), done=self.count >= 100, metadata={"steps": self.steps}
+            count=self.count,
+            reward=float(action.by),
+            done=self.count >= 100,
+            metadata={"steps": self.steps},
         )
 
     @property
@@ -104,10 +108,14 @@ class Adder(MCPEnvironment):
 
         super().__init__(tools)
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **more: Any) -> Observation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **more: Any
+    ) -> Observation:
         return Observation(done=False, reward=0.0, metadata={"status": "ready"})
 
-    def _step_impl(self, action: Action, timeout_s: float | None = None, **more: Any) -> Observation:
+    def _step_impl(
+        self, action: Action, timeout_s: float | None = None, **more: Any
+    ) -> Observation:
         return Observation(done=False, metadata={"error": "no such action"})
 
     @property
@@ -119,7 +127,10 @@ def serve() -> str:
     app = FastAPI()
     app.mount("/typed", create_fastapi_app(Counter, Move, Counted, max_concurrent_envs=2))
     app.mount("/echo", create_fastapi_app(Echo, Say, Echoed))
-    app.mount("/tools", create_fastapi_app(Adder, CallToolAction, CallToolObservation, max_concurrent_envs=8))
+    app.mount(
+        "/tools",
+        create_fastapi_app(Adder, CallToolAction, CallToolObservation, max_concurrent_envs=8),
+    )
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
     threading.Thread(target=server.run, daemon=True).start()
     while not server.started:
@@ -176,17 +187,25 @@ def graded(url: str, moves: list[dict[str, Any]]) -> dict[str, str]:
     from openenv.validation.runtime.contracts import RuntimePlan
 
     reset = {"episode_id": "graded", "seed": 3, "options": {}}
-    plan = RuntimePlan.model_validate({"plan_schema_version": "1", "reset": reset, "actions": moves})
+    plan = RuntimePlan.model_validate(
+        {"plan_schema_version": "1", "reset": reset, "actions": moves}
+    )
     evidence = collect_runtime_evidence(url, plan, episode_timeout_s=20)
     manifest = SimpleNamespace(reward=SimpleNamespace(range=(0.0, 1.0)))
     subject = SimpleNamespace(runtime_evidence=evidence, manifest=manifest)
-    graders = (basic.RewardWellFormedGrader(), basic.ObservationSchemaGrader(), basic.StateContractGrader())
+    graders = (
+        basic.RewardWellFormedGrader(),
+        basic.ObservationSchemaGrader(),
+        basic.StateContractGrader(),
+    )
     return {grader.check_id: grader.run(subject).status.value for grader in graders}
 
 
 async def play(guess: str, calculator: str, actions: dict[str, list[str]]) -> dict[str, Any]:
     return {
-        "played": {seed: await played(guess, int(seed), messages) for seed, messages in actions.items()},
+        "played": {
+            seed: await played(guess, int(seed), messages) for seed, messages in actions.items()
+        },
         "unfit": await refused(guess, {"reset": {"seed": 1}}, {"massage": "1"}),
         "early": await refused(guess, {"message": "1"}),
         "options": await refused(guess, {"reset": {"hihg": 1}}),
@@ -200,14 +219,20 @@ def main() -> None:
     print(json.dumps({"url": serve()}), flush=True)
     told = asyncio.run(play(ours["guess"], ours["calculator"], ours["actions"]))
     validated = {
-        name: CliRunner().invoke(command_line, ["validate", "--url", ours[name]]) for name in ("guess", "calculator")
+        name: CliRunner().invoke(command_line, ["validate", "--url", ours[name]])
+        for name in ("guess", "calculator")
     }
-    told["validated"] = {name: [result.exit_code, result.output] for name, result in validated.items()}
+    told["validated"] = {
+        name: [result.exit_code, result.output] for name, result in validated.items()
+    }
     told["version"] = version(ours["package"])
     told["graded"] = {}
     if ours["graders"]:
         guesses = [{"message": action} for action in ours["actions"]["3"]]
-        told["graded"] = {"guess": graded(ours["guess"], guesses), "calculator": graded(ours["calculator"], EVERY_KIND)}
+        told["graded"] = {
+            "guess": graded(ours["guess"], guesses),
+            "calculator": graded(ours["calculator"], EVERY_KIND),
+        }
     print(json.dumps(told), flush=True)
     sys.stdin.read()
 

@@ -1,4 +1,6 @@
-"""OpenEnv both ways: its protocol from `agentrl serve`, and `openenv:` addresses, over real sockets."""
+"""OpenEnv both ways: its protocol from `agentrl serve`, and `openenv:` addresses, over real
+sockets.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +32,13 @@ from agentrl.remote.openenv.client import OpenEnv, openenv
 from agentrl.remote.openenv.protocol import ResetRequest
 from agentrl.remote.openenv.sessions import OpenEnvSessions
 from agentrl.remote.openenv.socket import LostError, ServerObservation
-from agentrl.remote.openenv.text import action_from, how_to_act, text_from, tools_from, what_is_wrong
+from agentrl.remote.openenv.text import (
+    action_from,
+    how_to_act,
+    text_from,
+    tools_from,
+    what_is_wrong,
+)
 from agentrl.remote.protocol import Refusal
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits, Sessions
@@ -41,14 +49,17 @@ from tests.remote.served import served
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["data", "content", "text", "x"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["data", "content", "text", "x"]), inner)
     ),
     max_leaves=8,
 )
 
 
 class Counting(TextEnv):
-    """Says how many steps there were; `sleep S` takes S seconds, `raise` raises, `end` and `cut` end the episode."""
+    """Says how many steps there were; `sleep S` takes S seconds, `raise` raises, `end` and `cut`
+    end the episode.
+    """
 
     isolation = "thread"
     system_prompt = "Count."
@@ -63,7 +74,13 @@ class Counting(TextEnv):
             time.sleep(float(action.split()[1]))
         if action == "raise":
             raise RuntimeError("broken game")
-        return f"{action} {self.count}", 0.5, action == "end", action == "cut", {"count": self.count}
+        return (
+            f"{action} {self.count}",
+            0.5,
+            action == "end",
+            action == "cut",
+            {"count": self.count},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +107,9 @@ class Socket:
 
     async def __call__(self, kind: str, **data: Any) -> Any:
         reply = await self.raw(
-            json.dumps({"type": kind, **({"data": data} if data or kind in ("reset", "step") else {})})
+            json.dumps(
+                {"type": kind, **({"data": data} if data or kind in ("reset", "step") else {})}
+            )
         )
         return reply["data"]
 
@@ -117,7 +136,11 @@ def test_frames_are_answered_as_openenv_servers_do(counting):
         began = await ask("reset", seed=7, episode_id="seven")
         assert began["observation"]["message"] == "seed 7"
         assert (began["reward"], began["done"]) == (None, False)
-        assert began["metadata"] == {"seed": 7, "system_prompt": "Count."} == began["observation"]["metadata"]
+        assert (
+            began["metadata"]
+            == {"seed": 7, "system_prompt": "Count."}
+            == began["observation"]["metadata"]
+        )
         stepped = await ask("step", message="a")
         assert stepped["observation"] == {"message": "a 1", "metadata": {"count": 1}}
         assert (stepped["reward"], stepped["done"]) == (0.5, False)
@@ -156,7 +179,9 @@ def test_frames_that_are_wrong_get_openenvs_codes_and_end_nothing(counting):
             assert (reply["type"], reply["data"]["code"]) == ("error", code)
         assert (await ask("step", message="a"))["observation"]["message"] == "a 1"
         assert (await ask("step", message="raise"))["code"] == "EXECUTION_ERROR"
-        assert (await ask("step", message="a"))["code"] == "EXECUTION_ERROR"  # what failed has ended
+        assert (await ask("step", message="a"))[
+            "code"
+        ] == "EXECUTION_ERROR"  # what failed has ended
         assert (await ask("reset", seed=8))["observation"]["message"] == "seed 8"
 
     talk(counting.url, work)
@@ -165,7 +190,9 @@ def test_frames_that_are_wrong_get_openenvs_codes_and_end_nothing(counting):
 def test_options_that_the_environment_does_not_take_are_a_validation_error():
     async def work(ask: Socket) -> None:
         assert "high" in (await ask("reset", seed=7, hihg=5))["message"]
-        assert (await ask("reset", seed=7, high=5))["observation"]["message"] == "Guess a number from 1 to 5."
+        assert (await ask("reset", seed=7, high=5))["observation"][
+            "message"
+        ] == "Guess a number from 1 to 5."
 
     with served(GuessNumber) as server:
         talk(server.url, work)
@@ -174,13 +201,25 @@ def test_options_that_the_environment_does_not_take_are_a_validation_error():
 def test_tools_are_listed_before_any_reset_and_called_one_by_one(calculator):
     async def work(ask: Socket) -> None:
         tools = (await ask("step", type="list_tools"))["observation"]["tools"]
-        assert [tool["name"] for tool in tools] == ["add", "subtract", "multiply", "divide", "submit"]
+        assert [tool["name"] for tool in tools] == [
+            "add",
+            "subtract",
+            "multiply",
+            "divide",
+            "submit",
+        ]
         assert set(tools[0]) == {"name", "description", "input_schema"}
         began = await ask("reset", seed=5)
-        assert began["observation"]["metadata"]["message"] == began["observation"]["message"]  # for 0.3's tool client
-        said = (await ask("step", type="call_tool", tool_name="add", arguments={"a": 2, "b": 3}))["observation"]
+        assert (
+            began["observation"]["metadata"]["message"] == began["observation"]["message"]
+        )  # for 0.3's tool client
+        said = (await ask("step", type="call_tool", tool_name="add", arguments={"a": 2, "b": 3}))[
+            "observation"
+        ]
         assert (said["tool_name"], said["result"]["data"], said["error"]) == ("add", "5", None)
-        unknown = (await ask("step", type="call_tool", tool_name="ad"))["observation"]["result"]["data"]
+        unknown = (await ask("step", type="call_tool", tool_name="ad"))["observation"]["result"][
+            "data"
+        ]
         assert unknown.startswith("Error: there is no tool 'ad'; did you mean 'add'?")
         last = await ask("step", type="call_tool", tool_name="submit", arguments={"answer": 1})
         assert (last["done"], last["reward"]) == (True, 0.0)
@@ -212,7 +251,9 @@ def test_json_rpc_has_sessions_that_a_socket_can_attach_to(calculator):
             async with http.ws_connect(f"{calculator.url}/ws?session_id=guess") as socket:
                 assert (await socket.receive_json(timeout=5))["data"]["code"] == "SESSION_ERROR"
             async with http.ws_connect(f"{calculator.url}/mcp") as socket:
-                reply = await Socket(socket).raw('{"jsonrpc": "2.0", "method": "tools/list", "id": "a"}')
+                reply = await Socket(socket).raw(
+                    '{"jsonrpc": "2.0", "method": "tools/list", "id": "a"}'
+                )
                 assert (reply["id"], len(reply["result"]["tools"])) == ("a", 5)
         assert (await rpc("openenv/session/close", session_id=session))["closed"] is True
         assert await rpc("openenv/session/close", session_id=session) == -32602
@@ -220,8 +261,12 @@ def test_json_rpc_has_sessions_that_a_socket_can_attach_to(calculator):
         assert await rpc("tools/call", arguments={}) == -32602
         assert await rpc("initialize") == -32601
         assert (await _http(calculator.url, "POST", "/mcp", {}))[1]["error"]["code"] == -32600
-        assert (await _http(calculator.url, "POST", "/mcp", content=b"{"))[1]["error"]["code"] == -32700
-        await _until(lambda: len(calculator.sessions) == 0)  # nothing is left behind, by the tests before either
+        assert (await _http(calculator.url, "POST", "/mcp", content=b"{"))[1]["error"][
+            "code"
+        ] == -32700
+        await _until(
+            lambda: len(calculator.sessions) == 0
+        )  # nothing is left behind, by the tests before either
 
     asyncio.run(main())
 
@@ -236,15 +281,24 @@ def test_what_openenv_validates_is_there(counting, calculator):
         schemas = (await _http(counting.url, "GET", "/schema"))[1]
         assert schemas["action"]["required"] == ["message"]
         assert set(schemas) == {"action", "observation", "reset_observation", "state"}
-        assert (await _http(calculator.url, "GET", "/schema"))[1]["action"]["title"] == "CallToolAction"
+        assert (await _http(calculator.url, "GET", "/schema"))[1]["action"][
+            "title"
+        ] == "CallToolAction"
         paths = (await _http(counting.url, "GET", "/openapi.json"))[1]["paths"]
         assert {"/reset", "/step", "/state", "/mcp", "/schema", "/metadata"} <= set(paths)
-        assert (await _http(counting.url, "GET", "/state"))[1] == {"episode_id": None, "step_count": 0}
+        assert (await _http(counting.url, "GET", "/state"))[1] == {
+            "episode_id": None,
+            "step_count": 0,
+        }
         assert (await _http(counting.url, "GET", "/list_environments"))[1] == ["counting"]
-        assert (await _http(counting.url, "POST", "/reset", {"seed": 3}))[1]["observation"]["message"] == "seed 3"
+        assert (await _http(counting.url, "POST", "/reset", {"seed": 3}))[1]["observation"][
+            "message"
+        ] == "seed 3"
         assert (await _http(counting.url, "POST", "/reset"))[0] == 200
         step = {"action": {"message": "a"}, "timeout_s": 5}
-        assert (await _http(counting.url, "POST", "/step", step))[1]["observation"]["message"] == "a 1"
+        assert (await _http(counting.url, "POST", "/step", step))[1]["observation"][
+            "message"
+        ] == "a 1"
         assert (await _http(counting.url, "POST", "/step", {"action": {"massage": "a"}}))[0] == 422
 
     asyncio.run(main())
@@ -254,22 +308,37 @@ _frames = st.fixed_dictionaries(
     {"type": st.sampled_from(["reset", "step", "state", "mcp", "other"]) | st.integers()},
     optional={
         "data": st.dictionaries(
-            st.sampled_from(["seed", "type", "message", "tool_name", "arguments", "method", "x"]), _json
+            st.sampled_from(["seed", "type", "message", "tool_name", "arguments", "method", "x"]),
+            _json,
         )
     },
 )
 
 
-_noise = st.text().filter(lambda text: "close" not in text)  # which ends the session, and is in the sources
+_noise = st.text().filter(
+    lambda text: "close" not in text
+)  # which ends the session, and is in the sources
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(_frames.map(json.dumps) | _noise | _noise.map(str.encode) | st.binary(max_size=4), max_size=8))
+@given(
+    st.lists(
+        _frames.map(json.dumps) | _noise | _noise.map(str.encode) | st.binary(max_size=4),
+        max_size=8,
+    )
+)
 def test_whatever_frames_come_each_is_answered_and_the_session_goes_on(counting, frames):
     async def work(ask: Socket) -> None:
         for frame in frames:
-            await (ask.socket.send_bytes if isinstance(frame, bytes) else ask.socket.send_str)(frame)
-            assert (await ask.socket.receive_json(timeout=5))["type"] in ("error", "observation", "state", "mcp")
+            await (ask.socket.send_bytes if isinstance(frame, bytes) else ask.socket.send_str)(
+                frame
+            )
+            assert (await ask.socket.receive_json(timeout=5))["type"] in (
+                "error",
+                "observation",
+                "state",
+                "mcp",
+            )
         assert (await ask("reset", seed=8))["observation"]["message"] == "seed 8"
 
     talk(counting.url, work)
@@ -277,7 +346,9 @@ def test_whatever_frames_come_each_is_answered_and_the_session_goes_on(counting,
 
 def test_seats_that_ended_or_lapsed_are_forgotten():
     async def main() -> None:
-        sessions = Sessions(EnvHost({"counting": Counting}, EnvDeadlines()), "counting", ServerLimits())
+        sessions = Sessions(
+            EnvHost({"counting": Counting}, EnvDeadlines()), "counting", ServerLimits()
+        )
         openenv_sessions = OpenEnvSessions(sessions)
         async with openenv_sessions.session() as session:
             await session.reset(ResetRequest(seed=1))
@@ -297,10 +368,17 @@ def test_seats_that_ended_or_lapsed_are_forgotten():
 def test_a_full_server_says_so_closes_the_socket_and_has_room_when_another_goes():
     async def main(url: str) -> None:
         async with aiohttp.ClientSession() as http:
-            async with http.ws_connect(f"{url}/ws") as first, http.ws_connect(f"{url}/ws") as second:
+            async with (
+                http.ws_connect(f"{url}/ws") as first,
+                http.ws_connect(f"{url}/ws") as second,
+            ):
                 await Socket(first)("reset", seed=1)
                 full = await Socket(second)("reset", seed=2)
-                assert (full["code"], full["active_sessions"], full["max_sessions"]) == ("CAPACITY_REACHED", 1, 1)
+                assert (full["code"], full["active_sessions"], full["max_sessions"]) == (
+                    "CAPACITY_REACHED",
+                    1,
+                    1,
+                )
                 assert (await second.receive(timeout=5)).type is aiohttp.WSMsgType.CLOSE
             async with http.ws_connect(f"{url}/ws") as third:
                 assert (await Socket(third)("reset", seed=3))["observation"]["message"] == "seed 3"
@@ -353,7 +431,11 @@ _NUMBER = {"type": "integer"}
 
 
 def _action(required: str = "", **fields: Any) -> dict[str, Any]:
-    return {"title": "Move", "properties": {"metadata": {"type": "object"}, **fields}, "required": required.split()}
+    return {
+        "title": "Move",
+        "properties": {"metadata": {"type": "object"}, **fields},
+        "required": required.split(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -367,13 +449,21 @@ def _action(required: str = "", **fields: Any) -> dict[str, Any]:
             '{"say": "hi", "loud": true}',
             {"say": "hi", "loud": True},
         ),
-        (_action("say", say=_TEXT, loud={"type": "boolean"}), 'f(x) = {"x": 1}', {"say": 'f(x) = {"x": 1}'}),
+        (
+            _action("say", say=_TEXT, loud={"type": "boolean"}),
+            'f(x) = {"x": 1}',
+            {"say": 'f(x) = {"x": 1}'},
+        ),
         (_action("move", move=_NUMBER), " 3\n", {"move": 3}),
         (_action("move", move=_NUMBER), '{"move": 3}', {"move": 3}),
         (_action("move", move=_NUMBER), "left", {"move": "left"}),
         (_action("move", move={"enum": ["up", "down"], "type": "string"}), " up\n", {"move": "up"}),
         (_action("place", place={"type": "object"}), '{"x": 1}', {"place": {"x": 1}}),
-        (_action("x y", x=_NUMBER, y=_NUMBER), 'I go ```json\n{"x": 1, "y": 2}\n``` now', {"x": 1, "y": 2}),
+        (
+            _action("x y", x=_NUMBER, y=_NUMBER),
+            'I go ```json\n{"x": 1, "y": 2}\n``` now',
+            {"x": 1, "y": 2},
+        ),
         (_action(), "anything", {}),
     ],
 )
@@ -398,7 +488,9 @@ def test_whatever_a_model_writes_is_an_action_or_told_back(message, schema):
 
 
 @examples(50)
-@given(st.dictionaries(st.sampled_from(["tool_name", "result", "error", "metadata", "message"]), _json))
+@given(
+    st.dictionaries(st.sampled_from(["tool_name", "result", "error", "metadata", "message"]), _json)
+)
 def test_whatever_a_server_observes_is_a_text(observation):
     observation["metadata"] = {}
     assert isinstance(text_from(observation), str)
@@ -413,11 +505,27 @@ def test_whatever_a_server_observes_is_a_text(observation):
         ({"metadata": {"status": "ready"}}, "ready"),
         ({"metadata": {}}, ""),
         ({"tool_name": "add", "result": {"content": [], "data": 5}}, "5"),
-        ({"tool_name": "add", "result": {"content": [{"type": "text", "text": "five"}], "data": None}}, "five"),
-        ({"tool_name": "add", "result": {"content": [{"text": "no"}], "is_error": True}}, "Error: no"),
+        (
+            {
+                "tool_name": "add",
+                "result": {"content": [{"type": "text", "text": "five"}], "data": None},
+            },
+            "five",
+        ),
+        (
+            {"tool_name": "add", "result": {"content": [{"text": "no"}], "is_error": True}},
+            "Error: no",
+        ),
         ({"tool_name": "add", "result": [1, "a"]}, '[1, "a"]'),
         ({"tool_name": "add", "result": None}, ""),
-        ({"tool_name": "add", "error": {"error_type": "timeout", "message": "slow"}, "result": None}, "Error: slow"),
+        (
+            {
+                "tool_name": "add",
+                "error": {"error_type": "timeout", "message": "slow"},
+                "result": None,
+            },
+            "Error: slow",
+        ),
     ],
 )
 def test_an_observation_is_read_by_the_rule_that_is_written_down(observation, text):
@@ -428,10 +536,18 @@ def test_tools_are_read_in_both_spellings_and_what_is_wrong_names_the_field():
     schema = {"type": "object", "properties": {"a": _NUMBER}}
     for key in ("input_schema", "inputSchema"):
         (tool,) = tools_from([{"name": "add", "description": "Add.", key: schema}])
-        assert tool == {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": schema}}
-    error = {"message": "Invalid message", "errors": [{"loc": ["by"], "msg": "Field required", "input": {}}]}
+        assert tool == {
+            "type": "function",
+            "function": {"name": "add", "description": "Add.", "parameters": schema},
+        }
+    error = {
+        "message": "Invalid message",
+        "errors": [{"loc": ["by"], "msg": "Field required", "input": {}}],
+    }
     told = what_is_wrong(error, _action("way by", way=_TEXT, by=_NUMBER))
-    assert told == "Error: the action does not fit: by: Field required, got {}. Its fields are way, by"
+    assert (
+        told == "Error: the action does not fit: by: Field required, got {}. Its fields are way, by"
+    )
     assert '"by"' in how_to_act(_action("way by", way=_TEXT, by=_NUMBER))
     assert how_to_act(_action("say", say=_TEXT)) == ""
 
@@ -470,7 +586,11 @@ def test_an_environment_plays_alike_here_over_http_and_by_openenvs_protocol(fact
     async def main(url: str) -> None:
         rng = random.Random(3)
         for seed in range(4):
-            actions = _calls(rng) if factory is Calculator else [str(rng.randrange(1, 17)) for _ in range(8)]
+            actions = (
+                _calls(rng)
+                if factory is Calculator
+                else [str(rng.randrange(1, 17)) for _ in range(8)]
+            )
             here = await _played(factory(), actions, seed)
             for address in (url, f"openenv:{url}"):
                 assert await _played(plugins.load("envs", address)(), actions, seed) == here
@@ -512,11 +632,16 @@ def test_wrong_options_addresses_and_tokens_are_errors_of_the_config(monkeypatch
 
 def test_a_server_of_the_first_version_is_refused_by_what_it_lacks():
     def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200 if request.url.path == "/health" else 404, json={"status": "healthy"})
+        return httpx.Response(
+            200 if request.url.path == "/health" else 404, json={"status": "healthy"}
+        )
 
     async def main() -> None:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            with pytest.raises(ConfigError, match=r"http://old:8000 has no /schema, as servers of OpenEnv 0\.1.*0\.3"):
+            with pytest.raises(
+                ConfigError,
+                match=r"http://old:8000 has no /schema, as servers of OpenEnv 0\.1.*0\.3",
+            ):
                 await OpenEnv(["http://old:8000"], client=client).reset(seed=1, options={})
 
     asyncio.run(main())
@@ -525,7 +650,10 @@ def test_a_server_of_the_first_version_is_refused_by_what_it_lacks():
 def test_an_unreachable_server_behind_a_proxy_is_told_with_the_proxy(monkeypatch):
     async def main() -> None:
         for make in (OpenEnv, RemoteEnv):
-            with pytest.raises(EnvError, match="HTTP_PROXY is set, and is not used here: the server has to be reached"):
+            with pytest.raises(
+                EnvError,
+                match="HTTP_PROXY is set, and is not used here: the server has to be reached",
+            ):
                 await make(["http://127.0.0.1:9"]).reset(seed=1, options={})
 
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
@@ -549,7 +677,11 @@ def test_episodes_wait_for_room_and_get_it_when_another_has_ended(caplog):
 
     with served(Counting, max_sessions=2) as server:
         asyncio.run(main(server.url))
-    (warning,) = (record.message for record in caplog.records if record.name == "agentrl.remote.openenv.socket")
+    (warning,) = (
+        record.message
+        for record in caplog.records
+        if record.name == "agentrl.remote.openenv.socket"
+    )
     assert "rollout.max_live_episodes" in warning
 
 
@@ -582,7 +714,9 @@ def test_a_pool_shares_the_load_and_goes_on_without_a_server_that_went_away():
 
 
 class Faulty:
-    """An OpenEnv server that does what the action says. Each observation says which action it answers."""
+    """An OpenEnv server that does what the action says. Each observation says which action it
+    answers.
+    """
 
     def __init__(self, heartbeat: float | None = None) -> None:
         self.heartbeat = heartbeat
@@ -604,8 +738,15 @@ class Faulty:
         return socket
 
     async def answer(self, socket: web.WebSocketResponse, frame: Any) -> None:
-        said = frame["data"].get("message", f"seed {frame['data'].get('seed')}") if "data" in frame else ""
-        good = {"type": "observation", "data": {"observation": {"message": said}, "reward": 0.0, "done": False}}
+        said = (
+            frame["data"].get("message", f"seed {frame['data'].get('seed')}")
+            if "data" in frame
+            else ""
+        )
+        good = {
+            "type": "observation",
+            "data": {"observation": {"message": said}, "reward": 0.0, "done": False},
+        }
         if said.startswith("sleep"):
             await asyncio.sleep(float(said.split()[1]))
         if frame["type"] == "close" or said in ("close", "seed 666"):
@@ -613,13 +754,19 @@ class Faulty:
         elif said == "garbage":
             await socket.send_str("{")
         elif said == "nan":
-            await socket.send_str(json.dumps({**good, "data": {**good["data"], "reward": float("nan")}}))
+            await socket.send_str(
+                json.dumps({**good, "data": {**good["data"], "reward": float("nan")}})
+            )
         elif said == "state":
             await socket.send_json({"type": "state", "data": {}})
         elif said == "error":
-            await socket.send_json({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "broken game"}})
+            await socket.send_json(
+                {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "broken game"}}
+            )
         elif said == "misfit":
-            await socket.send_json({"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no such move"}})
+            await socket.send_json(
+                {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "no such move"}}
+            )
         elif not socket.closed:
             await socket.send_json(good)
 
@@ -650,7 +797,9 @@ def test_after_a_step_without_its_answer_the_socket_is_never_asked_again(fault):
             with pytest.raises(EnvError, match="no episode"):
                 await env.step("a")
             assert (await env.reset(seed=2, options={}))[0] == "seed 2"
-            await asyncio.sleep(0.25 if fault.startswith("sleep") else 0)  # the late answer has come, to nobody
+            await asyncio.sleep(
+                0.25 if fault.startswith("sleep") else 0
+            )  # the late answer has come, to nobody
             assert (await env.step("b"))[0] == "b"
             assert server.opened == 2
             await env.close()
@@ -721,7 +870,9 @@ def test_the_servers_pings_are_answered_while_nobody_asks():
         async with faulty(heartbeat=0.05) as (_, url):
             env = OpenEnv([url])
             await env.reset(seed=1, options={})
-            await asyncio.sleep(0.4)  # the model thinks; the server gives up a socket that is silent for 0.075 s
+            await asyncio.sleep(
+                0.4
+            )  # the model thinks; the server gives up a socket that is silent for 0.075 s
             assert (await env.step("a"))[0] == "a"
             await env.close()
 
@@ -743,8 +894,8 @@ def test_a_socket_that_lapsed_between_episodes_is_replaced_without_a_word():
 
 
 class Frail:
-    """A connection to a server that dies of the reset with seed 13 and of steps in the episodes of seed 14, and that
-    ends connections in the episodes of seed 15, as one does that drains.
+    """A connection to a server that dies of the reset with seed 13 and of steps in the episodes of
+    seed 14, and that ends connections in the episodes of seed 15, as one does that drains.
     """
 
     tools = ()
@@ -784,7 +935,9 @@ def test_a_reset_that_servers_die_of_is_set_aside(monkeypatch: pytest.MonkeyPatc
         await OpenEnv(["http://here:1"]).reset(seed=14, options={})
         await asyncio.sleep(10)  # the server is started again
         for _ in range(3):
-            with pytest.raises(LethalTaskError, match=r"died 2 times while they .* the reset with {'seed': 13}"):
+            with pytest.raises(
+                LethalTaskError, match=r"died 2 times while they .* the reset with {'seed': 13}"
+            ):
                 await OpenEnv(["http://here:1"]).reset(seed=13, options={})
 
     run_virtual(main)
@@ -807,7 +960,9 @@ def test_a_task_in_whose_steps_servers_die_is_set_aside(monkeypatch: pytest.Monk
                 with pytest.raises(failure):
                     await env.step("left")
                 await asyncio.sleep(10)  # the server is started again
-        with pytest.raises(LethalTaskError, match=r"died 2 times while they .* the reset with {'seed': 14}"):
+        with pytest.raises(
+            LethalTaskError, match=r"died 2 times while they .* the reset with {'seed': 14}"
+        ):
             await OpenEnv(["http://here:1"]).reset(seed=14, options={})
         env = OpenEnv(["http://here:1"])
         await env.reset(seed=16, options={})

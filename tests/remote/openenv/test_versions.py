@@ -1,4 +1,6 @@
-"""OpenEnv's own servers and clients of both versions, each in its own interpreter: they play ours, and ours theirs."""
+"""OpenEnv's own servers and clients of both versions, each in its own interpreter: they play ours,
+and ours theirs.
+"""
 
 import asyncio
 import contextlib
@@ -26,11 +28,15 @@ pytestmark = pytest.mark.slow
 
 PEER = Path(__file__).with_name("peer.py")
 REQUIRES = {"0.3": "openenv-core==0.3.0", "0.10": "openenv==0.10.0"}
-GUESSES = {str(seed): list(map(str, random.Random(seed).choices(range(1, 17), k=8))) for seed in (3, 4)}
+GUESSES = {
+    str(seed): list(map(str, random.Random(seed).choices(range(1, 17), k=8))) for seed in (3, 4)
+}
 
 
 class Peer:
-    """A process with a version of OpenEnv: where its servers are, and, at its end, what its clients saw of ours."""
+    """A process with a version of OpenEnv: where its servers are, and, at its end, what its clients
+    saw of ours.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
@@ -51,11 +57,15 @@ def started() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
     """Both versions, installed where they are not, and started at once: they import for seconds."""
     pythons: dict[str, str] = {}
     installing = [
-        threading.Thread(target=lambda v=version: pythons.update({v: find_interpreter(None, [REQUIRES[v]])}))
+        threading.Thread(
+            target=lambda v=version: pythons.update({v: find_interpreter(None, [REQUIRES[v]])})
+        )
         for version in REQUIRES
     ]
     with contextlib.ExitStack() as stack:
-        guess, calculator = (stack.enter_context(served(factory)) for factory in (GuessNumber, Calculator))
+        guess, calculator = (
+            stack.enter_context(served(factory)) for factory in (GuessNumber, Calculator)
+        )
         for thread in installing:
             thread.start()
         for thread in installing:
@@ -64,8 +74,12 @@ def started() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
         pipe = partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         peers = {}
         for version, python in pythons.items():
-            said = json.dumps({**ours, "package": REQUIRES[version].split("==")[0], "graders": version != "0.3"})
-            peers[version] = stack.enter_context(pipe([python, PEER, said], env=environment(python)))
+            said = json.dumps(
+                {**ours, "package": REQUIRES[version].split("==")[0], "graders": version != "0.3"}
+            )
+            peers[version] = stack.enter_context(
+                pipe([python, PEER, said], env=environment(python))
+            )
             stack.callback(peers[version].kill)
         yield peers
 
@@ -81,7 +95,9 @@ def test_a_typed_environment_of_openenvs_plays_here(peer):
         began, _ = await env.reset(seed=3, options={"start": 10})
         assert began == '{"count": 13}'
         assert '"direction"' in env.system_prompt
-        said, reward, over, _, info = await env.step('I go ```json\n{"direction": "up", "by": 5}\n```')
+        said, reward, over, _, info = await env.step(
+            'I go ```json\n{"direction": "up", "by": 5}\n```'
+        )
         assert (said, reward, over) == ('{"count": 18}', 5.0, False)
         assert info == ({"steps": 1} if peer.told["version"] == "0.10.0" else {})
         for unfit, wrong in {
@@ -93,7 +109,11 @@ def test_a_typed_environment_of_openenvs_plays_here(peer):
             said, reward, over, _, _ = await env.step(unfit)
             assert wrong in said
             assert (reward, over) == (0.0, False)
-        assert (await env.step('{"direction": "up", "by": 90}'))[:3] == ('{"count": 108}', 90.0, True)
+        assert (await env.step('{"direction": "up", "by": 90}'))[:3] == (
+            '{"count": 108}',
+            90.0,
+            True,
+        )
         await env.close()
 
     asyncio.run(main())
@@ -122,7 +142,9 @@ def test_episodes_wait_for_room_on_a_server_of_openenvs(peer):
         async def play(seed: int) -> None:
             env = openenv(f"{peer.url}/typed")()
             assert (await env.reset(seed=seed, options={}))[0] == f'{{"count": {seed}}}'
-            assert (await env.step('{"direction": "up", "by": 90}'))[0] == f'{{"count": {90 + seed}}}'
+            assert (await env.step('{"direction": "up", "by": 90}'))[
+                0
+            ] == f'{{"count": {90 + seed}}}'
             assert (await env.step('{"direction": "up", "by": 90}'))[2]
             await env.close()
 
@@ -154,7 +176,9 @@ def test_a_tool_environment_of_openenvs_plays_here(peer):
         assert add["parameters"]["required"] == ["a", "b"]
         call = ToolCall("add", {"a": 2, "b": 3})
         assert (await env.step(call.render()))[0] == "5"
-        assert (await env.step(call.render() + ToolCall("add", {"a": 1, "b": 1}).render()))[0] == "add: 5\nadd: 2"
+        assert (await env.step(call.render() + ToolCall("add", {"a": 1, "b": 1}).render()))[
+            0
+        ] == "add: 5\nadd: 2"
         for wrong, told in (
             (ToolCall("add", {"a": 2, "b": "x"}), "valid integer"),
             (ToolCall("ad", {}), "Unknown tool"),
@@ -184,7 +208,14 @@ def test_openenvs_own_clients_play_our_environments_as_they_play_here(peer):
     assert "EXECUTION_ERROR" in peer.told["early"]
     assert "hihg" in peer.told["options"]
     problem, _ = Calculator().reset(seed=5, options={})
-    expected = [["add", "subtract", "multiply", "divide", "submit"], problem, "5", "wrong", 0.0, True]
+    expected = [
+        ["add", "subtract", "multiply", "divide", "submit"],
+        problem,
+        "5",
+        "wrong",
+        0.0,
+        True,
+    ]
     assert peer.told["called"] == peer.told["in production"] == expected
 
 
