@@ -397,25 +397,33 @@ async def train(
         return losses, {name: weight.clone() for name, weight in (await trainer.weights()).items()}
 
 
-@pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 3"])
-def test_two_ranks_balance_the_experts_as_one_does(
-    name: str, processes: Processes, tmp_path: Path
-) -> None:
-    folder, case = (
-        folder_of("Qwen3-MoE", tmp_path / "model", says=True),
-        TrainerCase(micro_batch_tokens=60),
-    )
-    batch = batch_for(folder)
+BALANCED = {
+    **{name: KINDS[name] for name in ("fsdp", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3")},
+    **{name: OPTIONS[name] for name in ("fsdp, adapters", "ZeRO 2, adapters", "ZeRO 3, adapters")},
+}
 
-    async def told(
+
+@each_of(BALANCED, long=["ZeRO 3, adapters"])
+def test_two_ranks_balance_the_experts_as_one_does(name: str, processes: Processes, tmp_path: Path) -> None:
+    folder, case = folder_of("Qwen3-MoE", tmp_path / "model", says=True), TrainerCase(lr=1e-2, micro_batch_tokens=60)
+    batch = batch_for(folder)
+    kind, settings = BALANCED[name]
+
+    async def trained(
         kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         make = make_trainer(kind, {**settings, "router_aux_loss_coef": 0.5}, **parts)
         async with make(folder, case) as trainer:
-            return dict(await trainer.step(batch, nothing, 1.0))
+            metrics = dict(await trainer.step(batch, nothing, 1.0))
+            return metrics, {name: weight.clone() for name, weight in (await trainer.weights()).items()}
 
-    one = asyncio.run(told(LocalTrainer, {"device": "cpu"}))
-    two = asyncio.run(told(*KINDS[name], start=processes))
+    alone = {"device": "cpu"} | ({"lora": LORA} if "lora" in settings else {})
+    one, weights = asyncio.run(trained(LocalTrainer, alone))
+    two, same = asyncio.run(trained(kind, settings, start=processes))
     assert one["router_aux_loss"] > 2
+    assert one["grad_norm"] > 0
     assert two["router_aux_loss"] == pytest.approx(one["router_aux_loss"], rel=1e-6)
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert weights.keys() == same.keys()
+    for each, weight in weights.items():
+        torch.testing.assert_close(same[each], weight, atol=1e-6, rtol=1e-5)
