@@ -140,7 +140,7 @@ class Family:
         """An answer, taken apart by the library's parser. Never raises, whatever the tokens are."""
         begun, answer = prompt_ids.tolist(), answer_ids.tolist()
         if self.name == "gpt-oss":
-            return read_harmony(self._tokenizer, answer)
+            return read_harmony(self._tokenizer, begun, answer)
         if self._header:
             begun, answer = begun[: len(begun) - len(self._header)], [*self._header, *answer]
         found = self._rules.parse_response(answer, tools=_given(tools), prompt_ids=begun)

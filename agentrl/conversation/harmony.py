@@ -5,9 +5,9 @@
     <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The first header begins in the prompt. Text on the channel `analysis` is reasoning, a message to a
-function is a call, whatever ends it, and all other text is the answer's: on another channel, on
-none, or outside of messages. The vendor's parser leaves that out.
+The first header begins in the prompt, and by the library's rules the channel `analysis` is opened there. Text on that
+channel is reasoning, a message to a function is a call, whatever ends it, and all other text is the answer's: on
+another channel, on none, or outside of messages. The vendor's parser leaves that out.
 """
 
 import re
@@ -25,6 +25,10 @@ _NO_TEXT = re.compile(r"^\s*assistant\b|\bto=\S*|<\|constrain\|>\s*\w*")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
+_HEADER = 32
+"""More tokens than a header has."""
+
+
 class _Block(NamedTuple):
     """A message: its header, its text, and what ends it; empty if the next begins, or if nothing
     does.
@@ -36,12 +40,12 @@ class _Block(NamedTuple):
     last: bool
 
 
-def read_harmony(tokenizer: Any, answer_ids: Sequence[int]) -> Reading:
-    """An answer, taken apart. `answer_ids` begin where the first header goes on."""
+def read_harmony(tokenizer: Any, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Reading:
+    """An answer, taken apart. The first header begins in the prompt, which may name the channel, too."""
     reasoning, said = list[str](), list[str]()
     calls, unread = list[ToolCall](), list[Unread]()
     cut = False
-    for block in _blocks(tokenizer, answer_ids):
+    for block in _blocks(tokenizer, [*_begun(tokenizer, prompt_ids), *answer_ids]):
         said.append(_NO_TEXT.sub("", block.header.partition("<|channel|>")[0]))
         recipients, channel = _RECIPIENT.findall(block.header), _CHANNEL.search(block.header)
         if recipients:
@@ -60,6 +64,14 @@ def read_harmony(tokenizer: Any, answer_ids: Sequence[int]) -> Reading:
     return Reading(
         content, "".join(reasoning).strip(), tuple(calls), tuple(unread), cut and not content, True
     )
+
+
+def _begun(tokenizer: Any, prompt_ids: Sequence[int]) -> Sequence[int]:
+    """The end of a prompt from where it opens a channel; nothing if the answer does that."""
+    start, channel = map(tokenizer.convert_tokens_to_ids, ("<|start|>", "<|channel|>"))
+    tail = list(prompt_ids[-_HEADER:])
+    header = tail[len(tail) - tail[::-1].index(start) :] if start in tail else []
+    return header[header.index(channel) :] if channel in header else []
 
 
 def _call(block: _Block, recipients: Sequence[str], number: int) -> ToolCall | Unread:

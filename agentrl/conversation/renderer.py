@@ -467,7 +467,20 @@ class TemplateRenderer:
             thought = without_reasoning(
                 self.answer_text(answer_ids), self._marks, self.decode(prompt_ids[-_TAIL:])
             )
-            return refused_by_parser(thought, error) if tools else thought
+            return (
+                refused_by_parser(thought, error)
+                if self._shows_call(thought.content, tools)
+                else thought
+            )
+
+    def _shows_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a text that no parser can read may hold a call: something that stands before a call's name, or the
+        name of a tool.
+        """
+        written = self._template.calls([PROBE_CALL]) if tools else ""
+        before = written.partition(PROBE_CALL.name)[0].split("\n")
+        names = [str(tool.get("function", tool).get("name", "")) for tool in tools]
+        return any(sign in text for sign in filter(None, (*map(str.strip, before), *names)))
 
     def answer_message(
         self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.declared import declared, value_of
 from agentrl.conversation.family import find_family
+from agentrl.conversation.harmony import read_harmony
 from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
 from agentrl.conversation.tool_formats import of_schema
 from agentrl.conversation.tools import ParsedReply, parse_tool_calls
@@ -350,6 +351,25 @@ def test_no_text_of_gpt_oss_vanishes(text: str) -> None:
         action, message = told("gptoss", text, tools)
         assert (action, message.said) == ("left", "left")
         assert message.reasoning == ("Hm." if "Hm." in text else "")
+
+
+def test_gpt_oss_goes_on_in_the_channel_that_its_prompt_has_opened() -> None:
+    tokenizer = tokenizer_of("gptoss")
+    encode = renderer("gptoss").encode
+    opened = encode("Go.<|end|><|start|>assistant<|channel|>analysis<|message|>").tolist()
+    call = (
+        '<|start|>assistant<|channel|>commentary to=functions.write<|message|>{"text": "a"}<|call|>'
+    )
+    found = read_harmony(tokenizer, opened, encode(f"Hm.<|end|>{call}").tolist())
+    assert (found.reasoning, found.content, found.malformed) == ("Hm.", "", ())
+    assert [(one.name, one.arguments) for one in found.calls] == [("write", {"text": "a"})]
+    cut = read_harmony(tokenizer, opened, encode("Hm, wha").tolist())
+    assert (cut.reasoning, cut.content, cut.cut) == ("Hm, wha", "", True)
+    plain = encode("Go.<|end|><|start|>assistant").tolist()
+    assert (
+        read_harmony(tokenizer, plain, encode("<|channel|>final<|message|>Left.").tolist()).content
+        == "Left."
+    )
 
 
 @pytest.mark.parametrize("end", ["<|call|>", "<|return|>", "<|end|>"])

@@ -258,7 +258,9 @@ def test_any_tokens_at_all_are_read_without_an_exception(ids: list[int], name: s
     assert isinstance(one.read(ints(()), ints(tokens), [FIND]), Reading)
 
 
-def test_a_parser_that_fails_leaves_the_answer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parser_that_fails_leaves_an_answer_without_a_call_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = renderer("qwen3")
 
     def fails(*_: object) -> Reading:
@@ -266,6 +268,10 @@ def test_a_parser_that_fails_leaves_the_answer_as_it_is(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(one._family, "read", fails)
     assert answered(one, "left", [FIND])[0] == "left"
+    for called in ("<tool_call>\n{half", 'find("a")', '{"name": "look"}'):
+        reply = parse_tool_calls(answered(one, called, [FIND])[0])
+        assert (reply.calls, len(reply.errors)) == ((), 1)
+        assert "nothing there" in reply.errors[0]
 
 
 def test_texts_between_tags_are_texts_where_the_tool_declares_them() -> None:

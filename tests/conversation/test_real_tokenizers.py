@@ -5,12 +5,14 @@ few of them.
 import json
 import shutil
 from collections.abc import Collection
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import mistral_common
+import openai_harmony as harmony
 import pytest
 
 from agentrl.arrays import ints
@@ -175,9 +177,111 @@ def test_texts_reach_the_tools_of_a_real_model_to_the_letter(
         assert [(call.name, dict(call.arguments)) for call in reply.calls] == [("write", arguments)]
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt_oss_folder(tmp_path_factory.mktemp("models") / "gpt-oss")
+
+
 @pytest.mark.long
-def test_gpt_oss_extends_and_its_channels_are_read(tmp_path: Path) -> None:
-    renderer = renderer_of(gpt_oss_folder(tmp_path / "gpt-oss"), RendererConfig())
+@pytest.mark.xdist_group("gpt-oss")
+@pytest.mark.parametrize("system", ["", "You play é."])
+@pytest.mark.parametrize("tools", [[], [ADD]])
+def test_gpt_oss_by_the_rules_of_the_library_has_the_tokens_of_the_vendor_s_own_package(
+    system: str, tools: list[Any], gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(gpt_oss / "o200k.tiktoken", tmp_path / "o200k_base.tiktoken")
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))  # else the package downloads it
+    theirs = Harmony(system, tools)
+    conversation = renderer_of(gpt_oss, RendererConfig(renderer="gpt-oss")).conversation(tools)
+    news = [*([Message("system", system)] if system else []), theirs.user("2 + 3?")]
+    for turn in range(4):
+        prompt = conversation.prompt(news)
+        assert not prompt.forked
+        # What was sampled stays as it is; the vendor's package writes <|end|> for the <|return|> of earlier answers.
+        assert theirs.without_returns(prompt.ids.tolist()) == theirs.prompt()
+        answer = theirs.call(turn) if tools and turn % 2 == 0 else theirs.final(turn)
+        action = conversation.answer(
+            Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop")
+        )
+        assert conversation.messages[-1].reasoning == f"Thought {turn}."
+        if tools and turn % 2 == 0:
+            assert parse_tool_calls(action).calls == (ToolCall("add", {"a": turn, "b": 3}),)
+            news = [theirs.result("5 你好")]
+        else:
+            assert action == f"It is {turn}."
+            news = [theirs.user("More?")]
+
+
+class Harmony:
+    """The same conversation by the package `openai_harmony`; what is added to it is returned as we write it."""
+
+    def __init__(self, system: str, tools: list[Any]) -> None:
+        self.encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+        today = datetime.now().strftime("%Y-%m-%d")
+        first = harmony.SystemContent.new().with_conversation_start_date(today)
+        self.messages = [harmony.Message.from_role_and_content(harmony.Role.SYSTEM, first)]
+        developer = harmony.DeveloperContent.new()
+        if system:
+            developer = developer.with_instructions(system)
+        if tools:
+            described = [harmony.ToolDescription.new(**tool["function"]) for tool in tools]
+            developer = developer.with_function_tools(described)
+        if system or tools:
+            self.messages.append(
+                harmony.Message.from_role_and_content(harmony.Role.DEVELOPER, developer)
+            )
+
+    def prompt(self) -> list[int]:
+        """The tokens so far, and the channel that the library's rules open."""
+        keep = harmony.RenderConversationConfig(auto_drop_analysis=False)
+        so_far = harmony.Conversation.from_messages(self.messages)
+        ids = self.encoding.render_conversation_for_completion(so_far, harmony.Role.ASSISTANT, keep)
+        return [*ids, *self.ids("<|channel|>analysis<|message|>")]
+
+    def ids(self, text: str) -> list[int]:
+        return self.encoding.encode(text, allowed_special="all")
+
+    def without_returns(self, ids: list[int]) -> list[int]:
+        (end,), (returns,) = self.ids("<|end|>"), self.ids("<|return|>")
+        return [end if one == returns else one for one in ids]
+
+    def user(self, text: str) -> Message:
+        self.messages.append(harmony.Message.from_role_and_content(harmony.Role.USER, text))
+        return Message("user", text)
+
+    def result(self, text: str) -> Message:
+        author = harmony.Author.new(harmony.Role.TOOL, "functions.add")
+        result = harmony.Message.from_author_and_content(author, text)
+        self.messages.append(result.with_channel("commentary").with_recipient("assistant"))
+        return Message("tool", text)
+
+    def call(self, turn: int) -> list[int]:
+        arguments = json.dumps({"a": turn, "b": 3})
+        said = self._said(arguments).with_channel("commentary").with_recipient("functions.add")
+        return self._answer(turn, said.with_content_type("<|constrain|>json"), "<|call|>")
+
+    def final(self, turn: int) -> list[int]:
+        return self._answer(turn, self._said(f"It is {turn}.").with_channel("final"), "<|return|>")
+
+    def _answer(self, turn: int, said: harmony.Message, end: str) -> list[int]:
+        """Note an answer with its thought; return the tokens that a model samples, from within the thought on."""
+        thought = self._said(f"Thought {turn}.").with_channel("analysis")
+        self.messages += [thought, said]
+        begun = self.ids("<|start|>assistant<|channel|>analysis<|message|>")
+        return [
+            *self.encoding.render(thought)[len(begun) :],
+            *self.encoding.render(said)[:-1],
+            *self.ids(end),
+        ]
+
+    def _said(self, text: str) -> harmony.Message:
+        return harmony.Message.from_role_and_content(harmony.Role.ASSISTANT, text)
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("gpt-oss")
+def test_gpt_oss_extends_and_its_channels_are_read(gpt_oss: Path) -> None:
+    renderer = renderer_of(gpt_oss, RendererConfig())
     conversation = renderer.conversation([ADD])
     prompt = conversation.prompt([Message("system", "You play."), Message("user", "Begin now.")])
     thought = "<|channel|>analysis<|message|>Adding.<|end|><|start|>assistant"

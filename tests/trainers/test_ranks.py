@@ -398,14 +398,22 @@ async def train(
 
 
 BALANCED = {
-    **{name: KINDS[name] for name in ("fsdp", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3")},
+    **{
+        name: KINDS[name]
+        for name in ("fsdp", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3")
+    },
     **{name: OPTIONS[name] for name in ("fsdp, adapters", "ZeRO 2, adapters", "ZeRO 3, adapters")},
 }
 
 
 @each_of(BALANCED, long=["ZeRO 3, adapters"])
-def test_two_ranks_balance_the_experts_as_one_does(name: str, processes: Processes, tmp_path: Path) -> None:
-    folder, case = folder_of("Qwen3-MoE", tmp_path / "model", says=True), TrainerCase(lr=1e-2, micro_batch_tokens=60)
+def test_two_ranks_balance_the_experts_as_one_does(
+    name: str, processes: Processes, tmp_path: Path
+) -> None:
+    folder, case = (
+        folder_of("Qwen3-MoE", tmp_path / "model", says=True),
+        TrainerCase(lr=1e-2, micro_batch_tokens=60),
+    )
     batch = batch_for(folder)
     kind, settings = BALANCED[name]
 
@@ -415,7 +423,9 @@ def test_two_ranks_balance_the_experts_as_one_does(name: str, processes: Process
         make = make_trainer(kind, {**settings, "router_aux_loss_coef": 0.5}, **parts)
         async with make(folder, case) as trainer:
             metrics = dict(await trainer.step(batch, nothing, 1.0))
-            return metrics, {name: weight.clone() for name, weight in (await trainer.weights()).items()}
+            return metrics, {
+                name: weight.clone() for name, weight in (await trainer.weights()).items()
+            }
 
     alone = {"device": "cpu"} | ({"lora": LORA} if "lora" in settings else {})
     one, weights = asyncio.run(trained(LocalTrainer, alone))
