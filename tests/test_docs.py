@@ -1,5 +1,6 @@
 """The documents say what is so: their commands parse, their code runs, and what they name exists."""
 
+import datetime
 import importlib.util
 import inspect
 import os
@@ -161,6 +162,21 @@ def test_a_wrong_command_line_would_be_found(wrong: str) -> None:
 def test_the_page_of_commands_shows_every_subcommand() -> None:
     shown = {parse(arguments)[0] for arguments in subcommand_calls(ROOT / "docs" / "commands.md")}
     assert shown == set(subcommands(get_command(app)))
+
+
+RECORDS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
+def test_a_decision_has_a_number_a_date_and_a_status_and_stands_in_the_index(record: Path) -> None:
+    text, index = record.read_text(), record.with_name("index.md").read_text()
+    number, status = int(record.name[:4]), r"proposed|accepted|replaced by \[\d+\]\((\d{4}-[a-z-]+\.md)\)"
+    found = re.match(rf"# {number}\. .+\n\nDate: (\d{{4}}-\d\d-\d\d)\. Status: (?:{status})\.\n\n## Context\n", text)
+    assert found, text[:200]
+    datetime.date.fromisoformat(found[1])
+    assert found[2] is None or record.with_name(found[2]).exists()
+    assert f"({record.name})" in index
+    assert RECORDS.index(record) == number - 1
 
 
 @pytest.mark.parametrize("doc", sorted((ROOT / "docs").glob("*.md")), ids=lambda doc: doc.name)
