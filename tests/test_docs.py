@@ -170,8 +170,14 @@ RECORDS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
 def test_a_decision_has_a_number_a_date_and_a_status_and_stands_in_the_index(record: Path) -> None:
     text, index = record.read_text(), record.with_name("index.md").read_text()
-    number, status = int(record.name[:4]), r"proposed|accepted|replaced by \[\d+\]\((\d{4}-[a-z-]+\.md)\)"
-    found = re.match(rf"# {number}\. .+\n\nDate: (\d{{4}}-\d\d-\d\d)\. Status: (?:{status})\.\n\n## Context\n", text)
+    number, status = (
+        int(record.name[:4]),
+        r"proposed|accepted|replaced by \[\d+\]\((\d{4}-[a-z-]+\.md)\)",
+    )
+    found = re.match(
+        rf"# {number}\. .+\n\nDate: (\d{{4}}-\d\d-\d\d)\. Status: (?:{status})\.\n\n## Context\n",
+        text,
+    )
     assert found, text[:200]
     datetime.date.fromisoformat(found[1])
     assert found[2] is None or record.with_name(found[2]).exists()
