@@ -15,8 +15,14 @@ from pathlib import Path
 
 import xxhash
 
-from agentrl.files.durable import finish_folder, new_unfinished, remove_folder, remove_unfinished, unfinished
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.files.durable import (
+    finish_folder,
+    new_unfinished,
+    remove_folder,
+    remove_unfinished,
+    unfinished,
+)
 from agentrl.protocols import Savable, begin_save, saved
 
 CHECKSUMS = "checksums.json"
@@ -54,7 +60,11 @@ class Checkpoints:
         """(steps done, folder) of the checkpoints with a value, the largest first; the newest first
         among equals.
         """
-        valued = [(step, path) for step, path in self.all().items() if not math.isnan(values.get(step, math.nan))]
+        valued = [
+            (step, path)
+            for step, path in self.all().items()
+            if not math.isnan(values.get(step, math.nan))
+        ]
         return sorted(valued, key=lambda one: (-values[one[0]], -one[0]))
 
     def find(self, which: str, values: Mapping[int, float]) -> Path:
@@ -77,9 +87,15 @@ class Checkpoints:
     def all(self) -> dict[int, Path]:
         """The folder of each checkpoint, by the steps done."""
         paths = self.folder.glob("step_*")
-        return {int(match[1]): path for path in paths if (match := re.fullmatch(r"step_(\d+)", path.name))}
+        return {
+            int(match[1]): path
+            for path in paths
+            if (match := re.fullmatch(r"step_(\d+)", path.name))
+        }
 
-    async def save(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> Path:
+    async def save(
+        self, step: int, state: Savable, values: Mapping[int, float] | None = None
+    ) -> Path:
         """Save the state after `step` steps, then remove the checkpoints not to keep; `values` are
         for `best`.
 
@@ -88,7 +104,9 @@ class Checkpoints:
         """
         return await (await self.begin(step, state, values)).finish()
 
-    async def begin(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> "BegunCheckpoint":
+    async def begin(
+        self, step: int, state: Savable, values: Mapping[int, float] | None = None
+    ) -> "BegunCheckpoint":
         """Begin to save the state after `step` steps, which may change when this returns. It counts
         when it is finished, and must be before the next one begins.
 
@@ -112,7 +130,9 @@ class Checkpoints:
         Raises:
             CheckpointError: no sound one is left.
         """
-        damaged = {path: problem for path in self.all().values() if (problem := damage(path)) is not None}
+        damaged = {
+            path: problem for path in self.all().values() if (problem := damage(path)) is not None
+        }
         if damaged and len(damaged) == len(self.all()):
             listed = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
             raise CheckpointError(
@@ -120,7 +140,9 @@ class Checkpoints:
                 "with run_dir=ANOTHER"
             )
         for path, problem in damaged.items():
-            announce(f"{path} is damaged ({problem}); it is set aside as {set_aside(path, 'damaged').name}")
+            announce(
+                f"{path} is damaged ({problem}); it is set aside as {set_aside(path, 'damaged').name}"
+            )
 
     def check_origin(self) -> None:
         """Check that the checkpoints are this run's own: others decide what the model does.
@@ -226,7 +248,10 @@ def _checksum(path: Path) -> str:
 
 def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint to a name that no run resumes from, and that is free."""
-    names = (path.with_name(f"{why}-{path.name}{number}") for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    names = (
+        path.with_name(f"{why}-{path.name}{number}")
+        for number in ("", *(f"-{n}" for n in range(2, 1000)))
+    )
     return path.rename(next(name for name in names if not name.exists()))
 
 
@@ -245,7 +270,9 @@ def export(checkpoint: Path, into: Path) -> None:
         for path in sorted(checkpoint.iterdir())
         if path.is_file() and path.suffix not in _STATE and path.name != CHECKSUMS
     ]
-    if "config.json" not in {path.name for path in files} or ".safetensors" not in {path.suffix for path in files}:
+    if "config.json" not in {path.name for path in files} or ".safetensors" not in {
+        path.suffix for path in files
+    }:
         raise CheckpointError(
             f"{checkpoint} holds no model: it has {', '.join(path.name for path in files) or 'no files'}, where "
             "config.json and *.safetensors should be. Name the folder of a run, or one of its checkpoints/step_..."

@@ -54,11 +54,8 @@ from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 
-from agentrl.estimation.advisors import CRITIC_FOLDER
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.blame import with_frame
-from agentrl.runs.checkpoint import Checkpoints, set_aside
-from agentrl.protocols import Savable
 from agentrl.cluster.roster import restart_metrics
 from agentrl.config import (
     ConfigHistory,
@@ -71,10 +68,21 @@ from agentrl.config import (
     refuse_another_run,
     unused_by,
 )
-from agentrl.files.durable import remove_left, remove_unfinished, unfinished, write_whole
+from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.estimation.advisors import CRITIC_FOLDER
+from agentrl.files.disk_errors import storage_problem
+from agentrl.files.durable import remove_left, remove_unfinished, unfinished, write_whole
 from agentrl.flow import Flow, elapsed, run_to_completion
-from agentrl.models.source import check_architecture, commit_of, description_folder, model_folder, vocabulary_size
+from agentrl.ledger.ledger import Ledger, check_ledger
+from agentrl.models.source import (
+    check_architecture,
+    commit_of,
+    description_folder,
+    model_folder,
+    vocabulary_size,
+)
+from agentrl.models.tiny import SIZES
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import Ending, ending_of, how_to_go_on
 from agentrl.observe.falls import Alarm
@@ -91,17 +99,14 @@ from agentrl.observe.silence import Silence, conditions
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Renderer, SupportsTokenLogprobs, Trainer
+from agentrl.protocols import Renderer, Savable, SupportsTokenLogprobs, Trainer
 from agentrl.rollout.agents import FrozenRoute
-from agentrl.ledger.ledger import Ledger, check_ledger
-from agentrl.conversation.renderer import renderer_of
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.underway import Underway
+from agentrl.runs.checkpoint import Checkpoints, set_aside
 from agentrl.runs.lock import RunLock
-from agentrl.runs.temp import RunTemp
-from agentrl.files.disk_errors import storage_problem
 from agentrl.runs.task_sources import fingerprints
-from agentrl.models.tiny import SIZES
+from agentrl.runs.temp import RunTemp
 from agentrl.trajectory import Group, Message, Score, Task, Trajectory
 from agentrl.weights.fit import check_fit
 from agentrl.weights.low_rank import LowRank
@@ -114,7 +119,12 @@ _ADAPTERS, _TRAINER_STATE = "adapter", "trainer.pt"
 their state.
 """
 _SHAPE = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
     "num_key_value_heads",
 )
 """What of a model's config.json decides the shapes of its weights."""
@@ -150,7 +160,9 @@ class Run:
         self.resumed = resume
         self._check_folder()
         self._changes = self._check_changes(change)
-        self._new_model = any(change.key in ("model.name", "model.revision") for change in self._changes)
+        self._new_model = any(
+            change.key in ("model.name", "model.revision") for change in self._changes
+        )
         check_options(loaded)
         check_model(self.config, pinned=not self._new_model)
         check_placement(self.config)
@@ -158,7 +170,9 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"run_dir: the folder {self.folder} cannot be made: {error.strerror}") from error
+            raise ConfigError(
+                f"run_dir: the folder {self.folder} cannot be made: {error.strerror}"
+            ) from error
         for path in (self.folder / "checkpoints", self.folder / "trajectories"):
             if path.exists() and not path.is_dir():
                 raise ConfigError(f"{path} is a file, where the run keeps a folder: move it away")
@@ -168,7 +182,9 @@ class Run:
             opened.enter_context(RunTemp(self.folder))
             remove_unfinished(self.folder)
             kept = self.config.checkpoint
-            self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
+            self.checkpoints = Checkpoints(
+                self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0
+            )
             if resume:
                 self._check_state(console, step)
             self._check_data(data, change)
@@ -196,7 +212,9 @@ class Run:
         """
         if not self.config.checkpoint.allow_foreign:
             self.checkpoints.check_origin()
-        self.checkpoints.set_aside_damaged(lambda text: console.print(text, highlight=False, soft_wrap=True))
+        self.checkpoints.set_aside_damaged(
+            lambda text: console.print(text, highlight=False, soft_wrap=True)
+        )
         newest = self.checkpoints.latest()
         done = step if step is not None else newest[0] if newest else 0
         if done > self.config.steps:
@@ -289,9 +307,16 @@ class Run:
         if not self.resumed:
             self._say_what_is_not_used()
         elif (self.folder / "demonstrations").exists():
-            late = [change.key for change in self._changes if change.key.startswith("recipe.demonstrations")]
+            late = [
+                change.key
+                for change in self._changes
+                if change.key.startswith("recipe.demonstrations")
+            ]
             if late:
-                self.note(start, f"{', '.join(late)}: changes nothing any more, as demonstrations/ is made already")
+                self.note(
+                    start,
+                    f"{', '.join(late)}: changes nothing any more, as demonstrations/ is made already",
+                )
 
     def _set_aside_models(self) -> None:
         """Rename what was made of the model that the run had before: it is made again of the new
@@ -300,7 +325,9 @@ class Run:
         (self.folder / _COMMIT).unlink(missing_ok=True)
         for made in (self.folder / "model", self.folder / "demonstrations"):
             if made.exists():
-                self.display.say(f"{made} is of the model before: it is set aside as {set_aside(made, 'left').name}")
+                self.display.say(
+                    f"{made} is of the model before: it is set aside as {set_aside(made, 'left').name}"
+                )
 
     def note(self, step: int, text: str, *metrics: str) -> None:
         """Say what the author of the settings has hardly meant, and keep it with the warnings about
@@ -312,12 +339,19 @@ class Run:
     def _say_what_is_not_used(self) -> None:
         """Name the sections that somebody has written, and that the recipe does not use."""
         recipe = self.config.recipe
-        written = {key.partition(".")[0] for key, _, origin in self._loaded.rows() if origin != "default"}
+        written = {
+            key.partition(".")[0] for key, _, origin in self._loaded.rows() if origin != "default"
+        }
         if unused := [section for section in unused_by(recipe) if section in written]:
-            self.display.say(f"[yellow]note:[/yellow] recipe={recipe.name} does not use {', '.join(unused)}")
+            self.display.say(
+                f"[yellow]note:[/yellow] recipe={recipe.name} does not use {', '.join(unused)}"
+            )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._open:
             self._end(error)
@@ -327,7 +361,9 @@ class Run:
         try:
             newest = self.checkpoints.latest()
             steps = _steps_made(self.metrics.rows())
-            self._ending = ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
+            self._ending = ending = ending_of(
+                error, self.folder, steps=steps, checkpoint=newest[0] if newest else None
+            )
             # which says itself what to write
             if error is not None and not isinstance(error, ConfigError):
                 error.add_note(how_to_go_on(self.folder, ending.checkpoint))
@@ -337,7 +373,9 @@ class Run:
                 self._summary = self._summarised()
             self._write_summary({**self._summary, "ended": ending.as_row()})
         except (OSError, sqlite3.Error, AgentRLError) as problem:
-            logger.warning("why the run in %s has ended cannot be written there: %s", self.folder, problem)
+            logger.warning(
+                "why the run in %s has ended cannot be written there: %s", self.folder, problem
+            )
 
     def _end_tracking(self) -> None:
         if self._tracking is None:
@@ -361,7 +399,11 @@ class Run:
         sampling = config.rollout.sampling
         extends = config.model.history == "extend"
         budget = config.rollout.budget
-        return Silence(conditions(sampling.max_tokens, budget, compares_groups=compares_groups, extends=extends))
+        return Silence(
+            conditions(
+                sampling.max_tokens, budget, compares_groups=compares_groups, extends=extends
+            )
+        )
 
     def _warn(self, row: Mapping[str, Any]) -> None:
         for alarm in self._silence.read(row):
@@ -401,7 +443,9 @@ class Run:
             return pending
         gone = [number for number, task in pending if task.env not in self.config.env.all]
         for number in gone:
-            self.ledger.end_task(number, "cancelled", "the run was resumed with another environment")
+            self.ledger.end_task(
+                number, "cancelled", "the run was resumed with another environment"
+            )
         return [(number, task) for number, task in pending if number not in gone]
 
     def watch(self, underway: Callable[[], Underway]) -> None:
@@ -421,7 +465,9 @@ class Run:
         with (self.folder / "timeline.jsonl").open("a") as timeline:
             timeline.write(json.dumps(row) + "\n")
 
-    def _write_status(self, step: int | None, phase: str | None, since: datetime) -> Mapping[str, Any]:
+    def _write_status(
+        self, step: int | None, phase: str | None, since: datetime
+    ) -> Mapping[str, Any]:
         """Replace `status.json`, which also forgets how an earlier process has ended. Before its
         first step, a run has no step and no phase.
         """
@@ -447,10 +493,14 @@ class Run:
         self.begin_phase(step, "record")
         path = self.folder / "untrained" / f"step_{step:06d}.parquet"
         if untrained:
-            await run_to_completion(asyncio.to_thread(write_trajectories, path, untrained, self._epoch))
+            await run_to_completion(
+                asyncio.to_thread(write_trajectories, path, untrained, self._epoch)
+            )
         else:
             remove_left(path)  # of a step that a resumed run makes again
-        rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, self._epoch))
+        rollout = await run_to_completion(
+            asyncio.to_thread(self._write_rollouts, step, groups, self._epoch)
+        )
         total = sum(seconds.values())
         metrics = {
             **rollout,
@@ -458,11 +508,14 @@ class Run:
             **restart_metrics(),
             "seconds": total,
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
-            "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"]) / max(total, 1e-9),
+            "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"])
+            / max(total, 1e-9),
         }
         self._append(step, metrics)
         if (step + 1) % self.config.checkpoint.every == 0:
-            self.track_samples("train", step, [(one.trajectories[0], one.scores[0]) for one in groups])
+            self.track_samples(
+                "train", step, [(one.trajectories[0], one.scores[0]) for one in groups]
+            )
         self.display.step(step, metrics, groups)
         self._warn({"step": step, **metrics})
 
@@ -477,7 +530,11 @@ class Run:
         self.ledger.masked(step, made.masked, made.masked_segments)
         batch = made.batch
         count = self.config.observe.token_groups
-        told = await trainer.token_logprobs() if count and isinstance(trainer, SupportsTokenLogprobs) else None
+        told = (
+            await trainer.token_logprobs()
+            if count and isinstance(trainer, SupportsTokenLogprobs)
+            else None
+        )
         detailed = drawn_groups(batch, count, derive_seed(self.config.seed, "token_groups", step))
         path = self.folder / "samples" / f"step_{step:06d}.parquet"
         trained = TrainedBatch(batch, made.origins, told)
@@ -495,7 +552,11 @@ class Run:
         """Write the trajectories of a step, and return its rollout metrics."""
         write_trajectories(
             self.folder / "trajectories" / f"step_{step:06d}.parquet",
-            [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
+            [
+                pair
+                for group in groups
+                for pair in zip(group.trajectories, group.scores, strict=True)
+            ],
             epoch,
         )
         envs = [one.called for one in self.config.env.mixture]
@@ -504,9 +565,10 @@ class Run:
             **episode_health(groups),
         }
 
-    async def record_held_out(self, name: str, step: int, played: Sequence[tuple[Trajectory, Score]]) -> None:
-        """Record the episodes of an evaluation of the weights after `step` steps, failed ones too.
-        """
+    async def record_held_out(
+        self, name: str, step: int, played: Sequence[tuple[Trajectory, Score]]
+    ) -> None:
+        """Record the episodes of an evaluation of the weights after `step` steps, failed ones too."""
         path = self.folder / "trajectories" / f"{name}_{step:06d}.parquet"
         await run_to_completion(asyncio.to_thread(write_trajectories, path, played, self._epoch))
 
@@ -537,7 +599,9 @@ class Run:
         if math.isnan(own["success"]):
             self._say_that_nothing_tells(f"success on {name}", step, own["episodes"])
             return
-        passes = "".join(f", {key} {value:.1%}" for key, value in own.items() if re.fullmatch(r"pass@\d+", key))
+        passes = "".join(
+            f", {key} {value:.1%}" for key, value in own.items() if re.fullmatch(r"pass@\d+", key)
+        )
         self.display.say(
             f"success on {name} after {step} steps: [bold]{own['success']:.1%}[/bold] of {own['tasks']:.0f} tasks "
             f"(95 % interval {own['success_low']:.1%} to {own['success_high']:.1%}; {own['failed']:.0f} failed){passes}"
@@ -560,7 +624,9 @@ class Run:
         if self._tracking is not None:
             self._tracking.log(step, metrics)
 
-    def track_samples(self, name: str, step: int, scored: Sequence[tuple[Trajectory, Score]]) -> None:
+    def track_samples(
+        self, name: str, step: int, scored: Sequence[tuple[Trajectory, Score]]
+    ) -> None:
         """Send some of these episodes to the trackers: always the first ones, of an evaluation thus
         of the same tasks.
 
@@ -633,7 +699,9 @@ class Run:
             await self._begun_is_finished()
             newest = self.checkpoints.latest()
             if step > (newest[0] if newest else 0):
-                self.display.say(f"stopping: saving the state after {step} steps; a second Ctrl-C stops at once")
+                self.display.say(
+                    f"stopping: saving the state after {step} steps; a second Ctrl-C stops at once"
+                )
                 try:
                     await self.save_checkpoint(step, state)
                 except Exception as error:  # what stops the run may be why
@@ -642,7 +710,9 @@ class Run:
             raise
 
     @asynccontextmanager
-    async def keeping_episodes(self, take_all: Callable[[], Sequence[tuple[Trajectory, Score]]]) -> AsyncIterator[None]:
+    async def keeping_episodes(
+        self, take_all: Callable[[], Sequence[tuple[Trajectory, Score]]]
+    ) -> AsyncIterator[None]:
         """If the run ends in the block in the middle of a step, keep the episodes of that step,
         which `take_all` gives, in `untrained/`.
         """
@@ -653,10 +723,14 @@ class Run:
             if step is not None and phase != "record" and (left := take_all()):
                 path = self.folder / "untrained" / f"step_{step:06d}.parquet"
                 try:
-                    await run_to_completion(asyncio.to_thread(write_trajectories, path, left, self._epoch))
+                    await run_to_completion(
+                        asyncio.to_thread(write_trajectories, path, left, self._epoch)
+                    )
                 except Exception as error:  # what ends the run may be why
                     why = storage_problem(error) or with_frame(error)
-                    logger.warning("the episodes of the step that ends here cannot be kept: %s", why)
+                    logger.warning(
+                        "the episodes of the step that ends here cannot be kept: %s", why
+                    )
             raise
 
     def evaluated(self, step: int, suite: str | None = None) -> bool:
@@ -671,8 +745,13 @@ class Run:
 
         `summary.json` is written when the run is left.
         """
-        await asyncio.to_thread(draw_curve, self.metrics.rows(), self.folder / "reward_curve.png", self.folder.name)
-        self._summary = {**self._summarised(), "weights_sha256": await asyncio.to_thread(self._weights_checksum)}
+        await asyncio.to_thread(
+            draw_curve, self.metrics.rows(), self.folder / "reward_curve.png", self.folder.name
+        )
+        self._summary = {
+            **self._summarised(),
+            "weights_sha256": await asyncio.to_thread(self._weights_checksum),
+        }
 
     def _summarised(self) -> dict[str, Any]:
         """What `summary.json` says of the run so far; the weights have no checksum, which takes
@@ -692,11 +771,15 @@ class Run:
             "success_after_interval": _interval(after),
             "episodes_after": after.get("eval/episodes"),
             "failed_after": after.get("eval/failed"),
-            "suites": {suite.name: _of_suite(rows, suite.name) for suite in self.config.evaluation.suites},
+            "suites": {
+                suite.name: _of_suite(rows, suite.name) for suite in self.config.evaluation.suites
+            },
             "seconds": sum(row.get("seconds", 0.0) for row in trained),
             "max_staleness": self.config.rollout.max_staleness,
             "largest_staleness": max((row.get("staleness/max", 0) for row in trained), default=0),
-            "largest_logprob_gap": max((row.get("logprob_gap_max", 0.0) for row in trained), default=0.0),
+            "largest_logprob_gap": max(
+                (row.get("logprob_gap_max", 0.0) for row in trained), default=0.0
+            ),
             "warnings": [alarm.text for row in rows for alarm in silence.read(row)],
             "weights_sha256": None,
             "tasks": asdict(self.ledger.task_fates()),
@@ -704,7 +787,10 @@ class Run:
         }
 
     def _write_summary(self, summary: Mapping[str, Any]) -> None:
-        write_whole(self.folder / "summary.json", to_json(summary, indent=2, inf_nan_mode="null").decode() + "\n")
+        write_whole(
+            self.folder / "summary.json",
+            to_json(summary, indent=2, inf_nan_mode="null").decode() + "\n",
+        )
 
     def _weights_checksum(self) -> str | None:
         newest = self.checkpoints.latest()
@@ -728,7 +814,9 @@ def _fingerprints_in(path: Path) -> dict[str, str]:
 
 def _interval(row: Mapping[str, float]) -> list[float] | None:
     """The 95 % interval of an evaluation's success."""
-    return [row["eval/success_low"], row["eval/success_high"]] if "eval/success_low" in row else None
+    return (
+        [row["eval/success_low"], row["eval/success_high"]] if "eval/success_low" in row else None
+    )
 
 
 def _ends(tested: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -755,7 +843,9 @@ def _of_suite(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Mapping
     tested = sorted((row for row in rows if f"{prefix}success" in row), key=_step)
     ends = zip(("before", "after"), _ends(tested), strict=True)
     return {
-        when: {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        when: {
+            key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)
+        }
         for when, row in ends
         if row
     }
@@ -778,12 +868,22 @@ def check_model(config: RunConfig, *, pinned: bool = True) -> None:
         described = description_folder(model.name, revision)
         check_architecture(described, trust_remote_code=model.trust_remote_code)
         check_vocabulary(renderer_of(described, model), described)
-        check_fit(model_folder(model.name, revision), model.name, trust_remote_code=model.trust_remote_code)
+        check_fit(
+            model_folder(model.name, revision),
+            model.name,
+            trust_remote_code=model.trust_remote_code,
+        )
     elif model.revision is not None or model.trust_remote_code:
         written = "revision" if model.revision is not None else "trust_remote_code"
-        raise ConfigError(f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a model")
+        raise ConfigError(
+            f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a model"
+        )
     for agent, route in config.env.agents.items():
-        if isinstance(route, FrozenRoute) and route.model and not (route.model / "config.json").exists():
+        if (
+            isinstance(route, FrozenRoute)
+            and route.model
+            and not (route.model / "config.json").exists()
+        ):
             raise ConfigError(
                 f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging Face model (no "
                 "config.json in it); a run's checkpoints are such folders"
@@ -808,10 +908,14 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
     saved, ours = (checkpoint / _ADAPTERS).is_dir(), (checkpoint / _TRAINER_STATE).is_file()
     if ours and adapters != saved:
         asked, there = ("adapters", "whole weights") if adapters else ("whole weights", "adapters")
-        raise ConfigError(f"trainer.lora: the run trains {asked}, and {checkpoint} is of {there}, {way_out}")
+        raise ConfigError(
+            f"trainer.lora: the run trains {asked}, and {checkpoint} is of {there}, {way_out}"
+        )
     if new_model and not _same_shape(checkpoint, config):
         name = config.model.name
-        raise ConfigError(f"model.name: {checkpoint} has other shapes than the model {name!r}, {way_out}")
+        raise ConfigError(
+            f"model.name: {checkpoint} has other shapes than the model {name!r}, {way_out}"
+        )
 
 
 def _same_shape(checkpoint: Path, config: RunConfig) -> bool:
@@ -843,8 +947,7 @@ def check_vocabulary(renderer: Renderer, folder: Path) -> None:
 
 
 def _revision(config: RunConfig) -> str | None:
-    """The revision of a model on the hub: the one that the run began with, or the configured one.
-    """
+    """The revision of a model on the hub: the one that the run began with, or the configured one."""
     pinned = config.run_dir / _COMMIT
     return pinned.read_text().strip() if pinned.exists() else config.model.revision
 
@@ -859,7 +962,11 @@ def was_begun(loaded: LoadedConfig, *, change: bool = False) -> bool:
     folder = loaded.config.run_dir
     if not (folder / "config.yaml").exists():
         return False
-    changes = [one for one in ConfigHistory(folder).changes(loaded) if one.key != "steps" or one.new < one.old]
+    changes = [
+        one
+        for one in ConfigHistory(folder).changes(loaded)
+        if one.key != "steps" or one.new < one.old
+    ]
     if changes and not change:
         differing = "\n".join(f"  {change}" for change in changes)
         raise ConfigError(

@@ -38,7 +38,9 @@ def task_source(config: RunConfig, split: str) -> TaskSource:
 
 def sources_by_env(config: RunConfig, split: str) -> dict[str, TaskSource]:
     """The tasks of one split, by the environment's name in the run."""
-    chosen = {one.called: one.tasks or config.tasks for one in config.env.mixture} or {config.env.name: config.tasks}
+    chosen = {one.called: one.tasks or config.tasks for one in config.env.mixture} or {
+        config.env.name: config.tasks
+    }
     made = {}
     for name, env in config.env.all.items():
         try:
@@ -54,7 +56,11 @@ def held_out_tasks(config: RunConfig, count: int) -> list[Task]:
     for name, source in sources_by_env(config, "held-out").items():
         there = min(count, len(source)) if isinstance(source, FiniteTasks) else count
         own = [next_task(source, index) for index in range(there)]
-        tasks += [Task(name, one.seed, one.options, f"{name}-{one.id}") for one in own] if config.env.mixture else own
+        tasks += (
+            [Task(name, one.seed, one.options, f"{name}-{one.id}") for one in own]
+            if config.env.mixture
+            else own
+        )
     return tasks
 
 

@@ -24,13 +24,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.files import durable
-from agentrl.runs.checkpoint import CHECKSUMS, Checkpoints, damage, export
 from agentrl.config import load_config
-from agentrl.files.durable import finish_folder, remove_folder, unfinished, write_whole
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.observe.metrics import MetricsFile
+from agentrl.files import durable
+from agentrl.files.durable import finish_folder, remove_folder, unfinished, write_whole
 from agentrl.ledger.ledger import Ledger, check_ledger
+from agentrl.observe.metrics import MetricsFile
+from agentrl.runs.checkpoint import CHECKSUMS, Checkpoints, damage, export
 from agentrl.runs.run import was_begun
 from agentrl.trainers.rank.checkpoint import FORMAT, STATE_FILE, read_state, save_state
 from agentrl.trajectory import Task
@@ -76,7 +76,9 @@ def whole(checkpoints: Checkpoints) -> list[int]:
 # Whole or absent.
 
 
-def killed_before(operation: int, checkpoints: Checkpoints, step: int, values: Mapping[int, float]) -> bool:
+def killed_before(
+    operation: int, checkpoints: Checkpoints, step: int, values: Mapping[int, float]
+) -> bool:
     """Save in a process that is killed before its so many-th change of the file system; whether it
     came to that.
     """
@@ -103,7 +105,9 @@ def killed_before(operation: int, checkpoints: Checkpoints, step: int, values: M
 
 
 @pytest.mark.slow
-def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_best_and_can_be_done_again(tmp_path):
+def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_best_and_can_be_done_again(
+    tmp_path,
+):
     values = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.4}
     before = Checkpoints(tmp_path / "before", keep=2, keep_best=1)
     for step in (1, 2, 3, 4):
@@ -111,7 +115,9 @@ def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_be
     assert whole(before) == [2, 3, 4]
     latest = []
     for operation in range(1000):
-        checkpoints = Checkpoints(shutil.copytree(before.folder, tmp_path / f"{operation}"), keep=2, keep_best=1)
+        checkpoints = Checkpoints(
+            shutil.copytree(before.folder, tmp_path / f"{operation}"), keep=2, keep_best=1
+        )
         killed = killed_before(operation, checkpoints, 5, values)
         assert set(whole(checkpoints)) >= {2, 4}  # 3 goes when 5 has come
         found = checkpoints.latest()
@@ -145,7 +151,9 @@ def flip(path: Path, at: int = 0, size: int = 1) -> None:
 
 @examples(50)
 @given(
-    name=st.sampled_from([*FILES, CHECKSUMS]), at=st.integers(0, 10**6), way=st.sampled_from(["flip", "cut", "gone"])
+    name=st.sampled_from([*FILES, CHECKSUMS]),
+    at=st.integers(0, 10**6),
+    way=st.sampled_from(["flip", "cut", "gone"]),
 )
 def test_a_file_that_differs_by_one_byte_or_is_gone_is_damage(name: str, at: int, way: str) -> None:
     with TemporaryDirectory() as folder:
@@ -162,7 +170,9 @@ def test_a_file_that_differs_by_one_byte_or_is_gone_is_damage(name: str, at: int
         assert damage(saved) is not None
 
 
-def test_damaged_checkpoints_are_set_aside_and_announced_and_the_newest_sound_one_is_the_latest(tmp_path):
+def test_damaged_checkpoints_are_set_aside_and_announced_and_the_newest_sound_one_is_the_latest(
+    tmp_path,
+):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (2, 4, 6):
         flip(save(checkpoints, step) / FILES[1]) if step == 6 else save(checkpoints, step)
@@ -177,11 +187,15 @@ def test_damaged_checkpoints_are_set_aside_and_announced_and_the_newest_sound_on
     assert "damaged-step_000006-2" in announced[-1]
     for step in (2, 4):
         flip(tmp_path / f"step_{step:06d}" / FILES[0])
-    with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged .*step_000002: .*run_dir=ANOTHER"):
+    with pytest.raises(
+        CheckpointError, match=r"every checkpoint .* is damaged .*step_000002: .*run_dir=ANOTHER"
+    ):
         checkpoints.set_aside_damaged(announced.append)
 
 
-def test_a_run_goes_back_to_an_earlier_checkpoint_and_keeps_the_later_ones_under_other_names(tmp_path):
+def test_a_run_goes_back_to_an_earlier_checkpoint_and_keeps_the_later_ones_under_other_names(
+    tmp_path,
+):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (2, 4, 6):
         save(checkpoints, step)
@@ -205,7 +219,11 @@ def trained_through(path: Path, steps: int) -> None:
     [
         (3, None, "missing or empty"),
         (3, b"", "missing or empty"),
-        (3, b"not a database, and longer than a header of one would be" * 9, "no ledger that can be read"),
+        (
+            3,
+            b"not a database, and longer than a header of one would be" * 9,
+            "no ledger that can be read",
+        ),
         (2, "ledger", "has the tasks of 2 steps, and the run has a checkpoint after 3 steps"),
         (3, "ledger", None),
         (4, "ledger", None),
@@ -291,7 +309,9 @@ def test_what_a_checkpoint_trusts_of_the_ledger_is_in_its_file_and_not_in_the_lo
     st.integers(1, 3),
     st.integers(0, 2),
 )
-def test_the_newest_are_kept_and_the_best_is_never_removed(tmp_path_factory, measured, keep, keep_best):
+def test_the_newest_are_kept_and_the_best_is_never_removed(
+    tmp_path_factory, measured, keep, keep_best
+):
     checkpoints = Checkpoints(tmp_path_factory.mktemp("run"), keep, keep_best)
     values: dict[int, float] = {}
     for step, value in enumerate(measured, 1):
@@ -332,9 +352,18 @@ def test_the_values_of_a_killed_run_choose_in_the_resumed_one(tmp_path):
     ("given", "said"),
     [
         (["checkpoint.best=reward"], "checkpoint.best: write eval/success or eval/reward"),
-        (["checkpoint.best=eval/success", "evaluation.every=0"], "must divide evaluation.every (0)"),
-        (["checkpoint.best=eval/success", "evaluation.every=15"], "checkpoint.every (10) must divide"),
-        (["checkpoint.best=eval/success", "evaluation.every=10", "evaluation.tasks=0"], "be more than 0"),
+        (
+            ["checkpoint.best=eval/success", "evaluation.every=0"],
+            "must divide evaluation.every (0)",
+        ),
+        (
+            ["checkpoint.best=eval/success", "evaluation.every=15"],
+            "checkpoint.every (10) must divide",
+        ),
+        (
+            ["checkpoint.best=eval/success", "evaluation.every=10", "evaluation.tasks=0"],
+            "be more than 0",
+        ),
     ],
 )
 def test_a_best_that_is_not_measured_is_refused(given, said):
@@ -353,10 +382,14 @@ def test_a_best_that_is_measured_is_taken():
 def test_a_state_of_another_version_says_so_and_what_to_do(tmp_path):
     state = {"step": 3, "moments": [], "updates": {}}
     save_state(tmp_path, {**state, "format": FORMAT + 1})
-    with pytest.raises(CheckpointError, match=rf"newer agentrl \(format {FORMAT + 1}; this one reads {FORMAT}\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"newer agentrl \(format {FORMAT + 1}; this one reads {FORMAT}\)"
+    ):
         read_state(tmp_path)
     torch.save({"step": 3, "optimizer": {}}, tmp_path / STATE_FILE)
-    with pytest.raises(CheckpointError, match=rf"older agentrl \(format 1; .* start a new run .* model={tmp_path}"):
+    with pytest.raises(
+        CheckpointError, match=rf"older agentrl \(format 1; .* start a new run .* model={tmp_path}"
+    ):
         read_state(tmp_path)
     torch.save({"step": 3, "format": FORMAT}, tmp_path / STATE_FILE)
     with pytest.raises(CheckpointError, match="lacks the step or the optimizer"):
@@ -370,7 +403,9 @@ def test_a_state_of_another_version_says_so_and_what_to_do(tmp_path):
 
 def begun(run: Path, *settings: str) -> None:
     run.mkdir(exist_ok=True)
-    (run / "config.yaml").write_text(load_config(LAKE, [f"run_dir={run}", *settings]).config.to_yaml())
+    (run / "config.yaml").write_text(
+        load_config(LAKE, [f"run_dir={run}", *settings]).config.to_yaml()
+    )
 
 
 def test_auto_begins_what_is_not_there_goes_on_with_what_is_and_lets_steps_grow(tmp_path):
@@ -429,7 +464,12 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
         MetricsFile(run / "metrics.jsonl").append({"step": step, "eval/success": value})
         torch.save(expected, tmp_path / f"{step}.pt")
     for number, (source, which, step) in enumerate(
-        [(run, [], 20), (run, ["--step", "best"], 10), (run, ["--step", "20"], 20), (folder, [], 20)]
+        [
+            (run, [], 20),
+            (run, ["--step", "best"], 10),
+            (run, ["--step", "20"], 20),
+            (folder, [], 20),
+        ]
     ):
         into = tmp_path / "models" / str(number)
         done = agentrl("export", str(source), str(into), *which)
@@ -439,7 +479,10 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(into)(ids).logits
         assert torch.equal(logits, torch.load(tmp_path / f"{step}.pt"))
-    assert AutoTokenizer.from_pretrained(into).get_vocab() == AutoTokenizer.from_pretrained(tiny_model_dir).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(into).get_vocab()
+        == AutoTokenizer.from_pretrained(tiny_model_dir).get_vocab()
+    )
     again = agentrl("export", str(run), str(into))
     assert (again.returncode, "exists already: name a new folder" in again.stderr) == (2, True)
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["0", "1", "2", "3"]
@@ -449,7 +492,9 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
     assert agentrl("export", str(tmp_path / "nowhere"), str(tmp_path / "x")).returncode == 2
     assert not (tmp_path / "x").exists()
     (run / "config.yaml").unlink()
-    with pytest.raises(CheckpointError, match=r"holds no model: it has metrics.jsonl, where config.json and"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no model: it has metrics.jsonl, where config.json and"
+    ):
         export(run, tmp_path / "x")
 
 
@@ -459,10 +504,22 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
 @pytest.mark.slow
 def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_path, agentrl):
     arguments = [
-        "train", str(LAKE), "recipe.demonstrations=null", "run_dir=run", "steps=4", "trackers=[]", "--resume", "auto",
-        "rollout.groups_per_step=2", "rollout.group_size=2", "rollout.budget.turns=4",
-        "evaluation.tasks=4", "evaluation.every=1",
-        "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=eval/reward",
+        "train",
+        str(LAKE),
+        "recipe.demonstrations=null",
+        "run_dir=run",
+        "steps=4",
+        "trackers=[]",
+        "--resume",
+        "auto",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        "rollout.budget.turns=4",
+        "evaluation.tasks=4",
+        "evaluation.every=1",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+        "checkpoint.best=eval/reward",
     ]
     run = tmp_path / "run"
     process = Command(*arguments, cwd=tmp_path, log=tmp_path / "killed.log")
@@ -494,7 +551,9 @@ def test_a_checkpoint_from_elsewhere_is_refused_unless_the_user_trusts_it(
     elsewhere = save(Checkpoints(tmp_path / "downloads"), 2)
     linked = checkpoints.folder / "step_000002"
     linked.symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match=r"step_000002 leads to .*downloads.*checkpoint.allow_foreign=true"):
+    with pytest.raises(
+        CheckpointError, match=r"step_000002 leads to .*downloads.*checkpoint.allow_foreign=true"
+    ):
         checkpoints.check_origin()
     linked.unlink()
     shutil.rmtree(own / "optimizer")
@@ -525,7 +584,9 @@ def immovable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_said_once_and_removed_when_it_can_be(tmp_path, immovable, caplog):
+def test_an_old_checkpoint_that_cannot_be_removed_is_said_once_and_removed_when_it_can_be(
+    tmp_path, immovable, caplog
+):
     checkpoints = Checkpoints(tmp_path)
     immovable += ["config.json"]
     for step in (1, 2, 3, 4):
@@ -561,7 +622,9 @@ def test_an_old_checkpoint_that_cannot_be_renamed_stays_whole(tmp_path, monkeypa
     assert sum("step_000001" in text for text in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("written", ["{}", "[]", "null", '"step"', "3", '{"config.json": 1}', "{", "\xff"])
+@pytest.mark.parametrize(
+    "written", ["{}", "[]", "null", '"step"', "3", '{"config.json": 1}', "{", "\xff"]
+)
 def test_checksums_that_say_nothing_are_damage(tmp_path, written):
     saved = save(Checkpoints(tmp_path), 1)
     (saved / CHECKSUMS).write_text(written, encoding="latin-1")

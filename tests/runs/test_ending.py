@@ -38,8 +38,7 @@ def ended(folder: Path, name: str) -> dict[str, Any]:
 
 
 def run_that_ends(folder: Path, error: BaseException | None, *, saved: bool = True) -> None:
-    """Make a run that has made two steps, saved the first, and is then ended by an error, if any.
-    """
+    """Make a run that has made two steps, saved the first, and is then ended by an error, if any."""
     with run_in(folder) as run:
         run.metrics.append({"step": 0, **ROW})
         if saved:
@@ -60,8 +59,16 @@ FAILED = RetriesExhaustedError("5 tasks failed: the server is away")
         (KeyboardInterrupt(), "stopped", "stopped by Ctrl-C"),
         (asyncio.CancelledError(), "stopped", "stopped by Ctrl-C"),
         (FAILED, "failed", "5 tasks failed: the server is away"),
-        (BaseExceptionGroup("several", [FAILED, FAILED]), "failed", "5 tasks failed: the server is away"),
-        (OSError(28, "No space left on device", "x.parquet"), "failed", "no space is left on the disk (x.parquet)"),
+        (
+            BaseExceptionGroup("several", [FAILED, FAILED]),
+            "failed",
+            "5 tasks failed: the server is away",
+        ),
+        (
+            OSError(28, "No space left on device", "x.parquet"),
+            "failed",
+            "no space is left on the disk (x.parquet)",
+        ),
         (KeyError("colour"), "failed", "KeyError: 'colour' ("),
         (SystemExit(3), "failed", "SystemExit: 3 ("),
     ],
@@ -82,11 +89,15 @@ def test_why_a_run_ended_is_kept_with_the_command_to_go_on(
     assert kept["resume"] == (None if how == "completed" else f"agentrl train --resume '{folder}'")
     assert (kept["error"] is not None) == (how == "failed")
     if how != "completed":
-        (note,) = error.__notes__ if not isinstance(error, BaseExceptionGroup) else error.__notes__[-1:]
+        (note,) = (
+            error.__notes__ if not isinstance(error, BaseExceptionGroup) else error.__notes__[-1:]
+        )
         assert note == f"`{kept['resume']}` resumes from the checkpoint after 1 step"
 
 
-def test_a_run_that_begins_again_forgets_how_it_ended_and_one_without_checkpoint_says_so(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_forgets_how_it_ended_and_one_without_checkpoint_says_so(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(KeyboardInterrupt) as stopped:
         run_that_ends(tmp_path / "run", KeyboardInterrupt(), saved=False)
     assert "begins again, since no checkpoint was saved" in stopped.value.__notes__[0]
@@ -121,7 +132,9 @@ def test_a_run_whose_process_is_gone_without_a_word_was_killed(tmp_path: Path) -
     found = RunFolder("run", tmp_path / "run").status()["ended"]
     assert (found["how"], found["checkpoint"]) == ("killed", 4)
     assert f"its process {gone.pid} is gone" in found["why"]
-    (tmp_path / "run" / "status.json").write_text(json.dumps({**status, "pid": gone.pid, "host": "elsewhere"}))
+    (tmp_path / "run" / "status.json").write_text(
+        json.dumps({**status, "pid": gone.pid, "host": "elsewhere"})
+    )
     assert RunFolder("run", tmp_path / "run").status()["ended"] is None
 
 
@@ -130,4 +143,7 @@ def test_a_report_says_why_the_run_ended(tmp_path: Path) -> None:
         run_that_ends(tmp_path / "run", FAILED)
     write_report(tmp_path / "run", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert "The run failed: 5 tasks failed: the server is away. To go on: agentrl train --resume" in text
+    assert (
+        "The run failed: 5 tasks failed: the server is away. To go on: agentrl train --resume"
+        in text
+    )

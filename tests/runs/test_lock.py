@@ -16,8 +16,8 @@ from rich.console import Console
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import read_ledger
-from agentrl.runs.run import Run
 from agentrl.runs.lock import RunLock
+from agentrl.runs.run import Run
 from agentrl.trajectory import Task
 
 HOLD = "import sys; from pathlib import Path; from agentrl.runs.lock import RunLock\n" + (
@@ -38,12 +38,18 @@ def written(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(tmp_path: Path, resume: bool) -> None:
+def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(
+    tmp_path: Path, resume: bool
+) -> None:
     folder = tmp_path / "run"
     with run_in(folder, resume=False) as run:
         run.metrics.append({"step": 0, "reward": 1.0})
         before = written(folder)
-        message = f"in use: process {os.getpid()} on .*, since .* UTC, trains" if resume else "holds a run already"
+        message = (
+            f"in use: process {os.getpid()} on .*, since .* UTC, trains"
+            if resume
+            else "holds a run already"
+        )
         with pytest.raises(ConfigError, match=message):
             run_in(folder, resume=resume)
         assert written(folder) == before
@@ -80,7 +86,9 @@ def test_a_run_that_is_stopped_between_two_steps_saves_the_last_and_one_that_was
             assert sorted(run.checkpoints.all()) == saved
 
 
-def test_a_run_whose_start_fails_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_start_fails_frees_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: object) -> None:
         raise RuntimeError("no disk")
 
@@ -94,10 +102,15 @@ def test_a_run_whose_start_fails_frees_the_folder(tmp_path: Path, monkeypatch: p
 
 def test_a_killed_process_frees_the_folder(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=pipe, stdout=pipe, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"in use: process {holder.pid} on"), RunLock(tmp_path):
+        with (
+            pytest.raises(ConfigError, match=f"in use: process {holder.pid} on"),
+            RunLock(tmp_path),
+        ):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -125,13 +138,17 @@ def test_what_a_killed_process_has_left_is_mended_when_the_run_goes_on(tmp_path:
 def test_a_run_that_is_killed_when_it_begins_has_origins_or_no_config(tmp_path: Path) -> None:
     written: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("agentrl.config.history.write_whole", lambda path, text: written.append(path.name))
+        patched.setattr(
+            "agentrl.config.history.write_whole", lambda path, text: written.append(path.name)
+        )
         with run_in(tmp_path / "run", resume=False):
             pass
     assert written == ["origins.json", "config.yaml", "config.0.yaml"]
 
 
-def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_renamed(tmp_path: Path) -> None:
+def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_renamed(
+    tmp_path: Path,
+) -> None:
     class Weights:
         async def save(self, folder: Path) -> None:
             await asyncio.to_thread(folder.mkdir)
@@ -144,7 +161,9 @@ def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_rename
             run.ledger.admit(step, Task("lake", step, {}, str(step)), 0)
     config = load_config(folder / "config.yaml", ["steps=3"])
     for step, done in ((None, 6), (4, 4)):
-        with pytest.raises(ConfigError, match=rf"steps=3: the run in .* has made {done} steps already: .*--step 3"):
+        with pytest.raises(
+            ConfigError, match=rf"steps=3: the run in .* has made {done} steps already: .*--step 3"
+        ):
             Run(config, Console(file=StringIO()), resume=True, step=step)
     assert sorted(run.checkpoints.all()) == [2, 4, 6]
 
@@ -155,11 +174,15 @@ def test_a_data_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, written
     with run_in(folder, resume=False):
         pass
     (folder / "data.json").write_text(written)
-    with pytest.raises(ConfigError, match=r"data.json cannot be read, .*: restore it from a copy, or remove it"):
+    with pytest.raises(
+        ConfigError, match=r"data.json cannot be read, .*: restore it from a copy, or remove it"
+    ):
         run_in(folder, resume=True)
 
 
-def test_a_checkpoint_that_has_begun_is_finished_when_the_run_is_stopped_meanwhile(tmp_path: Path) -> None:
+def test_a_checkpoint_that_has_begun_is_finished_when_the_run_is_stopped_meanwhile(
+    tmp_path: Path,
+) -> None:
     class Slow:
         def __init__(self) -> None:
             self.saving = asyncio.Event()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.runs import run as run_module
 from agentrl.cli.run_folders import OWN, output
 from agentrl.errors import ConfigError
+from agentrl.runs import run as run_module
 
 COMMANDS = [
     ("report", "{run}", "-o", "{own}"),
@@ -35,7 +35,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize("own", ["config.yaml", "summary.json", "evaluations", "checkpoints/step_000003", "."])
+@pytest.mark.parametrize(
+    "own", ["config.yaml", "summary.json", "evaluations", "checkpoints/step_000003", "."]
+)
 def test_a_command_that_would_write_over_a_run_is_refused_before_it_does_anything(
     run: Path, command: tuple[str, ...], own: str, agentrl: Callable[..., Any]
 ) -> None:
@@ -47,17 +49,31 @@ def test_a_command_that_would_write_over_a_run_is_refused_before_it_does_anythin
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_a_link_or_another_spelling_is_no_way_round(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_or_another_spelling_is_no_way_round(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "out.html").symlink_to(run / "config.yaml")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(run)
-    for path in (tmp_path / "out.html", Path("~/runs/lake/config.yaml"), Path("config.yaml"), Path("../lake/lock.x")):
-        with pytest.raises(ConfigError, match="no command writes over what is a run's own: name another place"):
+    for path in (
+        tmp_path / "out.html",
+        Path("~/runs/lake/config.yaml"),
+        Path("config.yaml"),
+        Path("../lake/lock.x"),
+    ):
+        with pytest.raises(
+            ConfigError, match="no command writes over what is a run's own: name another place"
+        ):
             output(path)
 
 
 def test_other_places_are_free_also_beside_a_runs_own_files(run: Path, tmp_path: Path) -> None:
-    for path in (run / "lake.html", run / "shared" / "model", run.parent / "report.html", tmp_path / "config.yaml"):
+    for path in (
+        run / "lake.html",
+        run / "shared" / "model",
+        run.parent / "report.html",
+        tmp_path / "config.yaml",
+    ):
         assert output(path) == path
     again = run / "evaluations" / "eval-1"
     again.mkdir()

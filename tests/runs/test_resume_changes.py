@@ -82,12 +82,16 @@ def again(run: Path, *overrides: str) -> LoadedConfig:
     return load_config(run / "config.yaml", [*overrides, f"run_dir={run}"])
 
 
-def resumed(run: Path, *overrides: str, step: int = 0, change: bool = False, state: Saved | None = None) -> str:
+def resumed(
+    run: Path, *overrides: str, step: int = 0, change: bool = False, state: Saved | None = None
+) -> str:
     """Resume a run as the command does, after so many steps; returns what is printed."""
     if step:
         with opened(again(run), resume=True)[0] as before:
             for number in range(step):
-                before.ledger.admit(number, Task("frozen_lake", number, {}, f"train-{number}"), number)
+                before.ledger.admit(
+                    number, Task("frozen_lake", number, {}, f"train-{number}"), number
+                )
                 before.ledger.trained(number, {number: [1.0]})
             asyncio.run(before.save_checkpoint(step, state or Saved()))
     goes_on, printed = opened(again(run, *overrides), resume=True, change=change)
@@ -122,13 +126,20 @@ OVERRIDES = [
 def test_overrides_of_a_saved_config_work_as_on_the_one_that_was_written(
     written: Path, run: Path, overrides: list[str]
 ) -> None:
-    assert rows(load_config(run / "config.yaml", overrides)) == rows(load_config(written, overrides))
+    assert rows(load_config(run / "config.yaml", overrides)) == rows(
+        load_config(written, overrides)
+    )
 
 
 def test_so_do_those_of_a_copy_without_origins(written: Path, run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.yaml"
     copy.write_text((run / "config.yaml").read_text())
-    overrides = ["trainer=fsdp", "algorithm=ppo", "rollout.sampling.max_tokens=4000", "reward=exact"]
+    overrides = [
+        "trainer=fsdp",
+        "algorithm=ppo",
+        "rollout.sampling.max_tokens=4000",
+        "reward=exact",
+    ]
     assert rows(load_config(copy, overrides)) == rows(load_config(written, overrides))
 
 
@@ -145,12 +156,18 @@ def test_what_overrides_do_not_change_stays_as_it_was_saved(run: Path) -> None:
     assert longer.rollout.deadlines.generate > 500
 
 
-def test_what_a_user_has_written_and_the_new_component_lacks_is_refused_by_its_line(tmp_path: Path) -> None:
+def test_what_a_user_has_written_and_the_new_component_lacks_is_refused_by_its_line(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "own.yaml"
-    path.write_text(f"{CONFIG}run_dir: {tmp_path / 'run'}\nengine: {{name: local, prefix_cache: false}}\n")
+    path.write_text(
+        f"{CONFIG}run_dir: {tmp_path / 'run'}\nengine: {{name: local, prefix_cache: false}}\n"
+    )
     with opened(load_config(path))[0] as begun:
         folder = begun.folder
-    with pytest.raises(ConfigError, match=r"engine\.prefix_cache: no such setting \(.*run/config\.yaml:\d+\)"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.prefix_cache: no such setting \(.*run/config\.yaml:\d+\)"
+    ):
         load_config(folder / "config.yaml", ["engine=openai", "engine.url=http://127.0.0.1:1"])
 
 
@@ -168,12 +185,17 @@ def test_a_resume_names_what_it_changes_and_keeps_each_config(run: Path) -> None
     assert resumed(run) == ""
     assert "  steps: 20 -> 40\n" in resumed(run, "steps=40", "trainer.schedule=constant")
     assert sorted(path.name for path in run.glob("config*.yaml")) == [
-        "config.0.yaml", "config.1.yaml", "config.2.yaml", "config.yaml",
+        "config.0.yaml",
+        "config.1.yaml",
+        "config.2.yaml",
+        "config.yaml",
     ]
     assert (run / "config.0.yaml").read_text() == first
     kept = [load_config(run / f"config.{number}.yaml").config for number in range(3)]
     assert [(one.trainer.settings.model_dump()["lr"], one.steps) for one in kept] == [
-        (0.001, 20), (0.0005, 20), (0.0005, 40),
+        (0.001, 20),
+        (0.0005, 20),
+        (0.0005, 40),
     ]
     assert (run / "config.2.yaml").read_text() == (run / "config.yaml").read_text()
     changes = [json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines()]
@@ -238,9 +260,12 @@ def test_it_is_taken_with_change(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["env.isolation=process", "rollout.group_size=4", "reward.weight=2", "env.exhausted=others"]
+    "override",
+    ["env.isolation=process", "rollout.group_size=4", "reward.weight=2", "env.exhausted=others"],
 )
-def test_what_makes_no_other_run_of_it_needs_no_more_than_to_be_said(run: Path, override: str) -> None:
+def test_what_makes_no_other_run_of_it_needs_no_more_than_to_be_said(
+    run: Path, override: str
+) -> None:
     changes = ConfigHistory(run).changes(again(run, override))
     assert [change.key for change in changes] == [override.partition("=")[0]]
     refuse_another_run(changes, run)
@@ -249,8 +274,16 @@ def test_what_makes_no_other_run_of_it_needs_no_more_than_to_be_said(run: Path, 
 def test_the_command_names_all_that_it_refuses_before_anything_else_is_looked_at(run: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     with pytest.raises(ConfigError) as refused:
-        train(Path("seed=6"), ["model=/another/model", "env=guess_number", "steps=99"], resume=str(run))
-    for named in ("seed: 0 -> 6", "model.name: tiny -> /another/model", "env.name: frozen_lake -> guess_number"):
+        train(
+            Path("seed=6"),
+            ["model=/another/model", "env=guess_number", "steps=99"],
+            resume=str(run),
+        )
+    for named in (
+        "seed: 0 -> 6",
+        "model.name: tiny -> /another/model",
+        "env.name: frozen_lake -> guess_number",
+    ):
         assert named in str(refused.value)
     assert "steps" not in str(refused.value)
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == before
@@ -275,7 +308,11 @@ def test_auto_takes_another_config_only_with_change(written: Path, run: Path) ->
     ("state", "override", "message"),
     [
         (("trainer.pt",), "algorithm=ppo", "ppo needs a critic, and .*step_000001 has none"),
-        (("trainer.pt",), "trainer.lora.rank=4", "trains adapters, and .*step_000001 is of whole weights"),
+        (
+            ("trainer.pt",),
+            "trainer.lora.rank=4",
+            "trains adapters, and .*step_000001 is of whole weights",
+        ),
         (("trainer.pt",), "model=small", "step_000001 has other shapes than the model 'small'"),
     ],
 )
@@ -295,15 +332,22 @@ def test_models_that_were_made_before_are_made_again_of_another_model(run: Path)
     assert not (run / "model_commit").exists()
 
 
-def test_a_change_of_demonstrations_that_are_made_already_is_said_to_change_nothing(tmp_path: Path) -> None:
+def test_a_change_of_demonstrations_that_are_made_already_is_said_to_change_nothing(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "own.yaml"
-    path.write_text(f"{CONFIG}recipe: {{demonstrations: {{player: 'agentrl.envs.frozen_lake:careful_player'}}}}\n")
+    path.write_text(
+        f"{CONFIG}recipe: {{demonstrations: {{player: 'agentrl.envs.frozen_lake:careful_player'}}}}\n"
+    )
     with opened(load_config(path, [f"run_dir={tmp_path / 'run'}"]))[0] as begun:
         pass
     assert notes(resumed(begun.folder, "recipe.demonstrations.lr=0.5")) == []
     (begun.folder / "demonstrations").mkdir()
     (text,) = notes(resumed(begun.folder, "recipe.demonstrations.lr=0.25"))
-    assert text == "recipe.demonstrations.lr: changes nothing any more, as demonstrations/ is made already"
+    assert (
+        text
+        == "recipe.demonstrations.lr: changes nothing any more, as demonstrations/ is made already"
+    )
 
 
 def test_open_tasks_of_an_environment_that_is_gone_are_cancelled(run: Path) -> None:
@@ -320,11 +364,20 @@ def test_open_tasks_of_an_environment_that_is_gone_are_cancelled(run: Path) -> N
 
 
 def notes(printed: str) -> list[str]:
-    return [line.removeprefix("note: ") for line in printed.splitlines() if line.startswith("note: ")]
+    return [
+        line.removeprefix("note: ") for line in printed.splitlines() if line.startswith("note: ")
+    ]
 
 
-def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept(written: Path, tmp_path: Path) -> None:
-    overrides = ["trainer.warmup_steps=50", "algorithm=ppo", "critic.warmup_steps=20", f"run_dir={tmp_path / 'run'}"]
+def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept(
+    written: Path, tmp_path: Path
+) -> None:
+    overrides = [
+        "trainer.warmup_steps=50",
+        "algorithm=ppo",
+        "critic.warmup_steps=20",
+        f"run_dir={tmp_path / 'run'}",
+    ]
     begun, printed = opened(load_config(written, overrides))
     with begun:
         (text,) = notes(printed.getvalue())
@@ -339,8 +392,11 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept
 @pytest.mark.parametrize(
     ("overrides", "jump"),
     [
-        (["steps=40"], "from 0.000663 in step 9 to 0.000883 in step 10, as the cosine now ends after 40 steps, and "
-         "ended after 20. To go on evenly, write trainer.schedule=constant trainer.lr=0.000663"),
+        (
+            ["steps=40"],
+            "from 0.000663 in step 9 to 0.000883 in step 10, as the cosine now ends after 40 steps, and "
+            "ended after 20. To go on evenly, write trainer.schedule=constant trainer.lr=0.000663",
+        ),
         (["trainer.warmup_steps=18"], "as the schedule has changed"),
         (["trainer.schedule=constant"], "to 0.001 in step 10, as the schedule has changed"),
         (["trainer.lr=5e-4"], None),
@@ -348,7 +404,9 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept
         (["steps=40", "trainer.schedule=constant", "trainer.lr=6e-4"], None),
     ],
 )
-def test_a_learning_rate_that_jumps_at_a_resume_is_said(run: Path, overrides: list[str], jump: str | None) -> None:
+def test_a_learning_rate_that_jumps_at_a_resume_is_said(
+    run: Path, overrides: list[str], jump: str | None
+) -> None:
     found = notes(resumed(run, *overrides, step=10))
     if jump is None:
         assert found == []
@@ -364,4 +422,6 @@ def test_recipes_that_learn_from_files_have_as_many_steps_as_those(written: Path
     assert not list(notes_of_schedules(config))
     (text,) = notes_of_warm_up("trainer.warmup_steps", config.trainer.settings, 20, "recipe=dpo")
     assert text.startswith("trainer.warmup_steps is 50, and recipe=dpo has 20 steps")
-    assert not list(notes_of_warm_up("trainer.warmup_steps", config.trainer.settings, 50, "recipe=dpo"))
+    assert not list(
+        notes_of_warm_up("trainer.warmup_steps", config.trainer.settings, 50, "recipe=dpo")
+    )

@@ -38,8 +38,12 @@ def in_a_process(run: Path, end: str) -> int:
     return subprocess.run([sys.executable, "-c", LEAVES, str(run), end], check=False).returncode
 
 
-def test_a_process_that_has_used_multiprocessing_ends_silently_and_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LISTENS, str(tmp_path)], capture_output=True, text=True, check=True)
+def test_a_process_that_has_used_multiprocessing_ends_silently_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENS, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -50,7 +54,9 @@ def test_temporary_files_of_this_process_and_of_its_children_lie_in_the_run(tmp_
         own = tmp_path / "run" / "tmp" / str(os.getpid())
         assert Path(tempfile.mkdtemp()).resolve().parent == own
         makes = "import tempfile; print(tempfile.mkdtemp())"
-        made = subprocess.run([sys.executable, "-c", makes], capture_output=True, text=True, check=True).stdout
+        made = subprocess.run(
+            [sys.executable, "-c", makes], capture_output=True, text=True, check=True
+        ).stdout
         assert Path(made.strip()).resolve().parent == own
     assert (tempfile.gettempdir(), os.environ.get("TMPDIR")) == before
 
