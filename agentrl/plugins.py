@@ -33,7 +33,8 @@ from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import PluginError
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import Env, Settings
+from agentrl.protocols import Env
+from agentrl.settings.base import Settings
 
 GROUPS = (
     "envs",

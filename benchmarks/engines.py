@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.arrays import GrowingInts, ints
 from agentrl.engines.local import LocalEngine
 from agentrl.models.tiny import create_tiny_model
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,11 @@ from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import Assignment
 from agentrl.gateway.server import GatewayServer, serving
-from agentrl.protocols import Engine, SamplingParams
+from agentrl.protocols import Engine
 from agentrl.remote.gate import idle_timeout
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Task
 
 LIVE, TURNS = 256, 8

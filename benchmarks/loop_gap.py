@@ -39,12 +39,13 @@ from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.plugins import NoSettings
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.settings import TrainerSettings

@@ -47,12 +47,13 @@ from agentrl.hosting.host import EnvHost
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
 from agentrl.plugins import NoSettings
-from agentrl.protocols import Engine, EngineStats, GenerateRequest, SamplingParams
+from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing.openai_server import MODEL, serve_engine
 from agentrl.trajectory import Completion

@@ -27,7 +27,8 @@ from agentrl.arrays import GrowingInts, ints
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.packed_model import PackedModel, StepRow
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
 EARLY = 5

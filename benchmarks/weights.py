@@ -29,7 +29,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
-from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.protocols import Engine, GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.weights.bundle import WeightBundle
 from agentrl.weights.publisher import WeightPublisher, WeightsConfig, checksum
 

@@ -43,7 +43,8 @@ from agentrl.conversation.tools import (
     tools_of,
 )
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
 from agentrl.trajectory import MadeCall, ToolCall
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class Calculator(ToolEnv):

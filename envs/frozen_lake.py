@@ -19,7 +19,8 @@ from pydantic import Field
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.envs.board import board_html
 from agentrl.errors import EnvError
-from agentrl.protocols import Settings, StepResult
+from agentrl.protocols import StepResult
+from agentrl.settings.base import Settings
 
 ACTIONS = ("left", "down", "right", "up")
 """The legal messages, in Gymnasium's order."""

@@ -11,7 +11,8 @@ from pydantic import Field
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, StepResult
+from agentrl.settings.base import Settings
 
 
 def scheme(rest: str) -> Callable[[], Env]:

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, plays, read_options
-from agentrl.protocols import Settings, StepResult
+from agentrl.protocols import StepResult
+from agentrl.settings.base import Settings
 
 
 class GuessNumber(TextEnv):

@@ -36,7 +36,8 @@ from agentrl.envs.base import TextEnv, ToolError, read_options
 from agentrl.envs.foreign import silenced
 from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, written_out
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, StepResult
+from agentrl.settings.base import Settings
 
 GymEnv = gymnasium.Env[Any, Any]
 

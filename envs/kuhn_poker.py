@@ -16,7 +16,8 @@ from pydantic import Field
 
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.errors import ConfigError
-from agentrl.protocols import Enumeration, Question, ResetResult, Settings, StepResult
+from agentrl.protocols import Enumeration, Question, ResetResult, StepResult
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Message
 
 if TYPE_CHECKING:

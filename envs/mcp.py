@@ -45,7 +45,8 @@ from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.foreign import load_package
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.net.http_client import proxy_note
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.settings.base import Settings
 from agentrl.trajectory import ToolCall
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from pydantic import Field, ValidationError, model_validator, validate_call
 
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.oracles.problems import PROBLEMS, Action, Decision, Result
-from agentrl.protocols import Credit, Question, ResetResult, Settings, StepResult
+from agentrl.protocols import Credit, Question, ResetResult, StepResult
+from agentrl.settings.base import Settings
 from agentrl.settings.faults import faults
 from agentrl.trajectory import Message, Trajectory
 

@@ -36,7 +36,8 @@ from agentrl.envs.spaces_text import (
     written_out,
 )
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, ResetResult, StepResult
+from agentrl.settings.base import Settings
 
 MOST_LISTED = 64
 """Most possible actions that an observation lists."""

@@ -17,11 +17,12 @@ from pydantic import Field
 
 from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import OwnerOnly, Settings
+from agentrl.protocols import OwnerOnly
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.sandbox.shared import borrow, give_back
+from agentrl.settings.base import Settings
 from agentrl.trajectory import ToolCall
 
 LONGEST = 2000

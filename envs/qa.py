@@ -23,8 +23,9 @@ from agentrl.conversation.right_answers import check_it_is_no_solution
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
 from agentrl.errors import ConfigError
-from agentrl.protocols import OwnerOnly, ResetResult, Settings, StepResult
+from agentrl.protocols import OwnerOnly, ResetResult, StepResult
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Message
 
 _LARGEST = 10**60

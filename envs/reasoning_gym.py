@@ -12,7 +12,8 @@ from pydantic import Field
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Env, StepResult
+from agentrl.settings.base import Settings
 
 MAX_ANSWER = 20_000
 """Most characters of an answer. A longer one is wrong without scoring it: some scorers take

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import ToolCall
 
 

@@ -16,7 +16,8 @@ from pydantic import Field, ImportString
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
 from agentrl.errors import ConfigError
-from agentrl.protocols import OwnerOnly, Settings
+from agentrl.protocols import OwnerOnly
+from agentrl.settings.base import Settings
 from agentrl.trajectory import ToolCall
 
 AREAS = ("centre", "harbour", "old town", "university")

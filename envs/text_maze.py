@@ -19,7 +19,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.envs.board import board_html
 from agentrl.errors import EnvError
-from agentrl.protocols import Settings, StepResult
+from agentrl.protocols import StepResult
+from agentrl.settings.base import Settings
 
 Cell = tuple[int, int]
 """(row, column)"""

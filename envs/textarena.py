@@ -20,7 +20,8 @@ from pydantic import Field
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, ResetResult, StepResult
+from agentrl.settings.base import Settings
 
 MOST_PLAYERS = 8
 MOST_REPLIES = 400

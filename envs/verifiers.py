@@ -28,8 +28,9 @@ from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.envs.verifiers_v1 import TasksetFactory
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.rollout.seeds import SPLITS
+from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 
 _LIMITS = (

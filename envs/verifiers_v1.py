@@ -23,8 +23,9 @@ from agentrl.conversation.tools import ParsedReply
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.rollout.seeds import SPLITS
+from agentrl.settings.base import Settings
 
 if TYPE_CHECKING:
     from aiohttp.web import Response

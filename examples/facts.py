@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.protocols import Settings, StepResult
+from agentrl.protocols import StepResult
+from agentrl.settings.base import Settings
 
 MOST_WORDS = 8
 """Words of an answer: "The capital of New Zealand is Wellington" has seven."""

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError, LethalContentError, RewardError
-from agentrl.protocols import Settings
 from agentrl.rewards.fenced_blocks import blocks_in
 from agentrl.rewards.outputs import Comparison, same_output
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Task, Trajectory
 
 

@@ -1,6 +1,6 @@
 """The environment's own reward."""
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Trajectory
 
 

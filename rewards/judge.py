@@ -6,10 +6,10 @@ from typing import Annotated, Any, Self
 import httpx
 from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, create_model
 
-from agentrl.protocols import Settings
 from agentrl.rewards.judge_endpoint import JudgeEndpoint, Verdict
 from agentrl.rewards.judge_evidence import EvidenceSettings
 from agentrl.rewards.judge_prompt import JudgePrompt
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Trajectory
 
 

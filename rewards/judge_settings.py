@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class JudgeSettings(Settings):

@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 from pydantic import field_validator, model_validator
 
 from agentrl.errors import ConfigError
-from agentrl.protocols import Settings
 from agentrl.rewards.ltl import Automaton, automaton
 from agentrl.rewards.rules.tool_use import calls_in, exchanges
+from agentrl.settings.base import Settings
 from agentrl.settings.yaml_values import read_value
 from agentrl.trajectory import MadeCall, Score, ToolCall, Trajectory
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from agentrl.arrays import IntArray
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError, RewardError
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Trajectory
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.envs.base import ToolEnv
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Trajectory
 from tests.chat_templates import byte_tokenizer, templates
 

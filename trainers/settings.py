@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.placement.footprint import Recompute, TrainerLayout
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 LARGE = 10**9
 """Parameters of a model whose activations are computed again by default."""

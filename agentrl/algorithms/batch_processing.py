@@ -19,14 +19,9 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.protocols import (
-    Algorithm,
-    LearnsFromBatches,
-    MeasuresSpread,
-    MemberAdvantage,
-    Settings,
-)
+from agentrl.protocols import Algorithm, LearnsFromBatches, MeasuresSpread, MemberAdvantage
 from agentrl.rounding import constant, scale_of, settled
+from agentrl.settings.base import Settings
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.arrays import floats, ints
-from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage, Settings
+from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
 _REWARDS: Sequence[Sequence[Sequence[float]]] = (

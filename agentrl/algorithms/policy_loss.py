@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens, MemberAdvantage, Settings
+from agentrl.protocols import LossOutput, LossTokens, MemberAdvantage
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Failed, Group
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ import numpy as np
 
 from agentrl.algorithms.policy_loss import scored
 from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens, Settings
+from agentrl.protocols import LossOutput, LossTokens
 from agentrl.rounding import above, at_least, scale_of
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, succeeded
 
 if TYPE_CHECKING:

@@ -21,16 +21,13 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
-from agentrl.protocols import (
-    Engine,
-    Renderer,
-    SamplingParams,
-)
+from agentrl.protocols import Engine, Renderer
 from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
 from agentrl.scoring.config import name_of
+from agentrl.settings.sampling import SamplingParams
 
 
 @asynccontextmanager

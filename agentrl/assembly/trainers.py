@@ -12,13 +12,7 @@ from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.models.tokenizer import check_same_tokens
 from agentrl.plugins import Component
-from agentrl.protocols import (
-    Algorithm,
-    LatestCheckpoint,
-    Recovery,
-    SupportsPredict,
-    Trainer,
-)
+from agentrl.protocols import Algorithm, LatestCheckpoint, Recovery, SupportsPredict, Trainer
 
 TrainerRole = Literal["trainer", "reference", "critic"]
 _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {

@@ -24,14 +24,7 @@ from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import spare_what_lives
 from agentrl.placement.time_share import DeviceSharing
-from agentrl.protocols import (
-    Algorithm,
-    Curriculum,
-    LatestCheckpoint,
-    Trainer,
-    begin_save,
-    saved,
-)
+from agentrl.protocols import Algorithm, Curriculum, LatestCheckpoint, Trainer, begin_save, saved
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts

@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 from agentrl.config import RunConfig, load_config
 from agentrl.config.overrides import right_form, setting_of
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.protocols import check_numbers, check_plain
+from agentrl.settings.base import check_numbers, check_plain
 from agentrl.settings.yaml_values import read_yaml, value_of
 
 Step = Annotated[

@@ -25,7 +25,8 @@ from agentrl.flow import Flow, Retries, span
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
-from agentrl.protocols import Engine, Settings
+from agentrl.protocols import Engine
+from agentrl.settings.base import Settings
 
 logger = logging.getLogger(__name__)
 

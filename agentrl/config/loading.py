@@ -15,7 +15,7 @@ from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
 from agentrl.errors import ConfigError
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.tasks.env_config import OneEnv
 
 

@@ -24,11 +24,12 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages, PathText, Settings
+from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.scoring.config import RewardsConfig, name_of
+from agentrl.settings.base import PathText, Settings
 from agentrl.settings.yaml_values import to_yaml
 from agentrl.simulate.world import SimulationConfig
 from agentrl.tasks.env_config import ComponentField, EnvConfig, OneEnv, RewardsField
@@ -146,7 +147,7 @@ class RunConfig(Settings):
     tasks: ComponentField
     """Where the tasks come from: `seeded` (a new seed of the environment for each), a file, a
     folder or a dataset (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or
-    `package.module:Name`, a `TaskSource` or `Curriculum` (agentrl/protocols.py) with its settings.
+    `package.module:Name`, a `TaskSource` or `Curriculum` (agentrl/protocols/tasks.py) with its settings.
     """
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField

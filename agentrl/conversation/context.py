@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from agentrl.protocols import Conversation, Settings
+from agentrl.protocols import Conversation
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Message
 
 _PAD = re.compile(r"<scratchpad>.*?</scratchpad>", re.DOTALL)

@@ -51,7 +51,8 @@ from agentrl.conversation.tool_formats import (
 )
 from agentrl.errors import ConfigError
 from agentrl.models.tokenizer import load_tokenizer
-from agentrl.protocols import Prompt, Settings
+from agentrl.protocols import Prompt
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, Message, ToolCall
 
 logger = logging.getLogger(__name__)

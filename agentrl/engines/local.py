@@ -30,7 +30,8 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
+from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle
 

@@ -28,7 +28,9 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.net.http_client import proxy_note
 from agentrl.net.openai_wire import CompletionAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams, Settings
+from agentrl.protocols import EngineStats, GenerateRequest
+from agentrl.settings.base import Settings
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from agentrl.models.attention_check import (
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Routing
 from agentrl.models.weight_names import WeightNames
-from agentrl.protocols import SamplingParams, ScoreRequest
+from agentrl.protocols import ScoreRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.weights.bundle import shapes_of
 
 _ATTENTION = "agentrl_slots"

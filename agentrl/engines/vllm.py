@@ -24,14 +24,8 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatErro
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import (
-    AnswerFormat,
-    EngineStats,
-    GenerateRequest,
-    ScoreRequest,
-    Scores,
-    Settings,
-)
+from agentrl.protocols import AnswerFormat, EngineStats, GenerateRequest, ScoreRequest, Scores
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
 from agentrl.weights.store import bundled

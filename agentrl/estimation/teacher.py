@@ -16,7 +16,8 @@ from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import EngineError, LethalRequestError
 from agentrl.flow import Flow, deadline
-from agentrl.protocols import ScoreRequest, Settings, SupportsScore
+from agentrl.protocols import ScoreRequest, SupportsScore
+from agentrl.settings.base import Settings
 
 
 def _named(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from agentrl.errors import Layer
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class Retries(Settings):

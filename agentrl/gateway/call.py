@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 
 from agentrl.arrays import IntArray, ints
-from agentrl.protocols import AnswerFormat, SamplingParams
+from agentrl.protocols import AnswerFormat
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion, Message, ToolCall
 
 CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compaction", "edit"]

@@ -22,7 +22,8 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper, address
 from agentrl.plugins import Component
-from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings
+from agentrl.protocols import Env, OwnerOnly, ResetResult
+from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 
 _ADDRESS = "agentrl.hosting.client_options:ClientOptions"

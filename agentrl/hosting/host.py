@@ -36,7 +36,8 @@ from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult
+from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, StepResult
+from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 
 logger = logging.getLogger(__name__)

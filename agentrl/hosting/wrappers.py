@@ -24,7 +24,8 @@ from pydantic import Field, ValidationError, field_validator
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.settings.base import Settings
 from agentrl.settings.faults import faults
 
 _Result = TypeVar("_Result", ResetResult, StepResult)

@@ -46,7 +46,7 @@ from agentrl.errors import ConfigError
 from agentrl.files.disk_errors import storage_problem
 from agentrl.files.file_lock import has_record_locks
 from agentrl.ledger.write_behind import WriteBehind
-from agentrl.protocols import check_plain
+from agentrl.settings.base import check_plain
 from agentrl.trajectory import Task
 
 Fate = Literal["trained", "masked", "filtered", "stale", "cancelled", "failed"]

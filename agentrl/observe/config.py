@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class ObserveConfig(Settings):

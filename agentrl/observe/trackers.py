@@ -15,7 +15,8 @@ from urllib.parse import urlparse
 from uuid import uuid4
 
 from agentrl.errors import ConfigError
-from agentrl.protocols import EpisodeSample, HowEnded, Settings
+from agentrl.protocols import EpisodeSample, HowEnded
+from agentrl.settings.base import Settings
 
 _COLUMNS = [field.name for field in fields(EpisodeSample)]
 _DEFAULT_PROJECT = "agentrl"

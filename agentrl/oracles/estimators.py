@@ -42,7 +42,8 @@ from agentrl.oracles.problems import (
     stopping,
     t_maze,
 )
-from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch, SamplingParams
+from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
     Completion,
     Group,

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from agentrl.errors import ConfigError
 from agentrl.placement.devices import Assumptions, Inventory
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 Mode = Literal["auto", "colocated", "disaggregated", "local", "listed"]
 Role = Literal["engine", "trainer"]

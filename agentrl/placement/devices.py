@@ -12,7 +12,7 @@ from pydantic import Field
 
 from agentrl.errors import ConfigError
 from agentrl.plugins import nearest
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 GIB = 2**30
 

@@ -10,12 +10,12 @@ from agentrl.assembly import check_trains
 from agentrl.config import RunConfig
 from agentrl.estimation.advisors import CriticTraining
 from agentrl.estimation.episode_buffer import Replay
-from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
+from agentrl.settings.base import Settings
 
 
 class ArcherSettings(Settings):

@@ -23,13 +23,15 @@ from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
-from agentrl.protocols import COLDEST, SamplingParams, ScriptedPlayer, Settings
+from agentrl.protocols import ScriptedPlayer
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import task_source
+from agentrl.settings.base import COLDEST, Settings
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded, unshared
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from agentrl.config import PLAYED, RunConfig, notes_of_warm_up
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
-from agentrl.protocols import COLDEST, Settings, SupportsPredict
+from agentrl.protocols import SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.preferences import (
     Preference,
@@ -39,6 +39,7 @@ from agentrl.recipes.recordings import same_tokens
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
+from agentrl.settings.base import COLDEST, Settings
 from agentrl.trajectory import Completion, Message, Task, Terminated, Trajectory, Turn
 
 Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]

@@ -37,7 +37,7 @@ from agentrl.assembly import TrainingAssembly, assemble_training, check_trains
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.flow import loop_metrics
-from agentrl.protocols import Settings, SupportsPredict
+from agentrl.protocols import SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.dpo import check_trainer, update
 from agentrl.recipes.evaluations import evaluations
@@ -48,6 +48,7 @@ from agentrl.recipes.preferences import Preference, in_batches, write_preference
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, Trajectory
 
 

@@ -23,12 +23,13 @@ from agentrl.assembly import assemble_training, check_trains
 from agentrl.estimation.advisors import ON_NEWEST, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import elapsed, loop_metrics
-from agentrl.protocols import Algorithm, Settings
+from agentrl.protocols import Algorithm
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluations import evaluations
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.opponents import Matches
 from agentrl.runs.run import Run
+from agentrl.settings.base import Settings
 
 
 class PolicyGradientSettings(Settings):

@@ -12,7 +12,7 @@ from pydantic import Field
 from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
-from agentrl.protocols import COLDEST, Settings
+from agentrl.settings.base import COLDEST, Settings
 from agentrl.trajectory import (
     SEGMENT,
     Completion,

@@ -17,7 +17,6 @@ from agentrl.config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
-from agentrl.protocols import Settings
 from agentrl.recipes.preferences import (
     Preference,
     PreferencesConfig,
@@ -28,6 +27,7 @@ from agentrl.recipes.preferences import (
 from agentrl.recipes.starting_model import base_model
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
+from agentrl.settings.base import Settings
 
 if TYPE_CHECKING:
     from agentrl.recipes.preference_core import Pair

@@ -13,12 +13,12 @@ from agentrl.assembly import check_trains
 from agentrl.config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.files.durable import finish_folder, new_unfinished
-from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.recordings import RecordingsConfig, recorded
 from agentrl.recipes.starting_model import starting_model
 from agentrl.runs.run import Run
+from agentrl.settings.base import Settings
 
 
 class SftSettings(Settings):

@@ -13,13 +13,13 @@ from agentrl.errors import EnvError, RolloutError
 from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.gateway.player import PlayerEngine
 from agentrl.models.tiny import SIZES, create_tiny_model
-from agentrl.protocols import SamplingParams
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnginePolicy
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import task_source
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.tokenizer import ByteTokenizer
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agentrl.errors import ConfigError
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import check_plain
+from agentrl.settings.base import check_plain
 
 SOCKET_PATH = "/sessions/ws"
 """The path of the WebSocket."""

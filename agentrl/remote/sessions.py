@@ -14,8 +14,8 @@ from pydantic import Field
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import deadline, now
 from agentrl.hosting.host import EnvHost, LiveEnv
-from agentrl.protocols import Settings
 from agentrl.remote.protocol import Began, Opened, Refusal, Reset, Step, Stepped
+from agentrl.settings.base import Settings
 
 Answer = TypeVar("Answer", Began, Stepped)
 

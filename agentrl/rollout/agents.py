@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 ALONE = ("",)
 """The agents of an environment that names none: a single one without a name."""

@@ -9,7 +9,7 @@ of a single answer is `rollout.sampling.max_tokens`.
 
 from pydantic import Field
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class OwnBudget(Settings):

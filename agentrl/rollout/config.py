@@ -7,10 +7,11 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from agentrl.conversation.context import FULL, Context
 from agentrl.flow import Retries
 from agentrl.hosting.host import EnvDeadlines
-from agentrl.protocols import SamplingParams, Settings
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.scoring.rule_pool import RulePoolConfig
+from agentrl.settings.base import Settings
+from agentrl.settings.sampling import SamplingParams
 
 SECONDS_PER_SAMPLED_TOKEN = 0.2
 """Slower engines count as hanging: those of full batches sample ten times as fast."""

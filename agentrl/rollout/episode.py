@@ -30,7 +30,6 @@ from agentrl.protocols import (
     GenerateRequest,
     Prompt,
     Renderer,
-    SamplingParams,
     ScriptedPlayer,
 )
 from agentrl.rollout.agents import (
@@ -44,6 +43,7 @@ from agentrl.rollout.agents import (
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.seeds import derive_seed
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
     SEGMENT,
     Completion,

@@ -22,10 +22,11 @@ from pydantic import Field
 
 from agentrl.errors import WeightsError
 from agentrl.flow import deadline, run_to_completion
-from agentrl.protocols import Engine, Settings, SupportsStageWeights
+from agentrl.protocols import Engine, SupportsStageWeights
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, Role
 from agentrl.rollout.results import Results, results_of
 from agentrl.rollout.seeds import derive_seed
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, Trajectory
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.snapshots import Snapshots

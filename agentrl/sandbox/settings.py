@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.protocols import PathText, Settings
+from agentrl.settings.base import PathText, Settings
 
 
 class SandboxLimits(Settings):

@@ -21,10 +21,11 @@ from pydantic import Field, create_model
 from agentrl.errors import ConfigError
 from agentrl.flow import Retries
 from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import GroupReward, Isolation, Settings
+from agentrl.protocols import GroupReward, Isolation
 from agentrl.scoring.part import RewardPart, unbound
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Task
 
 _METHODS = ("score", "score_group", "evaluate")

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from agentrl.errors import ScoreError
-from agentrl.protocols import LARGEST
+from agentrl.settings.base import LARGEST
 from agentrl.trajectory import Failed, Score
 
 

@@ -40,7 +40,7 @@ from agentrl.errors import (
     RuleLimitError,
 )
 from agentrl.flow import Suspicion
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class RulePoolConfig(Settings):

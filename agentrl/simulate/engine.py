@@ -27,7 +27,8 @@ from pydantic import Field, model_validator
 from agentrl.arrays import floats
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.protocols import EngineStats, GenerateRequest
+from agentrl.settings.base import Settings
 from agentrl.simulate.latency import Constant, Latency
 from agentrl.trajectory import Completion, FinishReason
 

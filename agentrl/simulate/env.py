@@ -20,8 +20,9 @@ from pydantic import Field, model_validator
 
 from agentrl.errors import OutageError
 from agentrl.flow import now
-from agentrl.protocols import ResetResult, Settings, StepResult
+from agentrl.protocols import ResetResult, StepResult
 from agentrl.rollout.seeds import derive_seed
+from agentrl.settings.base import Settings
 from agentrl.simulate.latency import NO_TIME, Constant, Latency
 
 Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 
 
 class Constant(Settings):

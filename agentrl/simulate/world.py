@@ -25,11 +25,13 @@ from agentrl.hosting.host import EnvHost
 from agentrl.ledger.ledger import Fates, Ledger
 from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
 from agentrl.plugins import NoSettings
-from agentrl.protocols import Reward, SamplingParams, Settings, TaskSource
+from agentrl.protocols import Reward, TaskSource
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
+from agentrl.settings.base import Settings
+from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.engine import LengthOf, SimulatedEngine
 from agentrl.simulate.env import EpisodePlanOf, SimulatedEnvs
 from agentrl.simulate.episode import SpanEpisodeRunner

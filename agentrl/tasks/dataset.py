@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.client_options import marked_options
-from agentrl.protocols import Settings
 from agentrl.rollout.seeds import derive_seed, split_seed
+from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
 from agentrl.tasks.columns import advice, answer_advice, listed
 from agentrl.tasks.permutation import Permutation

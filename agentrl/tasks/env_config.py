@@ -23,10 +23,11 @@ from pydantic import (
 from agentrl.errors import ConfigError
 from agentrl.hosting.wrappers import wrapper
 from agentrl.plugins import Component
-from agentrl.protocols import Isolation, Settings
+from agentrl.protocols import Isolation
 from agentrl.rollout.agents import AgentRoute
 from agentrl.rollout.budget import OwnBudget
 from agentrl.scoring.config import RewardsConfig
+from agentrl.settings.base import Settings
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
 RewardsField = Annotated[InstanceOf[RewardsConfig], PlainSerializer(RewardsConfig.dump)]

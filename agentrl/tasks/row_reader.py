@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, field_validator
 
 from agentrl.conversation.chats import as_json, is_chat, question_of, read_chat, written_chat
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.tasks.columns import advice, column, listed
 from agentrl.tasks.rows import BadRowError
 from agentrl.tasks.template import RowTemplate

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from agentrl.plugins import NoSettings
-from agentrl.protocols import FiniteTasks, SamplingParams, Settings, TaskSource, check_temperature
+from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.budget import OwnBudget
+from agentrl.settings.base import Settings, check_temperature
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv, RewardsField
 from agentrl.tasks.row_reader import RowSettings

@@ -18,7 +18,8 @@ from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import check_score, max_new_tokens
 from agentrl.engines.stop_texts import Decodes, StopTexts
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams, ScoreRequest, Scores
+from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from pydantic_core import to_json
 
 from agentrl.arrays import ints
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.protocols import Engine, GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
 MODEL = "served"

@@ -21,7 +21,7 @@ import xxhash
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, WeightsError
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.weights.low_rank import Factors, LowRank, weight_files
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from pydantic import Field
 
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import deadline, now, run_to_completion, span
-from agentrl.protocols import Engine, Settings, SupportsStageWeights, Trainer
+from agentrl.protocols import Engine, SupportsStageWeights, Trainer
+from agentrl.settings.base import Settings
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.store import SHARED_MEMORY, WeightStore, default_parent
 

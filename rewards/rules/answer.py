@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agentrl.errors import ConfigError
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Task, Trajectory
 
 LONGEST = 20_000

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Trajectory
 
 

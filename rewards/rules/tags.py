@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import Trajectory
 
 

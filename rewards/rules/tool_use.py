@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.conversation.tools import is_refusal, parse_tool_calls
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.trajectory import MadeCall, Message, Score, ToolCall, Trajectory, Turn
 
 Said = str | tuple[MadeCall, ...]

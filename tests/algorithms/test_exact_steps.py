@@ -11,7 +11,7 @@ from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.ppo import Ppo
 from agentrl.oracles.estimators import Oracle, bandit, stopping
 from agentrl.oracles.exact_steps import ExactShare, ExactStep, StepRules
-from agentrl.protocols import SamplingParams
+from agentrl.settings.sampling import SamplingParams
 
 PLAIN = Rloo(Rloo.Config(normalizer=1.0))
 WIDE = Rloo(Rloo.Config(normalizer=1.0, importance_cap=1e6, importance_level="sequence"))

@@ -19,7 +19,7 @@ from agentrl.algorithms.rae import RoleAdvantage
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Group, Score, Task
 

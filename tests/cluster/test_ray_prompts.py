@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from agentrl.arrays import ints
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
 tokens = st.lists(st.integers(0, 9), max_size=4)

@@ -18,8 +18,9 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.router import Router
 from agentrl.errors import WeightsError
 from agentrl.plugins import Component
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
 from agentrl.sandbox import kernel
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights.bundle import BundlePlace, WeightBundle

@@ -8,8 +8,9 @@ import yaml
 from agentrl.config import RENAMED, check_options, load_config
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load
-from agentrl.protocols import Curriculum, Settings
+from agentrl.protocols import Curriculum
 from agentrl.runs.task_sources import task_source
+from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 

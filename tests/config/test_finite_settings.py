@@ -16,7 +16,7 @@ from agentrl import plugins
 from agentrl.algorithms.grpo import Grpo
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, PluginError
-from agentrl.protocols import LARGEST, Settings
+from agentrl.settings.base import LARGEST, Settings
 
 WRONG = (math.nan, math.inf, -math.inf, 1e308, -1e308, 1.1 * LARGEST)
 

@@ -15,11 +15,12 @@ from agentrl.envs.qa import QuestionAnswer
 from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
 from agentrl.rewards.rules.tags import Tags
 from agentrl.rewards.rules.tool_use import ToolUse
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message, Score, Task, ToolCall, Trajectory

@@ -13,10 +13,10 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.models.tiny import create_tiny_model
-from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import END, ByteTokenizer
 from agentrl.trajectory import Task, Terminated, Trajectory, Truncated

@@ -29,12 +29,12 @@ from agentrl.protocols import (
     AnswerFormat,
     Engine,
     GenerateRequest,
-    SamplingParams,
     ScoreRequest,
     Scores,
     SupportsProbe,
     SupportsScore,
 )
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion

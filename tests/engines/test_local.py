@@ -21,7 +21,8 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys, truncated
 from agentrl.engines.slots import Openings, SlotTable, SlotTokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
-from agentrl.protocols import GenerateRequest, SamplingParams, ScoreRequest, Scores
+from agentrl.protocols import GenerateRequest, ScoreRequest, Scores
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 from tests.properties import examples
 

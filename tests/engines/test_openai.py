@@ -19,7 +19,8 @@ from aiohttp import web
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from tests.processes import PATIENCE_SECONDS

@@ -14,7 +14,8 @@ from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, StallError
 from agentrl.flow import Flow, now, run_virtual
 from agentrl.flow.suspicion import KILLS
-from agentrl.protocols import AnswerFormat, GenerateRequest, SamplingParams, ScoreRequest, Scores
+from agentrl.protocols import AnswerFormat, GenerateRequest, ScoreRequest, Scores
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.weights.publisher import WeightUpdate
 

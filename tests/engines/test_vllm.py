@@ -20,7 +20,8 @@ import torch
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine, set_environment
 from agentrl.errors import ConfigError, EngineError
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from tests.model_families import make_model
 from tests.processes import PATIENCE_SECONDS, open_to_others, still_alive
 
@@ -28,7 +29,8 @@ SERVE = """
 import asyncio, sys
 from pathlib import Path
 from agentrl.engines.vllm import VllmEngine
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 
 async def main():
     config = VllmEngine.Config(max_batch=4, max_context=128, kv_cache_gib=0.1)

@@ -25,7 +25,8 @@ from agentrl.flow import (
     spare_what_lives,
     steady_loop,
 )
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 
 

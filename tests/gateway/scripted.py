@@ -14,9 +14,9 @@ from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import Assignment
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
-from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message

@@ -14,9 +14,10 @@ from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import AgentProgram, Assignment
 from agentrl.gateway.server import serving
 from agentrl.gateway.session import AgentSession
-from agentrl.protocols import Engine, SamplingParams
+from agentrl.protocols import Engine
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, ToolCall, Trajectory

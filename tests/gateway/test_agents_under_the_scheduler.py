@@ -25,12 +25,12 @@ from agentrl.gateway.outcome import AgentOutcome
 from agentrl.hosting.host import EnvHost
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
-from agentrl.protocols import SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Message, Terminated

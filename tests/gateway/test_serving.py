@@ -12,10 +12,10 @@ from agentrl.flow import Flow, now, run_virtual
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.open_desk import OpenDesk
 from agentrl.gateway.server import serving
-from agentrl.protocols import SamplingParams
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.serve_policy import Recordings, write_regularly
 from agentrl.rollout.episode import EnginePolicy
+from agentrl.settings.sampling import SamplingParams
 from tests.gateway.served import RENDERER, saying
 from tests.processes import PATIENCE_SECONDS
 

@@ -16,7 +16,8 @@ from agentrl.batch import TrainingSample, collate
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_context, check_kind, context_limit
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import EXPERTS, SMALL, WINDOWS, save_random
 

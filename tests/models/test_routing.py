@@ -13,7 +13,8 @@ from agentrl.arrays import Ragged, ints
 from agentrl.batch import TrainBatch, collate, to_samples
 from agentrl.engines.local import LocalEngine
 from agentrl.models.routing import differing
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn

@@ -14,7 +14,8 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.oracles.exact import Question, answer_probabilities, completions, prompt_of
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion, Message
 

@@ -33,7 +33,8 @@ from agentrl.placement.footprint import (
     layer_bytes,
     trainer_footprint,
 )
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.compute.attention import ATTENTION, PIECE, Segments
 from agentrl.trainers.compute.forward import DeviceMicroBatch, compute_logprobs_in, token_logprobs

@@ -30,8 +30,9 @@ from agentrl.placement.time_share import (
     TimeSharing,
     free_on_cpu,
 )
-from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.protocols import Engine, GenerateRequest
 from agentrl.rollout.config import RolloutConfig
+from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.world import SimulationConfig, World

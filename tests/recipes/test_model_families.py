@@ -20,7 +20,8 @@ from agentrl.batch import TrainingSample, collate
 from agentrl.conversation.renderer import RendererConfig, renderer_of
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError, EngineError
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import FAMILIES, TABLE, make_model, row_of

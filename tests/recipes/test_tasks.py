@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.ledger.ledger import read_ledger
-from agentrl.protocols import Settings
+from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 

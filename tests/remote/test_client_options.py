@@ -14,9 +14,10 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients, names_code
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, LiveEnv
-from agentrl.protocols import OwnerOnly, Settings, StepResult
+from agentrl.protocols import OwnerOnly, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.openenv.client import OpenEnv
+from agentrl.settings.base import Settings
 from tests.remote.served import served
 
 

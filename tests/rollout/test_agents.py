@@ -24,12 +24,12 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
-from agentrl.protocols import SamplingParams
 from agentrl.remote.server import EnvServer
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode, Role, ScriptedPolicy
 from agentrl.rollout.scheduler import Rollouts
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine, check_env
 from agentrl.testing.tokenizer import ByteTokenizer

@@ -9,9 +9,10 @@ import pytest
 from agentrl.arrays import ints
 from agentrl.errors import CompletionError, EngineError
 from agentrl.models.source import vocabulary_size
-from agentrl.protocols import GenerateRequest, Prompt, SamplingParams
+from agentrl.protocols import GenerateRequest, Prompt
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion, Task
 
 REQUEST = GenerateRequest("e/0", (1, 2), SamplingParams())

@@ -11,12 +11,12 @@ from agentrl.algorithms.grpo import Grpo
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
-from agentrl.protocols import SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import (

@@ -6,9 +6,9 @@ from typing import Any
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import SteadyLoop, elapsed, now
 from agentrl.hosting.host import EnvDeadlines, EnvHost
-from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, Trajectory

@@ -15,11 +15,11 @@ from agentrl.flow import Retries, run_virtual
 from agentrl.hosting.host import EnvHost
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
-from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine

@@ -31,7 +31,6 @@ from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.host import EnvHost
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
-from agentrl.protocols import SamplingParams
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
@@ -39,6 +38,7 @@ from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.staleness import STALENESS_RULES
 from agentrl.rollout.underway import Underway
 from agentrl.rollout.watchdog import watch
+from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer

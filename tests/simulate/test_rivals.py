@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from agentrl.flow import now, run_virtual
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant, Lognormal, Normal, Uniform
 

@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import now, run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
-from agentrl.protocols import Env, GenerateRequest, SamplingParams
+from agentrl.protocols import Env, GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.engine import FILLER, SimulatedEngine
 from agentrl.simulate.env import EpisodePlan, SimulatedCrashError, SimulatedEnvs
 from agentrl.simulate.latency import Constant, Latency, Lognormal, Normal, Pareto, Uniform

@@ -6,7 +6,8 @@ import pytest
 
 from agentrl.errors import EngineError
 from agentrl.flow.clock import run_virtual
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 
 END = 0

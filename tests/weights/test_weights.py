@@ -30,7 +30,8 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, WeightsError, WorkerDiedError
 from agentrl.flow import Flow, run_to_completion
-from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.protocols import Engine, GenerateRequest
+from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer

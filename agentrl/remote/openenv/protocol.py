@@ -22,8 +22,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from agentrl.protocols import check_plain
 from agentrl.remote.protocol import Whole
+from agentrl.settings.base import check_plain
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the Action schema that mark an environment whose actions are tool calls."""

@@ -1,0 +1,134 @@
+"""The seams: the interfaces of plug-ins. Any object with one of these shapes is a plug-in, without
+a base class. One file per seam; this package exports all of their names.
+
+Each plug-in class that takes settings has a nested pydantic `Config` (strict), which the run's
+config validates before anything starts.
+"""
+
+from agentrl.protocols.algorithm import (
+    ActorCritic,
+    Algorithm,
+    Estimate,
+    LearnsFromBatches,
+    Loss,
+    LossOutput,
+    LossTokens,
+    MeasuresSpread,
+    MemberAdvantage,
+    NormalizesAdvantages,
+    PreparesBatch,
+    uses_entropy,
+)
+from agentrl.protocols.engine import (
+    AnswerFormat,
+    Engine,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+    SupportsProbe,
+    SupportsScore,
+    SupportsStageWeights,
+)
+from agentrl.protocols.enumeration import (
+    Credit,
+    Enumerable,
+    EnumeratesCredit,
+    Enumeration,
+    Question,
+)
+from agentrl.protocols.env import Env, Isolation, OwnerOnly, ResetResult, ScriptedPlayer, StepResult
+from agentrl.protocols.renderer import Conversation, Prompt, Renderer
+from agentrl.protocols.reward import GroupReward, Reward, Rule, ScoresTurns
+from agentrl.protocols.tasks import (
+    Curriculum,
+    EnvLimits,
+    FiniteTasks,
+    MixesEnvironments,
+    TaskSource,
+)
+from agentrl.protocols.tracker import (
+    EpisodeSample,
+    HowEnded,
+    SupportsEnding,
+    SupportsSamples,
+    Tracker,
+)
+from agentrl.protocols.trainer import (
+    LatestCheckpoint,
+    Recovery,
+    Savable,
+    SavesInBackground,
+    SchedulesLearningRate,
+    SupportsPredict,
+    SupportsTokenLogprobs,
+    Trainer,
+    begin_save,
+    saved,
+)
+from agentrl.settings.base import Settings
+from agentrl.settings.sampling import SamplingParams
+
+__all__ = [
+    "ActorCritic",
+    "Algorithm",
+    "AnswerFormat",
+    "Conversation",
+    "Credit",
+    "Curriculum",
+    "Engine",
+    "EngineStats",
+    "Enumerable",
+    "EnumeratesCredit",
+    "Enumeration",
+    "Env",
+    "EnvLimits",
+    "EpisodeSample",
+    "Estimate",
+    "FiniteTasks",
+    "GenerateRequest",
+    "GroupReward",
+    "HowEnded",
+    "Isolation",
+    "LatestCheckpoint",
+    "LearnsFromBatches",
+    "Loss",
+    "LossOutput",
+    "LossTokens",
+    "MeasuresSpread",
+    "MemberAdvantage",
+    "MixesEnvironments",
+    "NormalizesAdvantages",
+    "OwnerOnly",
+    "PreparesBatch",
+    "Prompt",
+    "Question",
+    "Recovery",
+    "Renderer",
+    "ResetResult",
+    "Reward",
+    "Rule",
+    "SamplingParams",
+    "Savable",
+    "SavesInBackground",
+    "SchedulesLearningRate",
+    "ScoreRequest",
+    "Scores",
+    "ScoresTurns",
+    "ScriptedPlayer",
+    "Settings",
+    "StepResult",
+    "SupportsEnding",
+    "SupportsPredict",
+    "SupportsProbe",
+    "SupportsSamples",
+    "SupportsScore",
+    "SupportsStageWeights",
+    "SupportsTokenLogprobs",
+    "TaskSource",
+    "Tracker",
+    "Trainer",
+    "begin_save",
+    "saved",
+    "uses_entropy",
+]

@@ -1,0 +1,204 @@
+"""Algorithms: an advantage and a loss, with or without a critic.
+
+Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a group; M samples of a
+batch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
+from agentrl.trajectory import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """The inputs of a loss: one entry per loss token of the micro-batch, so no masked token can
+    leak in.
+
+    `old_logprobs_N`: the trainer's own, before the first update on this batch;
+    `rollout_logprobs_N`: the engine's; `reference_logprobs_N`: the reference model's if the
+    algorithm uses one, else the engine's; `segments_N`: the index of a token's training sample in
+    the batch. `entropies_N`: the entropy of the policy before each token, in nats, over the ids
+    that the token may have been sampled from; differentiable, and there only for a loss that
+    `uses_entropy`.
+    """
+
+    old_logprobs_N: "Tensor"
+    rollout_logprobs_N: "Tensor"
+    reference_logprobs_N: "Tensor"
+    advantages_N: "Tensor"
+    segments_N: "Tensor"
+    entropies_N: "Tensor | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """`loss_N`: one loss per token, differentiable; the trainer sums it and divides by the batch's
+    normaliser.
+
+    `metrics`: named per-token values of shape N (detached), reported as their mean over the batch's
+    loss tokens.
+    """
+
+    loss_N: "Tensor"
+    metrics: Mapping[str, "Tensor"]
+
+
+class Loss(Protocol):
+    """A pure function of the trainer's logprobs (or a critic's values) and the `LossTokens`.
+
+    If it, or the algorithm whose method it is, has an attribute `uses_entropy` that is true, it
+    gets `LossTokens.entropies_N`.
+    """
+
+    def __call__(self, logprobs_N: "Tensor", tokens: LossTokens, /) -> LossOutput:
+        """The loss of each token."""
+        ...
+
+
+def uses_entropy(loss: Loss) -> bool:
+    """Whether a loss, or the algorithm whose method it is, asks for entropies."""
+    return bool(getattr(getattr(loss, "__self__", loss), "uses_entropy", False))
+
+
+MemberAdvantage = float | Sequence[float]
+"""The advantage of a trajectory: one number for all of its turns, or one for each turn."""
+
+
+class Algorithm(Protocol):
+    """An advantage and a loss.
+
+    If its attribute `uses_reference` is true, it gets a reference: the model with which the run
+    began, whose logprobs are `LossTokens.reference_logprobs_N`. If its attribute `compares_members`
+    is true, a config with groups of a single member is refused. If `fixed_scale` is true, its
+    advantages are labels or weights, and a config that normalises them is refused. If
+    `beyond_rewards` names a setting, that adds to the advantages what no reward says, and a config
+    that leaves out groups by their rewards is refused. If `credits_turns` is true, the turns of an
+    episode have advantages of their own, which do not add up to 0 over a group. If
+    `charges_rewards` is true, `prepared` takes costs off the rewards (`TrainBatch.charged`), so its
+    batches know what their advantages come from.
+    """
+
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        """For each member of the group one advantage, or one for each of its turns
+        (`Group.turn_rewards_G`).
+        """
+        ...
+
+    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """The loss of each token."""
+        ...
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """The divisor of the summed token losses of a whole batch."""
+        ...
+
+
+@runtime_checkable
+class PreparesBatch(Algorithm, Protocol):
+    """An algorithm that changes a whole batch before it is trained on, such as the weights of its
+    tokens.
+    """
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """The batch to train on, and to ask the critic about. It has the reference's logprobs, if
+        there is one.
+        """
+        ...
+
+
+@runtime_checkable
+class NormalizesAdvantages(Algorithm, Protocol):
+    """An algorithm whose advantages depend on the whole batch."""
+
+    def normalized(
+        self, advantages: Sequence[Sequence[MemberAdvantage]]
+    ) -> Sequence[Sequence[MemberAdvantage]]:
+        """The advantages to train with, from those of each group of a batch."""
+        ...
+
+
+@runtime_checkable
+class MeasuresSpread(Algorithm, Protocol):
+    """An algorithm that compares the members of a group, and says how much they differ in what it
+    compares.
+    """
+
+    def spread(self, group: Group) -> float:
+        """The mean square of the group's advantages before they are divided by anything; 0 only if
+        all are 0.
+        """
+        ...
+
+
+@runtime_checkable
+class LearnsFromBatches(Algorithm, Protocol):
+    """An algorithm that remembers something of earlier batches, such as a running baseline.
+
+    What it remembers is among a step's metrics, from which a resumed run restores it.
+    """
+
+    def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Remember what `learned` returned in earlier steps; `rows` are the run's metrics so far."""
+        ...
+
+    def learned(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Learn from the groups of a step that has just been trained on, and return all that is to
+        be remembered.
+
+        Each is a group of one agent, with the scores that its advantages were computed from.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """For each loss token, its advantage, and the return that the critic should have predicted
+    before it.
+
+    `weights_N`: how much the critic learns from each token. The sum of its weighted losses is
+    divided by the number of all loss tokens.
+    """
+
+    advantages_N: FloatArray
+    returns_N: FloatArray
+    weights_N: FloatArray
+
+
+@runtime_checkable
+class ActorCritic(Algorithm, Protocol):
+    """An algorithm with a critic, which is trained on the same batches as the policy, or on earlier
+    ones too.
+
+    If its class attribute `values_answers` is true, the critic is also asked after each answer. The
+    batch of `estimate` then has one more loss token after the last one of each turn, for the value
+    before it (`agentrl/estimation/value_points.py`), and the weight 0 for tokens that the policy
+    does not learn from.
+    """
+
+    @property
+    def bootstraps(self) -> bool:
+        """Whether `estimate` needs the critic's values after truncated episodes."""
+        ...
+
+    def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
+        """Estimate from a batch's rewards, the critic's values before its loss tokens, and those
+        after its samples.
+
+        `ends_M`: what the critic expects after the last token of a truncated trajectory's last
+        sample, where the next turn would have begun; 0 for other samples, and for all if it does
+        not bootstrap.
+        """
+        ...
+
+    def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """The critic's loss of each token: `advantages_N` are the returns, `rollout_logprobs_N` its
+        old values.
+        """
+        ...

@@ -1,0 +1,236 @@
+"""Engines: token ids in, sampled token ids with their logprobs out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+from agentrl.arrays import FloatArray, IntArray, ints, same_fields
+from agentrl.settings.sampling import SamplingParams
+from agentrl.trajectory import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What a completion must be: a JSON object, or a JSON value by this schema (JSON as text), up
+    to its stop token.
+
+    Only tokens that lead there are sampled, so the logprobs are of what is left of the model's
+    distribution. A trainer does not know what that was, so such completions are not trained on.
+    """
+
+    schema: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """One completion to sample. `id` is unique among live requests.
+
+    `seed` makes sampling reproducible: the token at position i depends only on the seed, i and the
+    logits. A full engine serves lower `priority` numbers first (the deadline step of the request's
+    group).
+
+    Requests of one `session` (an agent's conversation) come one after another, and each extends the
+    one before; a router sends them to the engine that has cached their prefix. The first `known`
+    tokens of the prompt are the session's previous prompt and completion. An engine that served
+    that request need not process them again, so a late turn costs no more than an early one.
+    `known` is 0 if the conversation begins or its prompt is new.
+
+    The last `resumed` tokens of the prompt belong to the completion already: an interrupted request
+    is resumed.
+
+    With `keep_support`, the completion has the ids that each token was sampled from
+    (`Completion.support`), for the trainer to compute its logprobs over the same ids ("Keep
+    Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556). It takes `sampling.top_k`, which bounds their
+    number.
+
+    With `keep_experts`, an engine that can (`reports_experts`) keeps the experts that a mixture
+    chose for each sampled token (`Completion.experts`). The others ignore it.
+
+    With `format`, an engine that can constrains the completion. The others refuse the request.
+    """
+
+    id: str
+    prompt_ids: IntArray
+    sampling: SamplingParams
+    seed: int = 0
+    priority: int = 0
+    session: str = ""
+    known: int = 0
+    keep_support: bool = False
+    keep_experts: bool = False
+    resumed: int = 0
+    format: AnswerFormat | None = None
+
+    __eq__ = same_fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", ints(self.prompt_ids))
+        try:
+            object.__setattr__(self, "seed", index(self.seed))
+        except TypeError:
+            raise TypeError(f"the seed of a request is an integer, got {self.seed!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: requests in the batch and those waiting for it, the share of the KV cache that
+    live requests hold (0 to 1), and counts since the engine started. A preemption discards a
+    running request's KV cache to make room.
+    """
+
+    running: int
+    waiting: int
+    generated_tokens: int
+    prefilled_tokens: int
+    cached_tokens: int
+    kv_use: float = 0.0
+    preemptions: int = 0
+
+
+class Engine(Protocol):
+    """Samples tokens: token ids in, token ids out. An async context manager: entering it loads the
+    model, leaving it frees everything.
+
+    Cancelling the task that awaits `generate` aborts the request and frees its place within one
+    engine step.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that the next token is sampled from; 0 for the weights it
+        started with.
+        """
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Largest prompt plus completion, in tokens."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion.
+
+        One whose tokens or logprobs no model can have sampled (NaN, -inf, above 0 by more than
+        rounding) is a failure of the engine: the episode is played again, and never trained on.
+
+        Raises:
+            EngineError: the prompt does not fit into `max_context`, or the request is malformed.
+            EngineDeadError: the engine is not running; no request to it will be answered.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End every live request at a token boundary: its `generate` returns the tokens so far,
+        finish reason "abort".
+
+        When this returns, no request is live. A request without a token yet returns an empty
+        completion. Every sampled token is returned to its caller, so that the turn can continue
+        from there. New requests are accepted.
+        """
+        ...
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Replace all weights at a token boundary. Requests in flight continue with the new ones.
+
+        Their KV cache is recomputed (unless `kv_on_update: keep` is set), so each later token's
+        logprob equals that of a plain forward pass of the new weights over all tokens before it. No
+        cached prefix of an older version is ever served to another request. After this returns,
+        every sampled token is stamped `version`. `weights` has Hugging Face names; tied weights may
+        be absent.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
+        ...
+
+
+@runtime_checkable
+class SupportsProbe(Protocol):
+    """An engine in another process or on another machine, whose health can be checked."""
+
+    async def probe(self) -> None:
+        """Return as soon as the engine answers; the caller sets the deadline.
+
+        Raises:
+            EngineDeadError: it is not running.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsStageWeights(Protocol):
+    """An engine that checks new weights before it serves them: the first of two phases
+    (`WeightPublisher`).
+
+    When all engines have staged a version, `Engine.update_weights` commits it on each of them.
+    """
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Fetch the weights and check whatever can be checked. The engine keeps serving its current
+        weights.
+
+        Raises:
+            WeightsError: they are damaged, or cannot be read from here.
+            EngineError: they are of another model, or not newer than the engine's own.
+            EngineDeadError: the engine is not running.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """Given tokens whose logprobs are wanted. `id` is unique among live requests.
+
+    Wanted are those of `token_ids[start:]`, each after all the tokens before it, with logits
+    divided by `temperature`, over the whole vocabulary. `start` is at least 1, because nothing
+    predicts the first token.
+    """
+
+    id: str
+    token_ids: IntArray
+    start: int = 1
+    temperature: float = 1.0
+
+    __eq__ = same_fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ints(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """The logprobs that a `ScoreRequest` asked for, shape `len(token_ids) - start`, all of one
+    version of weights.
+    """
+
+    logprobs: FloatArray
+    policy_version: int
+
+    __eq__ = same_fields
+
+
+@runtime_checkable
+class SupportsScore(Protocol):
+    """An engine that computes the logprobs of given tokens, as a teacher does.
+
+    If its class attribute `scores_at_one_only` is true, it can do so only at temperature 1.
+    """
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Compute logprobs. Weights that arrive meanwhile never mix: all are of the version that
+        the result names.
+
+        Raises:
+            EngineError: the tokens do not fit into `max_context`, or the request is malformed.
+            EngineDeadError: the engine is not running; no request to it will be answered.
+        """
+        ...

@@ -1,0 +1,74 @@
+"""Environments so small that exact numbers follow from the probabilities of answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from agentrl.protocols.env import Env
+from agentrl.trajectory import Message, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A point of a conversation at which an agent answers.
+
+    `messages`: all that it has been shown so far, its own earlier answers among them; the last one
+    is not its own. `answers`: texts that it could answer.
+    """
+
+    messages: Sequence[Message]
+    answers: Sequence[str]
+
+
+class Enumeration(Protocol):
+    """What can happen in an environment with some options, enumerated: from the probabilities of a
+    policy's answers follow exact numbers. `probabilities` has, for each of `questions`, that of
+    each of its answers; the rest is that of all other messages.
+    """
+
+    @property
+    def questions(self) -> Sequence[Question]:
+        """All points at which the policy answers, in every conversation that can come to be."""
+        ...
+
+    def metrics(self, probabilities: Sequence[Sequence[float]]) -> Mapping[str, float]:
+        """Exact numbers, by name. A run reports them as `exact/NAME`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The expected return from a turn on, before its answer, and by how much the answer raised it
+    (undiscounted).
+    """
+
+    value: float
+    advantage: float
+
+
+@runtime_checkable
+class EnumeratesCredit(Enumeration, Protocol):
+    """An enumeration that also has the exact advantages of what was played, to compare the trained
+    ones with.
+    """
+
+    def credit(
+        self, probabilities: Sequence[Sequence[float]], trajectory: Trajectory
+    ) -> Sequence[Credit] | None:
+        """The credit of each turn of a trajectory; `None` if it is unknown."""
+        ...
+
+
+@runtime_checkable
+class Enumerable(Env, Protocol):
+    """An environment so small that it can be enumerated. Its runs have the metrics `exact/...`
+    (docs/oracles.md).
+    """
+
+    def enumeration(self, options: Mapping[str, Any]) -> Enumeration:
+        """What can happen with these options.
+
+        Raises:
+            ConfigError: with these options it cannot be enumerated; the message says why.
+        """
+        ...

@@ -1,0 +1,91 @@
+"""Environments: text in and text out, one episode at a time."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal, Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerOnly:
+    """Marks an option of an environment that can decide what code runs: `Annotated[str,
+    OwnerOnly()]`.
+
+    Clients of a served environment may not set it (`agentrl/hosting/client_options.py`).
+    """
+
+
+Isolation = Literal["inline", "thread", "process"]
+"""Where an environment or a reward runs: on the event loop, in a thread, in a process."""
+
+
+ResetResult = tuple[str, dict[str, Any]]
+"""(observation, info)"""
+
+
+StepResult = tuple[str, float, bool, bool, dict[str, Any]]
+"""(observation, reward, terminated, truncated, info)"""
+
+
+@runtime_checkable
+class Env(Protocol):
+    """A Gymnasium environment with text in and out. Methods may be sync or async.
+
+    One instance plays one episode at a time; `reset` may be called again for the next. All
+    randomness comes from `seed`. Environments never handle tokens. Five attributes are optional:
+
+    - `system_prompt: str`: the system message of every episode;
+    - `tools: Sequence[Mapping]`: JSON schemas of callable functions, passed to the chat template;
+    - `isolation: "inline" | "thread" | "process"`: where it runs. An inline environment must answer
+      in microseconds. By default a sync environment runs in its own thread and may block;
+    - `calls_made: Sequence[MadeCall] | None`: the calls that the last step made, a new list for
+      each step. Rewards that watch calls see these; else they read the messages as JSON;
+    - `render_html() -> str`: draws the present state as HTML, after each reset and step. `agentrl
+      view` shows it beside the messages, without scripts or requests: styles, SVG and `data:`
+      images work.
+
+    The optional `info["success"]` says whether the episode reached its goal. At the end of a game
+    of one message, `info["answer"]` may give the message that would have reached it (`check_env`
+    tries it). Without it, or if it is None, the verdict is left to the run's reward
+    (`agentrl.trajectory.succeeded`): an episode with a score above 0 succeeded, unless a part of
+    the reward says otherwise (`success_at`).
+
+    A reset's `info["history"]` may give messages that stand before the observation, such as
+    examples and earlier turns of a chat: a list of `{"role": ..., "content": ...}`
+    (`agentrl.conversation.chats`). The model sees them and is not trained on them.
+
+    In a multi-agent environment the agents take turns. Its infos name them, so that every transport
+    carries the names:
+
+    - of a reset: `info["agents"]`, the names of all agents; `info["agent"]`, the agent that acts
+      first and sees the observation; `info["system_prompts"]` by name, if they differ;
+    - of a step: `info["agent"]`, the agent that acts next and sees the observation, which tells
+      what is new since that agent's last action. The step's reward belongs to the agent that acted;
+      if others earned something too, `info["rewards"]` gives each agent's reward by name.
+      `info["success"]` may be by name.
+    """
+
+    def reset(
+        self, *, seed: int, options: Mapping[str, Any]
+    ) -> ResetResult | Awaitable[ResetResult]:
+        """Start an episode; the same seed and options give the same episode."""
+        ...
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Act on the model's whole message. The answer to a malformed one is an observation, not an
+        exception.
+
+        It is called by position, so the parameter may have any name.
+        """
+        ...
+
+    def close(self) -> None | Awaitable[None]:
+        """Release the environment's resources. May be called at any time and more than once."""
+        ...
+
+
+ScriptedPlayer = Callable[[Env, Random], str | Awaitable[str]]
+"""Looks at a live environment and returns an action, for example to play demonstrations.
+
+It gets `env.unwrapped` if that exists: the environment without its wrappers.
+"""

@@ -1,0 +1,78 @@
+"""Rewards: scores of trajectories, of groups of them, and rules that are pure functions."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from agentrl.trajectory import Score, Trajectory
+
+
+class Reward(Protocol):
+    """Scores a trajectory. If it cannot, it raises `RewardError` or returns `Score.failed(...)`.
+
+    A reward of any shape may be an async context manager, which the run enters and leaves. A
+    function of a trajectory, sync or async, that returns a `Score` or a number is a reward too; its
+    keyword-only parameters are its settings. Several rewards are combined by a weighted sum
+    (`agentrl/scoring/pipeline.py`). Three methods are optional:
+
+    - `metrics() -> Mapping[str, float]`: called after each step, for the cost of the work since the
+      last call;
+    - `check_task(task) -> None`: raises `ConfigError` for a task that cannot be scored, such as one
+      without a right answer. Called for each row of data before the run begins, on an instance that
+      has not been entered;
+    - `check_first_task(task) -> None`: the same for what takes long to see. Called for the first
+      rows alone.
+    """
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """The verdict on one trajectory."""
+        ...
+
+
+@runtime_checkable
+class ScoresTurns(Reward, Protocol):
+    """A reward that knows what single turns contribute while the episode still goes on
+    (`staleness_rule: segment`).
+    """
+
+    def score_turns(self, trajectory: Trajectory) -> Sequence[float]:
+        """The contribution of each turn so far: what `Score.turns` will say of these turns at the
+        end.
+        """
+        ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Scores the trajectories of a group by comparing them. It is called once, when the group is
+    complete.
+    """
+
+    async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """One verdict per trajectory, in their order. A failure, as in `Reward`, is one of the
+        whole group.
+        """
+        ...
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A reward that is a pure function of a part of the trajectory.
+
+    `evaluate` runs in a process with limits (`rollout.rules`), and verdicts are cached by content.
+    Content that uses up the CPU time or the memory gets the optional attribute `wrong` as its
+    verdict, by default 0. A rule that always answers in microseconds may set `isolation = "inline"`
+    to run on the event loop. The modules in its optional attribute `imports` are imported before
+    the limits apply.
+    """
+
+    def content(self, trajectory: Trajectory) -> Any:
+        """The whole input of `evaluate`, in a form that pickles. Runs on the event loop.
+
+        Raises:
+            RewardError: the input is missing (a task without a right answer).
+        """
+        ...
+
+    def evaluate(self, content: Any) -> Score | float:
+        """The verdict. The same content always gets the same verdict."""
+        ...
