@@ -29,9 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.distribution import DISTRIBUTION
-from agentrl.errors import PluginError
+from agentrl.errors import RAISED_BY_CODE, PluginError, describe
 from agentrl.net.credentials import refuse_credentials
 from agentrl.protocols import Env
 from agentrl.settings.base import Settings
@@ -218,7 +217,7 @@ def _module_of(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except RAISED_BY_CODE as error:
         del sys.modules[name]
-        raise PluginError(f"running {str(path)!r} raised {with_frame(error)}") from error
+        raise PluginError(f"running {str(path)!r} raised {describe(error)}") from error
     return module
 
 
@@ -270,7 +269,7 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
     ) as error:  # the latter would look like the end of a run
         raise PluginError(
             f"importing {module_name!r} for the {_singular(kind)} {address!r} raised"
-            f" {with_frame(error)}: put what is run as a program under `if __name__ == '__main__':`"
+            f" {describe(error)}: put what is run as a program under `if __name__ == '__main__':`"
         ) from error
     return _attribute(module, attribute, module_name)
 

@@ -16,9 +16,18 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic_core import from_json
 
-from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
+from agentrl.arrays import (
+    FloatArray,
+    IntArray,
+    Ragged,
+    constant,
+    floats,
+    ints,
+    same_fields,
+    scale_of,
+    settled,
+)
 from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
-from agentrl.rounding import constant, scale_of, settled
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -586,7 +595,7 @@ class Group:
     @property
     def mixed(self) -> bool:
         """Whether some agent's reward differs between episodes, by more than rounding
-        (`agentrl/rounding.py`).
+        (`agentrl/arrays.py`).
 
         Algorithms that compare whole rewards learn nothing from other groups.
         """

@@ -23,7 +23,7 @@ SHARED_NAMES = {"Config", "Options"}
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there
 # are no circles.
 LAYERS = [
-    {"arrays", "blame", "distribution", "errors", "files", "rounding"},
+    {"arrays", "distribution", "errors", "files"},
     {"models", "settings", "trajectory"},
     {"batch", "net"},
     {"protocols"},

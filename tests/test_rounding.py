@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from agentrl.algorithms.dpo import ranked_pairs
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.sft import RejectionSampling
-from agentrl.arrays import floats
+from agentrl.arrays import above, at_least, constant, floats, settled
 from agentrl.estimation.advisors import explained_variance
 from agentrl.observe.health import disagreement
-from agentrl.rounding import above, at_least, constant, settled
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import total
 from agentrl.tasks.levels import Levels

@@ -2,7 +2,7 @@
 
 The functions of a group's rewards raise `ValueError` on a reward that is not a finite number (a
 failed score is NaN, and must be filtered before). They return exact zeros if all rewards are equal,
-as in a group of one, or differ by rounding alone (`agentrl/rounding.py`; `scale` is that of the
+as in a group of one, or differ by rounding alone (`agentrl/arrays.py`; `scale` is that of the
 numbers which rewards are sums of, where it is larger). Numbers are divided by no other spread than
 their own, so an advantage is never larger than the root of their number.
 
@@ -19,9 +19,16 @@ from typing import Literal
 
 import numpy as np
 
-from agentrl.arrays import FloatArray, IntArray, floats
+from agentrl.arrays import (
+    ROUNDING_OF_SINGLES,
+    FloatArray,
+    IntArray,
+    constant,
+    floats,
+    scale_of,
+    settled,
+)
 from agentrl.protocols import MemberAdvantage
-from agentrl.rounding import ROUNDING_OF_SINGLES, constant, scale_of, settled
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before anything is divided by it."""

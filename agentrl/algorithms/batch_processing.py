@@ -18,9 +18,9 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.algorithms.advantages import normalised, numbers_in
+from agentrl.arrays import constant, scale_of, settled
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols import Algorithm, LearnsFromBatches, MeasuresSpread, MemberAdvantage
-from agentrl.rounding import constant, scale_of, settled
 from agentrl.settings.base import Settings
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 

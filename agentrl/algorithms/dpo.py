@@ -14,9 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.arrays import FloatArray, floats, ints
+from agentrl.arrays import FloatArray, above, constant, floats, ints
 from agentrl.batch import TrainBatch
-from agentrl.rounding import above, constant
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]

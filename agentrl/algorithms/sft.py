@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from agentrl.algorithms.policy_loss import scored
+from agentrl.arrays import above, at_least, scale_of
 from agentrl.batch import TrainBatch
 from agentrl.protocols import LossOutput, LossTokens
-from agentrl.rounding import above, at_least, scale_of
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, succeeded
 

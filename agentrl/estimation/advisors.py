@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.arrays import FloatArray
+from agentrl.arrays import ROUNDING_OF_SINGLES, FloatArray, constant
 from agentrl.batch import TrainBatch
 from agentrl.estimation.episode_buffer import Replay
 from agentrl.estimation.teacher import Teacher
@@ -30,7 +30,6 @@ from agentrl.protocols import (
     begin_save,
     saved,
 )
-from agentrl.rounding import ROUNDING_OF_SINGLES, constant
 from agentrl.trajectory import Group
 
 CRITIC_FOLDER = "critic"

@@ -17,8 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.blame import as_exception, with_frame
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, as_exception, describe
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import Assignment
 
@@ -49,7 +48,7 @@ class FunctionAgent:
                 logger.warning("%s ignores its cancellation; its thread is abandoned", self._name)
             raise
         except Exception as error:
-            raise EnvError(f"{self._name} raised {with_frame(error)}") from error
+            raise EnvError(f"{self._name} raised {describe(error)}") from error
         return outcome_of(result, self._name)
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from agentrl.arrays import floats, ints
-from agentrl.blame import RAISED_BY_CODE, is_cancellation, with_frame
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.errors import EngineError
+from agentrl.errors import RAISED_BY_CODE, EngineError, describe, is_cancellation
 from agentrl.protocols import EngineStats, GenerateRequest
 from agentrl.trajectory import Completion
 
@@ -56,7 +55,7 @@ class PlayerEngine:
         except RAISED_BY_CODE as error:
             if is_cancellation(error):
                 raise
-            raise EngineError(f"the player raised {with_frame(error)}") from error
+            raise EngineError(f"the player raised {describe(error)}") from error
         token_ids = self.renderer.answer_ids(text)
         self._generated += len(token_ids)
         return Completion(

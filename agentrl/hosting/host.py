@@ -20,14 +20,17 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from agentrl.blame import RAISED_BY_CODE, as_exception, is_cancellation, with_frame
 from agentrl.errors import (
+    RAISED_BY_CODE,
     ConfigError,
     DeadlineError,
     EnvError,
     LethalTaskError,
     OutageError,
     RolloutError,
+    as_exception,
+    describe,
+    is_cancellation,
 )
 from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.calls import recorded
@@ -190,7 +193,7 @@ class LiveEnv:
             if isinstance(error, EnvError):
                 raise
             raise EnvError(
-                f"{self._name} replied with what cannot be read: {with_frame(error)}"
+                f"{self._name} replied with what cannot be read: {describe(error)}"
             ) from error
 
     async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
@@ -209,7 +212,7 @@ class LiveEnv:
         except (SystemExit, asyncio.CancelledError) as error:  # else the run would end in silence
             if is_cancellation(error):
                 raise
-            raise EnvError(f"a player of {self._name} raised {with_frame(error)}") from error
+            raise EnvError(f"a player of {self._name} raised {describe(error)}") from error
 
     async def close(self) -> None:
         """Close the instance. Errors are only logged, since its episodes are over."""
@@ -276,7 +279,7 @@ class LiveEnv:
                 or (isinstance(self.env, ProcessEnv) and isinstance(error, EnvError))
             ):
                 raise  # its text already has what the worker raised
-            raise EnvError(f"{self._name}.{phase} raised {with_frame(error)}") from error
+            raise EnvError(f"{self._name}.{phase} raised {describe(error)}") from error
 
 
 class EnvHost:
@@ -322,7 +325,7 @@ class EnvHost:
         try:
             env = self._factories[name]()
         except RAISED_BY_CODE as error:
-            raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
+            raise EnvError(f"making the environment {name!r} raised {describe(error)}") from error
         if isinstance(env, ProcessEnv):
             env.pictures = self._pictures
             env.records_calls = True

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any, cast
 
-from agentrl.blame import RAISED_BY_CODE
+from agentrl.errors import RAISED_BY_CODE
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, ResetResult, StepResult
 

@@ -42,8 +42,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from agentrl import plugins
-from agentrl.blame import with_frame
-from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError
+from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError, describe
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.interpreter import agentrl_alone, environment
 from agentrl.hosting.pictures import pictured
@@ -504,12 +503,10 @@ class _Hosted:
             return json.dumps(answer, default=_plain).encode()
         except (Exception, asyncio.CancelledError) as error:
             config = isinstance(error, ConfigError)
-            text = str(error) if config else with_frame(error)
+            text = str(error) if config else describe(error)
             return json.dumps({"error": text, "config": config}).encode()
         except SystemExit as leaving:
-            print(
-                with_frame(leaving), file=sys.stderr
-            )  # the driver quotes it beside the exit status
+            print(describe(leaving), file=sys.stderr)  # the driver quotes it beside the exit status
             raise
 
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:

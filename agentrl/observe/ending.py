@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.blame import with_frame
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, describe
 from agentrl.files.disk_errors import storage_problem
 
 How = Literal["completed", "stopped", "failed", "killed"]
@@ -106,7 +105,5 @@ def _reason(error: BaseException) -> str:
     it was raised.
     """
     return (
-        str(error)
-        if isinstance(error, AgentRLError)
-        else storage_problem(error) or with_frame(error)
+        str(error) if isinstance(error, AgentRLError) else storage_problem(error) or describe(error)
     )

@@ -10,9 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from agentrl.arrays import IntArray
+from agentrl.arrays import ROUNDING, IntArray, constant, scale_of
 from agentrl.observe.samples import TrainedBatch
-from agentrl.rounding import ROUNDING, constant, scale_of
 from agentrl.trajectory import Group
 
 _WINDOW = 8

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl.blame import with_frame
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, describe
 from agentrl.observe.trackers import TrackerSettings
 from agentrl.plugins import Component
 from agentrl.protocols import EpisodeSample, HowEnded, SupportsEnding, SupportsSamples, Tracker
@@ -234,7 +233,7 @@ class _Sender:
         if not self._failed:
             self._failed = True
             self.complaints.append(
-                f"the tracker {self._name} fails: {with_frame(error)}. The run goes on; the tracker"
+                f"the tracker {self._name} fails: {describe(error)}. The run goes on; the tracker"
                 " lacks what it could not take, and metrics.jsonl has everything"
             )
 

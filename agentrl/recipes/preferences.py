@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
+from agentrl.arrays import constant
 from agentrl.conversation.chats import is_chat, read_chat
 from agentrl.errors import ConfigError
 from agentrl.recipes.recordings import Recorded, read_recordings
-from agentrl.rounding import constant
 from agentrl.settings.base import Settings
 from agentrl.tasks.columns import column, listed
 from agentrl.tasks.rows import BadRowError, rows_of, sources

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from agentrl.arrays import constant
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import Channel, EventLog, Flow
 from agentrl.ledger.ledger import Ledger
@@ -36,7 +37,6 @@ from agentrl.rollout.underway import Underway
 from agentrl.rollout.untrained import UntrainedEpisodes
 from agentrl.rollout.waste import Waste
 from agentrl.rollout.watchdog import watch
-from agentrl.rounding import constant
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
 

@@ -55,7 +55,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentrl.algorithms.samples import TracedBatch
-from agentrl.blame import with_frame
 from agentrl.cluster.roster import restart_metrics
 from agentrl.config import (
     ConfigHistory,
@@ -69,7 +68,7 @@ from agentrl.config import (
     unused_by,
 )
 from agentrl.conversation.renderer import renderer_of
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, describe
 from agentrl.estimation.advisors import CRITIC_FOLDER
 from agentrl.files.disk_errors import storage_problem
 from agentrl.files.durable import remove_left, remove_unfinished, unfinished, write_whole
@@ -705,7 +704,7 @@ class Run:
                 try:
                     await self.save_checkpoint(step, state)
                 except Exception as error:  # what stops the run may be why
-                    why = storage_problem(error) or with_frame(error)
+                    why = storage_problem(error) or describe(error)
                     logger.warning("the state after %d steps cannot be saved: %s", step, why)
             raise
 
@@ -727,7 +726,7 @@ class Run:
                         asyncio.to_thread(write_trajectories, path, left, self._epoch)
                     )
                 except Exception as error:  # what ends the run may be why
-                    why = storage_problem(error) or with_frame(error)
+                    why = storage_problem(error) or describe(error)
                     logger.warning(
                         "the episodes of the step that ends here cannot be kept: %s", why
                     )

@@ -13,11 +13,10 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Self
 
-from agentrl.blame import RAISED_BY_CODE, is_cancellation, with_frame
-from agentrl.errors import ConfigError, RewardError
+from agentrl.arrays import settled
+from agentrl.errors import RAISED_BY_CODE, ConfigError, RewardError, describe, is_cancellation
 from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
-from agentrl.rounding import settled
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.returned import finite, own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool
@@ -210,7 +209,7 @@ class RewardPipeline:
         ) as error:  # a reward is the user's code: anything that it raises is its failure
             if is_cancellation(error):
                 raise
-            failed = Score.failed(with_frame(error))
+            failed = Score.failed(describe(error))
         return [failed] * len(trajectories)
 
 

@@ -31,13 +31,14 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
-from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.errors import (
+    RAISED_BY_CODE,
     AgentRLError,
     ConfigError,
     LethalContentError,
     RewardError,
     RuleLimitError,
+    describe,
 )
 from agentrl.flow import Suspicion
 from agentrl.settings.base import Settings
@@ -243,7 +244,7 @@ def _call(call: bytes) -> Any:
         raise
     except RAISED_BY_CODE as error:
         raise _RuleRaisedError(
-            with_frame(error)
+            describe(error)
         ) from error  # here, because a traceback does not pickle
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

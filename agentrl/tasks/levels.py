@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.arrays import at_least
 from agentrl.plugins import NoSettings
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rounding import at_least
 from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.arrays import at_least, scale_of
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rounding import at_least, scale_of
 from agentrl.tasks.dataset import DatasetSettings, DatasetTasks
 from agentrl.trajectory import Task
 

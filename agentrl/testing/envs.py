@@ -37,8 +37,14 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.blame import RAISED_BY_CODE, with_frame
-from agentrl.errors import ConfigError, ConformanceError, EnvError, OutageError
+from agentrl.errors import (
+    RAISED_BY_CODE,
+    ConfigError,
+    ConformanceError,
+    EnvError,
+    OutageError,
+    describe,
+)
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
@@ -637,7 +643,7 @@ class _Subject:
             )
 
     def _told(self, call: str, error: BaseException) -> str:
-        return f"{call} raised {with_frame(error)}"
+        return f"{call} raised {describe(error)}"
 
     def _call(self, phase: str, work: Callable[[], Any]) -> Any:
         seconds = self._reset_seconds if phase == "reset" else self._check.deadline

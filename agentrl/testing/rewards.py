@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 
 from agentrl.arrays import floats, ints
-from agentrl.blame import RAISED_BY_CODE, is_cancellation
-from agentrl.errors import ConformanceError, RewardError, ScoreError
+from agentrl.errors import (
+    RAISED_BY_CODE,
+    ConformanceError,
+    RewardError,
+    ScoreError,
+    is_cancellation,
+)
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
 from agentrl.scoring.part import Ask, RewardPart

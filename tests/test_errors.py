@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from agentrl.blame import with_frame
+from agentrl.errors import describe
 
 
 def test_the_frame_is_that_of_the_code_that_called_the_library():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
-    assert f"({__file__}:" in with_frame(caught.value)
-    assert with_frame(caught.value).endswith(
+    assert f"({__file__}:" in describe(caught.value)
+    assert describe(caught.value).endswith(
         "in test_the_frame_is_that_of_the_code_that_called_the_library)"
     )
 
@@ -20,17 +20,17 @@ def test_without_code_of_the_user_the_frame_is_the_innermost_one():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
     beginning_in_the_library = caught.value.with_traceback(caught.value.__traceback__.tb_next)
-    assert "json/decoder.py:" in with_frame(beginning_in_the_library)
+    assert "json/decoder.py:" in describe(beginning_in_the_library)
 
 
 def test_an_error_without_traceback_has_no_frame():
-    assert with_frame(KeyError("x")) == "KeyError: 'x'"
+    assert describe(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_a_group_is_told_by_its_first_error():
     inner = ExceptionGroup("", [ValueError("y")])
     assert (
-        with_frame(ExceptionGroup("unhandled errors", [KeyError("x"), inner]))
+        describe(ExceptionGroup("unhandled errors", [KeyError("x"), inner]))
         == "KeyError: 'x', and 1 other at once"
     )
-    assert with_frame(inner) == "ValueError: y"
+    assert describe(inner) == "ValueError: y"
