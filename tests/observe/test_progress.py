@@ -6,6 +6,7 @@ import io
 import math
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -115,6 +116,13 @@ def test_the_picture_has_everything_that_one_wants_to_know():
     ):
         assert expected in shown
     assert any("\u2800" < character <= "\u28ff" for character in shown)
+
+
+def test_the_picture_in_the_docs_can_be_drawn_again():
+    drawing = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "terminal_picture.py"))
+    shown = drawn(drawing["made_up"](), drawing["COLUMNS"])
+    assert "37 of 100 steps" in shown
+    assert "step 36: in 3 steps in a row" in shown
 
 
 @given(width=st.integers(20, 200), steps=st.integers(0, 60))
