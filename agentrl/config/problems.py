@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from agentrl import plugins
-from agentrl.config.located import located
+from agentrl.settings.located import located
 
 RENAMED = {
     "demonstrations": "recipe.demonstrations",

@@ -24,6 +24,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.protocols import StepResult
+from agentrl.settings.located import Located, located
 from agentrl.trajectory import ToolCall, unquoted
 
 
@@ -82,7 +83,9 @@ class ToolSpec:
         try:
             fitted = self.arguments.model_validate_json(json.dumps(dict(arguments)), strict=True)
         except ValidationError as error:
-            raise ToolError(f"{self.name}: {_what_is_wrong(error)}. {self._takes()}") from error
+            problems = error.errors(include_url=False, include_context=False)
+            found = located(self.arguments, problems, arguments)
+            raise ToolError(f"{self.name}: {_what_is_wrong(found)}. {self._takes()}") from error
         except (RecursionError, TypeError, ValueError) as error:
             raise ToolError(
                 f"{self.name}: the arguments are not plain JSON ({error}). {self._takes()}"
@@ -502,11 +505,11 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     return "\n".join(description).strip(), arguments
 
 
-def _what_is_wrong(error: ValidationError) -> str:
+def _what_is_wrong(found: Sequence[Located]) -> str:
     """Up to five of pydantic's findings, in one line."""
     findings = []
-    for item in error.errors(include_url=False, include_context=False)[:5]:
-        where = ".".join(str(part) for part in item["loc"])[:80]
+    for one in found[:5]:
+        item, where = one.details, ".".join(one.keys)[:80]
         if item["type"] == "missing":
             findings.append(f"{where!r} is missing")
         elif item["type"] == "extra_forbidden":

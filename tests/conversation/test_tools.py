@@ -213,6 +213,29 @@ def test_wrong_arguments_are_refused_in_words(
     assert said in str(error.value)
 
 
+class Several:
+    def take(self, count: int | Literal["all"] | list[int]) -> str:
+        """Take some."""
+        return "taken"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (
+            "al",
+            "'count': input should be a valid integer or 'all' or a valid array, got 'al'. take",
+        ),
+        ([1, "a"], "'count.1': input should be a valid integer, got 'a'. take"),
+    ],
+)
+def test_an_argument_of_several_types_is_refused_in_one_sentence(count: Any, said: str) -> None:
+    (take,) = tools_of(Several)
+    with pytest.raises(ToolError) as caught:
+        take.validate({"count": count})
+    assert str(caught.value).startswith(f"take: {said}")
+
+
 def test_an_unknown_tool_is_answered_with_the_nearest_name() -> None:
     with pytest.raises(ToolError, match="did you mean 'look'") as error:
         find_tool(tools_of(Kit), "lok")

@@ -1,4 +1,4 @@
-"""Where in a config a problem lies, and which branch of a union was meant: pydantic reports what is
+"""Where in a value a problem lies, and which branch of a union was meant: pydantic reports what is
 wrong for each.
 """
 
