@@ -113,15 +113,10 @@ def settings_of(factory: Any) -> type[Settings]:
     return found
 
 
-def most_similar(name: str, known: Iterable[str]) -> str | None:
-    """The most similar of `known`; None if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the most similar of `known`, or nothing."""
-    similar = most_similar(name, known)
-    return f" Did you mean {similar!r}?" if similar is not None else ""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def installed(kind: str) -> list[Plugin]:

@@ -51,16 +51,9 @@ def explained(
     `partial`: others add settings later, so that nothing is missing yet, and what all of them need
     of each other is not known.
     """
-    problems = located(model, error.errors(), value)
-    mistyped = {
-        (*one.keys[:-1], plugins.most_similar(one.keys[-1], one.known))
-        for one in problems
-        if one.details["type"] == "extra_forbidden"
-    }
-    for found in problems:
+    for found in located(model, error.errors(), value):
         problem, keys, known = found.details, found.keys, found.known
-        is_missing = problem["type"] == "missing"
-        if (partial and (is_missing or not problem["loc"])) or (is_missing and keys in mistyped):
+        if partial and (problem["type"] == "missing" or not problem["loc"]):
             continue
         path = ".".join((*prefix, *keys))
         where = written_at(origins, path)

@@ -304,10 +304,6 @@ def test_a_value_that_should_be_text_says_how_to_quote_it(path: Path, value: str
             ".name: missing: write one of full, last_k, scratchpad, summary",
         ),
         (
-            "rollout.context={name: last_k, turn: 3}",
-            ".turn: no such setting. Did you mean 'turns'? Known here",
-        ),
-        (
             "env.agents={b: {name: frozn}}",
             ".b.name: there is no 'frozn': write one of policy, frozen, scripted",
         ),
