@@ -21,7 +21,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -321,3 +321,10 @@ def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]
 
 def _origin(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+
+
+def unbound(function: Any) -> Any:
+    """What a `functools.partial` is of; anything else itself."""
+    while isinstance(function, partial):
+        function = function.func
+    return function

@@ -23,10 +23,10 @@ from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
-from agentrl.simulate.engine import SimulatedEngine
+from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
 from agentrl.simulate.env import EpisodePlan
 from agentrl.simulate.latency import Constant
-from agentrl.simulate.world import Report, SimulationConfig, World
+from agentrl.simulate.world import Report, World
 
 TURNS = 8
 PATIENCE = Deadlines(reset=1e5, step=1e5, generate=1e5, episode=1e6, group=1e7, stall=5e6)
@@ -54,7 +54,7 @@ def played(
         deadlines=PATIENCE,
         sampling={"max_tokens": 32},
     )
-    engine = SimulatedEngine.Config(slots=256, seconds_per_token=0.01)
+    engine = SimulatedEngineConfig(slots=256, seconds_per_token=0.01)
     simulation = SimulationConfig(engine=engine, prompt_tokens=1, train_seconds=Constant(value=5.0))
     return World(rollout, simulation, steps, seed, plan_of=plan_of, goes_on=True).run()
 

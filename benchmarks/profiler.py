@@ -26,10 +26,9 @@ from agentrl.flow import SpanLog, recorded, run_steadily
 from agentrl.observe.profiler import Profiler
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.simulate.engine import SimulatedEngine
-from agentrl.simulate.env import SimulatedEnvs
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Normal
-from agentrl.simulate.world import Report, SimulationConfig, World
+from agentrl.simulate.world import Report, World
 from agentrl.trajectory import Score, Trajectory
 from agentrl.viewer.timing import busy_sets
 from agentrl.viewer.traced import TracedTime, newest_trace
@@ -62,8 +61,8 @@ class Round:
 def world(steps: int) -> World:
     rollout = RolloutConfig(groups_per_step=4, group_size=4, budget=Budget(turns=8))
     simulation = SimulationConfig(
-        engine=SimulatedEngine.Config(seconds_per_token=0.01, answer_tokens=Normal(mean=40, sd=10)),
-        env=SimulatedEnvs.Config(turns=Constant(value=4), step_seconds=Normal(mean=0.2, sd=0.04)),
+        engine=SimulatedEngineConfig(seconds_per_token=0.01, answer_tokens=Normal(mean=40, sd=10)),
+        env=SimulatedEnvsConfig(turns=Constant(value=4), step_seconds=Normal(mean=0.2, sd=0.04)),
         train_seconds=Constant(value=1.0),
         update_seconds=Constant(value=0.2),
     )

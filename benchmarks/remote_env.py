@@ -41,7 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.envs.base import TextEnv
-from agentrl.hosting.host import EnvDeadlines, LiveEnv
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import LiveEnv
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer

@@ -29,10 +29,10 @@ from agentrl.protocols import GenerateRequest
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.staleness import StalenessRuleName
-from agentrl.simulate.engine import SimulatedEngine
-from agentrl.simulate.env import EpisodePlan, SimulatedEnvs
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
+from agentrl.simulate.env import EpisodePlan
 from agentrl.simulate.latency import Constant
-from agentrl.simulate.world import SimulationConfig, World
+from agentrl.simulate.world import World
 from agentrl.trajectory import Task
 
 WITHOUT_K = ("synchronous", "lockstep", "workers", "ring")
@@ -60,7 +60,7 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
         task, member, _, turn = request.id.split("+")[0].split("/")
         return max(1, workload.turns(int(task.removeprefix("task-")), int(member))[int(turn)][0])
 
-    engine = SimulatedEngine.Config(
+    engine = SimulatedEngineConfig(
         slots=workload.slots,
         seconds_per_token=0.0 if instant else workload.seconds_per_token,
         slowdown=workload.slowdown,
@@ -81,7 +81,7 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
         sampling={"max_tokens": 1_000_000},
         deadlines=PATIENCE,
     )
-    troubles = SimulatedEnvs.Config(hung=workload.hung, fail_slow=workload.fail_slow)
+    troubles = SimulatedEnvsConfig(hung=workload.hung, fail_slow=workload.fail_slow)
     simulation = SimulationConfig(
         engine=engine,
         env=troubles,

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.rollout.config import RolloutConfig
-from agentrl.simulate.engine import SimulatedEngine
-from agentrl.simulate.env import SimulatedEnvs
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Lognormal
-from agentrl.simulate.world import Report, SimulationConfig, World
+from agentrl.simulate.world import Report, World
 
 ROLLOUT = RolloutConfig(
     groups_per_step=32, group_size=8, max_staleness=1, max_live_episodes=2048, min_live_episodes=512
@@ -29,10 +28,8 @@ SPANS = SimulationConfig(
     episode_seconds=Lognormal(median=5.0, sigma=1.0, cap=100), train_seconds=Constant(value=1.0)
 )
 TURNS = SimulationConfig(
-    engine=SimulatedEngine.Config(
-        slots=512, answer_tokens=Lognormal(median=64, sigma=0.6, cap=512)
-    ),
-    env=SimulatedEnvs.Config(
+    engine=SimulatedEngineConfig(slots=512, answer_tokens=Lognormal(median=64, sigma=0.6, cap=512)),
+    env=SimulatedEnvsConfig(
         turns=Constant(value=1), step_seconds=Lognormal(median=0.5, sigma=1.0, cap=10)
     ),
     train_seconds=Constant(value=1.0),

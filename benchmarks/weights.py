@@ -32,7 +32,8 @@ from agentrl.engines.vllm import VllmEngine
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.weights.bundle import WeightBundle
-from agentrl.weights.publisher import WeightPublisher, WeightsConfig, checksum
+from agentrl.weights.config import WeightsConfig
+from agentrl.weights.publisher import WeightPublisher, checksum
 
 GIB = 2**30
 

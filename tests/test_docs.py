@@ -22,6 +22,7 @@ from agentrl import plugins
 from agentrl.cli import app
 from agentrl.config import load_config
 from agentrl.flow import Retries
+from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.testing import check_env
 
@@ -335,7 +336,9 @@ def test_the_rewards_shown_are_valid_and_keep_the_contract(
         path.write_text(
             settings if settings.startswith("env:") else f"env: frozen_lake\n{settings}"
         )
-        reward = load_config(path).config.reward.make(RulePool(), 60.0, Retries())
+        reward = build_pipeline(
+            load_config(path).config.reward, RulePool(), deadline=60.0, retries=Retries()
+        )
         assert len(reward.parts) == 3
     listed = re.findall(
         r"`(\w+)`",

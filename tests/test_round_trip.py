@@ -16,8 +16,9 @@ from agentrl.errors import ConfigError
 from agentrl.gateway.command_agent import _variables
 from agentrl.gateway.program import Assignment
 from agentrl.hosting.client_options import ClientOptions
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, LiveEnv
+from agentrl.hosting.host import LiveEnv
 from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv

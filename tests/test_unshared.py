@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError
 from agentrl.flow import Retries
 from agentrl.hosting.client_options import ClientOptions
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.value_injection import ValueInjection
 from agentrl.plugins import NoSettings
@@ -28,6 +29,7 @@ from agentrl.tasks.levels import Levels
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.tasks.pools import DifficultyPools
 from agentrl.tasks.seeded import SeededTasks
+from agentrl.tasks.suite_tasks import suite_episodes
 from agentrl.tasks.suites import SuiteConfig
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Message, Score, Task, ToolCall, unshared
@@ -89,7 +91,7 @@ def sources(folder: Path):
         data = kind(kind.Config(data=str(rows), held_out=0), "e", 0, "train", shared)
         yield data.task(0), data.task(1)
     suite = SuiteConfig(name="s", tasks=2, samples=2)
-    first, second, *_ = suite.episodes(OneEnv(name="frozen_lake", options=shared))
+    first, second, *_ = suite_episodes(suite, OneEnv(name="frozen_lake", options=shared))
     yield first, second
     mixed = Mixture([Share("a", "e", 1.0, seeded[0], 2, 1)])
     yield mixed.task(0), mixed.task(1)

@@ -8,7 +8,8 @@ from pathlib import Path
 from agentrl import plugins
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer, renderer_of
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.engines.router import Router
 from agentrl.gateway.address import SCHEME as AGENT_SCHEME
 from agentrl.gateway.address import scheme as agent_scheme

@@ -16,6 +16,7 @@ from agentrl.flow import spare_what_lives
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
@@ -87,8 +88,13 @@ def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipelin
     needed = {
         constraint.part.partition("/")[0] for constraint in config.batch_processing.constraints
     }
-    return config.reward.make(
-        rules, rollout.deadlines.reward, rollout.retries, config.rewards_by_env(), needed
+    return build_pipeline(
+        config.reward,
+        rules,
+        deadline=rollout.deadlines.reward,
+        retries=rollout.retries,
+        by_env=config.rewards_by_env(),
+        needed=needed,
     )
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.conversation.renderer import RendererConfig, renderer_of
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import renderer_of
 from agentrl.conversation.template_check import Finding, template_findings
 from agentrl.errors import ConfigError
 from agentrl.models.facts import ModelFacts, model_facts

@@ -62,7 +62,7 @@ def check_model(
     A config and a tokenizer are enough. The exit status is 1 if something would go wrong in a run.
     """
     from agentrl.cli.model_check import findings
-    from agentrl.conversation.renderer import RendererConfig
+    from agentrl.conversation.config import RendererConfig
 
     config = RendererConfig(trust_remote_code=trust_remote_code, chat_template=chat_template)
     found = list(findings(description_folder(model, revision, setting="model"), config))

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentrl.errors import ConfigError
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, system_prompt_in
 from agentrl.rollout.seeds import derive_seed

@@ -19,10 +19,10 @@ from pydantic import (
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.algorithms.own_settings import without_effect
 from agentrl.config.group_checks import check_groups
-from agentrl.conversation.renderer import RendererConfig
+from agentrl.conversation.config import RendererConfig
 from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
-from agentrl.placement.device_map import PlacementConfig
+from agentrl.placement.config import PlacementConfig
 from agentrl.plugins import Component
 from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages
 from agentrl.rollout.agents import FrozenRoute
@@ -31,10 +31,10 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.scoring.config import RewardsConfig, name_of
 from agentrl.settings.base import PathText, Settings
 from agentrl.settings.yaml_values import to_yaml
-from agentrl.simulate.world import SimulationConfig
+from agentrl.simulate.config import SimulationConfig
 from agentrl.tasks.env_config import ComponentField, EnvConfig, OneEnv, RewardsField
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
-from agentrl.weights.publisher import WeightsConfig
+from agentrl.weights.config import WeightsConfig
 
 COMPONENTS = {
     "engine": "engines",

@@ -20,13 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-from pydantic import Field
+from typing import Any, Protocol
 
 from agentrl import plugins
 from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.conversation.chat_template import ChatTemplate, not_in
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, placed
@@ -52,39 +51,9 @@ from agentrl.conversation.tool_formats import (
 from agentrl.errors import ConfigError
 from agentrl.models.tokenizer import load_tokenizer
 from agentrl.protocols import Prompt
-from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, Message, ToolCall
 
 logger = logging.getLogger(__name__)
-
-
-class RendererConfig(Settings):
-    """How a model's conversations become tokens."""
-
-    history: Literal["extend", "template"] = "extend"
-    """`extend` shows the model all that it has written, reasoning included, and renders only what
-    is new. `template` renders the whole conversation at every turn, as the model's chat template
-    does: if that strips earlier reasoning, the conversation forks at every turn, and every prompt
-    is computed again."""
-    renderer: str = "auto"
-    """Whose rules are used. `template`: those of the model's chat template. A family of the library
-    `renderers`, by its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: those of the family
-    that writes the same tokens as the template, if there is one, else the template's. Or another
-    renderer, by the name of its plug-in or `package.module:Name`."""
-    tool_format: str = "auto"
-    """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`:
-    tools are described in the system message, and called as `<tool_call>{"name": ..., "arguments":
-    ...}</tool_call>`. Or a parser of the library `renderers` (`qwen3`, `qwen3.5`, `glm`,
-    `deepseek-v3`) or, where it is installed, of vLLM."""
-    show_reasoning: bool = False
-    """Leave reasoning in what environments and rewards get."""
-    chat_template: Path | None = None
-    """File of a chat template (Jinja) to use instead of the model's own."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking: false`."""
-    trust_remote_code: bool = False
-    """Run the Python code that comes with the model. It can do whatever you can, so read it first,
-    and name a `revision`."""
 
 
 class Tokenizer(Protocol):

@@ -41,7 +41,7 @@ from agentrl.protocols import (
 )
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
-from agentrl.weights.publisher import WeightUpdate
+from agentrl.weights.config import WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor

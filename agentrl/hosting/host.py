@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from pydantic import Field
-
 from agentrl.errors import (
     RAISED_BY_CODE,
     ConfigError,
@@ -34,30 +32,17 @@ from agentrl.errors import (
 )
 from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.calls import recorded
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.lethal_requests import Requests
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, StepResult
-from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class EnvDeadlines(Settings):
-    """Seconds of loop time that each call of an environment may take before it counts as failed."""
-
-    reset: float = Field(30.0, gt=0)
-    """`Env.reset`."""
-    step: float = Field(30.0, gt=0)
-    """`Env.step` of an environment without tools."""
-    tool: float = Field(60.0, gt=0)
-    """`Env.step` of an environment with tools: one tool call."""
-    close: float = Field(5.0, gt=0)
-    """`Env.close`."""
 
 
 class _Thread:

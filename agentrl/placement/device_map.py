@@ -10,103 +10,12 @@ Roles on the same devices share them: both stay awake if memory holds both, else
 `agentrl/planner` chooses a map.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from agentrl.errors import ConfigError
-from agentrl.placement.devices import Assumptions, Inventory
-from agentrl.settings.base import Settings
-
-Mode = Literal["auto", "colocated", "disaggregated", "local", "listed"]
-Role = Literal["engine", "trainer"]
-
-
-def parse_devices(written: Any) -> tuple[int, ...]:
-    """`"0-3,6"` (or a number, or a list) as device numbers, in ascending order.
-
-    Raises:
-        ValueError: it is not such a list, or names a device twice.
-    """
-    if isinstance(written, list | tuple):
-        written = ",".join(str(part) for part in written)
-    devices: list[int] = []
-    for part in str(written).split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if not found:
-            raise ValueError(
-                f"{written!r} is no list of devices: write numbers and ranges, such as 0-3,6"
-            )
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first:
-            raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
-        devices += range(first, last + 1)
-    if len(set(devices)) < len(devices):
-        twice = sorted({device for device in devices if devices.count(device) > 1})
-        raise ValueError(f"{written!r} names device {twice[0]} twice")
-    return tuple(sorted(devices))
-
-
-def format_devices(devices: Sequence[int]) -> str:
-    """Device numbers in the form that `parse_devices` reads."""
-    runs: list[list[int]] = []
-    for device in sorted(devices):
-        if runs and runs[-1][1] == device - 1:
-            runs[-1][1] = device
-        else:
-            runs.append([device, device])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-Devices = Annotated[
-    tuple[int, ...],
-    BeforeValidator(parse_devices),
-    PlainSerializer(format_devices, return_type=str, when_used="json"),
-]
-
-
-class PlacementConfig(Settings):
-    """Which devices engine and trainer run on."""
-
-    name: Literal["auto", "colocated", "disaggregated", "local"] = "auto"
-    """`auto`: the fastest placement that fits, or `local` if there is no GPU. `colocated`: both on all devices;
-    `disaggregated`: each on its own devices; `local`: as their own settings say, on the first device."""
-    engine: Devices | None = None
-    """Devices of the engine, such as `0-5`; the trainer's must then be listed too."""
-    trainer: Devices | None = None
-    """Devices of the trainer, such as `6,7`."""
-    switch_seconds: float = Field(120.0, gt=0)
-    """How long engine or trainer may take to go to sleep, or to wake, if they take turns."""
-    assume: Assumptions = Assumptions()
-    """The assumptions of `auto` and `agentrl plan`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _a_list_in_braces_is_quoted(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and any(re.fullmatch(r"[\d\s-]+", str(key)) for key in raw):
-            raise ValueError(
-                'YAML has cut a list of devices at its comma: quote it, {engine: "0-5", trainer:'
-                ' "6,7"}'
-            )
-        return raw
-
-    @model_validator(mode="after")
-    def _a_mode_or_lists(self) -> Self:
-        if self.lists and self.name != "auto":
-            raise ValueError(
-                f"the mode is {self.name}, but devices are listed too: write a mode or lists, not"
-                " both"
-            )
-        return self
-
-    @property
-    def lists(self) -> dict[Role, tuple[int, ...]]:
-        """The devices of each role that has a list."""
-        given: dict[Role, tuple[int, ...] | None] = {"engine": self.engine, "trainer": self.trainer}
-        return {role: devices for role, devices in given.items() if devices is not None}
+from agentrl.placement.config import Mode, PlacementConfig, Role, format_devices
+from agentrl.placement.devices import Inventory
 
 
 @dataclass(frozen=True, slots=True)

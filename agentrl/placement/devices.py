@@ -8,11 +8,8 @@ way.
 import os
 from dataclasses import dataclass, replace
 
-from pydantic import Field
-
 from agentrl.errors import ConfigError
 from agentrl.plugins import nearest
-from agentrl.settings.base import Settings
 
 GIB = 2**30
 
@@ -86,27 +83,6 @@ def host(cores: int | None = None, memory: int | None = None) -> DeviceKind:
         memory,
         is_gpu=False,
     )
-
-
-class Assumptions(Settings):
-    """Shares of a device's peak performance that real programs reach, and their overheads."""
-
-    trainer_flops: float = Field(0.4, gt=0, le=1)
-    """Share of FLOP/s in training: PaLM reports 46 % (Chowdhery et al. 2022, arXiv 2204.02311),
-    Megatron about 50 %.
-    """
-    engine_flops: float = Field(0.5, gt=0, le=1)
-    """Share of FLOP/s in prefilling: 40 to 70 % in Pope et al. 2022, arXiv 2211.05102."""
-    engine_bandwidth: float = Field(0.7, gt=0, le=1)
-    """Share of memory bandwidth in decoding."""
-    links: float = Field(0.7, gt=0, le=1)
-    """Share of the bandwidth of links between devices, nodes and hosts."""
-    engine_step_seconds: float = Field(0.002, ge=0)
-    """Overhead of an engine step on a GPU: scheduling and launches."""
-    all_reduce_seconds: float = Field(1e-5, ge=0)
-    """Overhead of a sum over the GPUs of one engine, besides the transfer of bytes; each layer has
-    two sums.
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.placement.device_map import Role, format_devices
+from agentrl.placement.config import Role, format_devices
 from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import Footprint
 from agentrl.planner.memory import DeviceLoad, fullest_host

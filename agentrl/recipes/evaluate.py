@@ -34,6 +34,7 @@ from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import held_out_tasks
+from agentrl.tasks.suite_tasks import suite_episodes
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.trajectory import Failed, Score, Task, Trajectory, Unscored
 
@@ -180,7 +181,7 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
 
 async def evaluate_suite(rollouts: RolloutAssembly, suite: SuiteConfig) -> SuiteEvaluation:
     """Play the tasks of a suite with the engine's current weights, each as often as it says."""
-    tasks = await asyncio.to_thread(suite.episodes, rollouts.config.envs[suite.label])
+    tasks = await asyncio.to_thread(suite_episodes, suite, rollouts.config.envs[suite.label])
     return SuiteEvaluation(suite, *await _played(rollouts, suite, tasks))
 
 

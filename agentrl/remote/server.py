@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 
 from agentrl.flow import Flow, now
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.hosting.process import ProcessEnv
 from agentrl.protocols import Env, Isolation
 from agentrl.remote.gate import RequestGate, idle_timeout

@@ -6,10 +6,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl.conversation.context import FULL, Context
 from agentrl.flow import Retries
-from agentrl.hosting.host import EnvDeadlines
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
-from agentrl.scoring.rule_pool import RulePoolConfig
+from agentrl.scoring.config import RulePoolConfig
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
 

@@ -7,8 +7,10 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.next_task import next_task
+from agentrl.scoring.build import task_checks
 from agentrl.tasks.dataset import DatasetTasks, pay_check
 from agentrl.tasks.mixture import Mixture, Share
+from agentrl.tasks.suite_tasks import suite_source
 from agentrl.trajectory import Task
 
 
@@ -79,7 +81,7 @@ def fingerprints(config: RunConfig) -> Mapping[str, str]:
                 found[f"{split} of {name}" if config.env.mixture else split] = source.fingerprint
     for suite in config.evaluation.suites:
         try:
-            source = suite.source(config.envs[suite.label])
+            source = suite_source(suite, config.envs[suite.label])
         except ConfigError as error:
             raise ConfigError(f"the suite {suite.name}: {error}") from error
         _check_rewards(config, suite.label, f"the suite {suite.name}", source)
@@ -95,7 +97,7 @@ def _check_rewards(config: RunConfig, env: str, called: str, source: TaskSource)
         ConfigError: some cannot be scored; names them.
     """
     rewards = config.rewards_by_env().get(env, config.reward)
-    checks, of_first = rewards.task_checks(), rewards.task_checks("check_first_task")
+    checks, of_first = task_checks(rewards), task_checks(rewards, "check_first_task")
     if isinstance(source, DatasetTasks) and rewards.is_the_environments:
         checks += filter(None, [pay_check(config.envs[env].name)])
     if checks or of_first:

@@ -10,30 +10,24 @@ reward:
 
 import inspect
 import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Field, create_model
 
 from agentrl.errors import ConfigError
-from agentrl.flow import Retries
-from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import GroupReward, Isolation
-from agentrl.scoring.part import RewardPart, unbound
-from agentrl.scoring.pipeline import RewardPipeline
-from agentrl.scoring.rule_pool import RulePool
+from agentrl.plugins import Component, NoSettings, unbound
+from agentrl.protocols import Isolation
 from agentrl.settings.base import Settings
-from agentrl.trajectory import Task
 
 _METHODS = ("score", "score_group", "evaluate")
 _WEIGHT = (
     "Factor by which its score counts. A part of weight 0 only watches: if it fails, the score goes"
     " without it."
 )
-_PART: Mapping[str, Any] = {
+PART_SETTINGS: Mapping[str, Any] = {
     "weight": (Annotated[float, Field(allow_inf_nan=False, description=_WEIGHT)], 1.0),
     "as": (
         Annotated[
@@ -88,38 +82,12 @@ class RewardsConfig:
         """Whether no part scores an episode that is played once."""
         return all(hasattr(part.factory, "score_group") for part in self.parts)
 
-    def task_checks(self, name: str = "check_task") -> list[Callable[[Task], None]]:
-        """What parts check of a task before it is played: their methods of this name, if they have
-        them.
-        """
-        owners = [part.owner for part in map(_part, self.parts) if not part.watches]
-        return [getattr(owner, name) for owner in owners if hasattr(owner, name)]
-
     @property
     def is_the_environments(self) -> bool:
         """Whether nothing is paid but what the environment pays."""
         return all(
             getattr(part.factory, "pays_what_the_environment_pays", False) for part in self.parts
         )
-
-    def make(
-        self,
-        rules: RulePool,
-        deadline: float,
-        retries: Retries,
-        by_env: Mapping[str, "RewardsConfig"] = MappingProxyType({}),
-        needed: Collection[str] = (),
-    ) -> RewardPipeline:
-        """The reward itself, not yet entered; its rules run in the processes of `rules`. `by_env`:
-        those of the environments of a mixture that have their own. `needed`: parts that must not
-        fail, whatever their weight.
-        """
-        others = {
-            env: rewards.make(rules, deadline, retries, needed=needed)
-            for env, rewards in by_env.items()
-        }
-        parts = [replace(part, needed=part.name in needed) for part in map(_part, self.parts)]
-        return RewardPipeline(parts, rules, deadline=deadline, retries=retries, by_env=others)
 
 
 def name_of(part: Component) -> str:
@@ -166,20 +134,11 @@ def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
             f"the reward {name!r} is {factory!r:.80}; it must be a class or a function of a"
             " trajectory"
         )
-    if taken := sorted(_PART.keys() & own.model_fields.keys()):
+    if taken := sorted(PART_SETTINGS.keys() & own.model_fields.keys()):
         raise ConfigError(
             f"the reward {name!r} has a setting {taken[0]!r}, which every part has: rename it"
         )
-    return create_model(own.__qualname__, __base__=own, **_PART)
-
-
-def made(factory: Any, settings: Mapping[str, Any]) -> Any:
-    """A reward from its class or function and its validated settings, put into its own settings
-    class to pickle.
-    """
-    if not isinstance(factory, type):
-        return partial(factory, **settings) if settings else factory
-    return factory(factory.Config(**settings)) if hasattr(factory, "Config") else factory()
+    return create_model(own.__qualname__, __base__=own, **PART_SETTINGS)
 
 
 def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
@@ -212,22 +171,17 @@ def _with_hints(function: Any) -> Any:
     return function if inspect.isroutine(function) else type(function).__call__
 
 
-def _part(component: Component) -> RewardPart:
-    shared = {key: getattr(component.settings, key) for key in _PART}
-    own = {key: value for key, value in component.settings if key not in _PART}
-    reward = made(component.factory, own)
-    shared["isolation"] = shared["isolation"] or getattr(
-        unbound(component.factory), "isolation", None
-    )
-    if not (
-        callable(reward)
-        or hasattr(reward, "score")
-        or hasattr(reward, "evaluate")
-        or isinstance(reward, GroupReward)
-    ):
-        raise ConfigError(
-            f"the reward {component.name!r} has no score(trajectory), score_group(trajectories) or"
-            " content and evaluate"
-        )
-    named = name_of(component)
-    return RewardPart(reward, named, shared["weight"], shared["isolation"], shared["success_at"])
+class RulePoolConfig(Settings):
+    """The processes that rules run in."""
+
+    workers: int = Field(2, gt=0)
+    """Processes; they start when the first rule needs one."""
+    cpu_seconds: float = Field(5.0, gt=0)
+    """CPU seconds for one verdict. Content that takes more is wrong."""
+    deadline: float = Field(40.0, gt=0)
+    """Seconds for one verdict, after which its process is killed and the rule is asked again. It
+    must be well above `cpu_seconds`, since a busy machine gives a rule its CPU time later."""
+    memory_mb: int = Field(4096, ge=512)
+    """Address space of a process, in megabytes. Content that takes more is wrong."""
+    cache: int = Field(100_000, ge=0)
+    """Verdicts kept in memory, so that the same content is not judged again."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from agentrl.errors import ConfigError, RuleLimitError
+from agentrl.plugins import unbound
 from agentrl.protocols import GroupReward, Isolation, Rule
 from agentrl.scoring.returned import as_score, as_scores
 from agentrl.scoring.rule_pool import RulePool
@@ -109,13 +110,6 @@ class RewardPart:
             pool.imports.append(module_of(function))
             return partial(pool.run, function, cached=False)
         return partial(_awaited, partial(_in_thread if isolation == "thread" else _now, function))
-
-
-def unbound(function: Any) -> Any:
-    """What a `functools.partial` is of; anything else itself."""
-    while isinstance(function, partial):
-        function = function.func
-    return function
 
 
 def module_of(function: Any) -> str:

@@ -29,7 +29,6 @@ from hashlib import blake2b
 from typing import Any, Self
 
 from pebble import ProcessExpired, ProcessPool
-from pydantic import Field
 
 from agentrl.errors import (
     RAISED_BY_CODE,
@@ -41,23 +40,7 @@ from agentrl.errors import (
     describe,
 )
 from agentrl.flow import Suspicion
-from agentrl.settings.base import Settings
-
-
-class RulePoolConfig(Settings):
-    """The processes that rules run in."""
-
-    workers: int = Field(2, gt=0)
-    """Processes; they start when the first rule needs one."""
-    cpu_seconds: float = Field(5.0, gt=0)
-    """CPU seconds for one verdict. Content that takes more is wrong."""
-    deadline: float = Field(40.0, gt=0)
-    """Seconds for one verdict, after which its process is killed and the rule is asked again. It
-    must be well above `cpu_seconds`, since a busy machine gives a rule its CPU time later."""
-    memory_mb: int = Field(4096, ge=512)
-    """Address space of a process, in megabytes. Content that takes more is wrong."""
-    cache: int = Field(100_000, ge=0)
-    """Verdicts kept in memory, so that the same content is not judged again."""
+from agentrl.scoring.config import RulePoolConfig
 
 
 class RuleDiedError(RewardError):

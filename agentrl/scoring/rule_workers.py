@@ -15,7 +15,8 @@ from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorker, Worker, start_another
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow
-from agentrl.scoring.rule_pool import RuleDiedError, RulePool, RulePoolConfig
+from agentrl.scoring.config import RulePoolConfig
+from agentrl.scoring.rule_pool import RuleDiedError, RulePool
 
 
 class RuleWorker:

@@ -22,14 +22,13 @@ from random import Random
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
 
 from agentrl.arrays import floats
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest
-from agentrl.settings.base import Settings
-from agentrl.simulate.latency import Constant, Latency
+from agentrl.simulate.config import SimulatedEngineConfig
+from agentrl.simulate.latency import Latency
 from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -90,61 +89,10 @@ class SimulatedEngine:
             lengths.
     """
 
-    class Config(Settings):
-        """Settings of the simulated engine. With all times 0 it is *instant*: it answers at once,
-        without a batch.
-        """
-
-        slots: int = Field(64, gt=0)
-        """Most requests decoded at once; the others wait, in order of priority and arrival."""
-        seconds_per_token: float = Field(0.02, ge=0)
-        """Seconds for each sampled token of each request, up to `knee` requests at once."""
-        prefill_seconds_per_token: float = Field(0.0, ge=0)
-        """Seconds for each prompt token that is not cached."""
-        slowdown: float = Field(0.0, ge=0)
-        """How much all requests slow down for each further `knee` requests: 1 means twice the
-        seconds at 2 * knee.
-        """
-        knee: int = Field(64, gt=0)
-        """Most requests at once that do not slow each other down."""
-        answer_tokens: Latency = Constant(value=64)
-        """Tokens of an answer (rounded, at least 1); the request's `max_tokens` limits it."""
-        max_context: int = Field(32768, gt=1)
-        """Largest prompt plus completion, in tokens."""
-        kv_tokens: int | None = Field(None, gt=1)
-        """Capacity of the KV cache in tokens; when it is full, the newest of the least urgent
-        requests is preempted.
-        """
-        kv_on_update: Literal["recompute", "keep"] = "recompute"
-        """Whether running requests prefill their context again after a weight update (`recompute`)
-        or not (`keep`).
-        """
-        lost: float = Field(0.0, ge=0, le=1)
-        """Share of requests that are never answered, drawn by the request's seed. They occupy no
-        slot.
-        """
-        hangs_at: float | None = Field(None, ge=0)
-        """Second of the event loop's clock at which the engine silently stops working."""
-        dies_at: float | None = Field(None, ge=0)
-        """Second of the event loop's clock from which all calls raise `EngineDeadError`."""
-        seed: int = 0
-        """Seed of the answer lengths."""
-
-        @model_validator(mode="after")
-        def _cache_holds_a_request(self) -> Self:
-            if self.kv_tokens is not None and self.kv_tokens < self.max_context:
-                raise ValueError(
-                    f"kv_tokens ({self.kv_tokens}) must hold one request of max_context"
-                    f" ({self.max_context})"
-                )
-            if self.kv_tokens is not None and self.seconds_per_token == 0:
-                raise ValueError(
-                    "kv_tokens needs seconds_per_token > 0: the cache fills as tokens are sampled"
-                )
-            return self
-
-    def __init__(self, config: Config | None = None, length_of: LengthOf | None = None) -> None:
-        self._config = config or self.Config()
+    def __init__(
+        self, config: SimulatedEngineConfig | None = None, length_of: LengthOf | None = None
+    ) -> None:
+        self._config = config or SimulatedEngineConfig()
         self._length_of = length_of or _drawn_by_seed(self._config)
         self._instant = (
             self._config.seconds_per_token == self._config.prefill_seconds_per_token == 0
@@ -585,7 +533,7 @@ class SimulatedEngine:
         self._sort_by_finish()
 
 
-def _drawn_by_seed(config: SimulatedEngine.Config) -> LengthOf:
+def _drawn_by_seed(config: SimulatedEngineConfig) -> LengthOf:
     lengths = _population(config.answer_tokens, config.seed)
     return lambda request: lengths[request.seed % _POPULATION]
 

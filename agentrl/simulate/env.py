@@ -1,7 +1,7 @@
 """Environments that take time and have no content: turns, seconds, rewards and troubles are drawn
 from seeds.
 
-    envs = SimulatedEnvs(SimulatedEnvs.Config(step_seconds=Normal(mean=10, sd=5), hung=0.001),
+    envs = SimulatedEnvs(SimulatedEnvsConfig(step_seconds=Normal(mean=10, sd=5), hung=0.001),
     seed=0) host = EnvHost({"simulated": envs}, deadlines)
 
 An episode follows an `EpisodePlan`, and the plan of (task seed, member) never changes: an episode
@@ -14,16 +14,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import Any, Literal
 
 from agentrl.errors import OutageError
 from agentrl.flow import now
 from agentrl.protocols import ResetResult, StepResult
 from agentrl.rollout.seeds import derive_seed
-from agentrl.settings.base import Settings
-from agentrl.simulate.latency import NO_TIME, Constant, Latency
+from agentrl.simulate.config import SimulatedEnvsConfig, SimulatedOutage
 
 Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]
 
@@ -57,21 +54,6 @@ class _Members:
     again: list[tuple[int, int]] = field(default_factory=list)  # (member, attempt)
 
 
-class SimulatedOutage(Settings):
-    """A time in which the server of all environments cannot be reached. It has lost its episodes
-    when it is back.
-    """
-
-    at: float = Field(ge=0)
-    """When it begins, in seconds."""
-    seconds: float = Field(ge=0)
-    """How long it lasts; 0 is a crash of all live episodes."""
-
-    def hits(self, began: float, when: float) -> bool:
-        """Whether it breaks off an episode that began at `began` and is called at `when`."""
-        return began < self.at + self.seconds and when >= self.at
-
-
 class SimulatedEnvs:
     """Makes environments, as a plug-in's class would, and counts what happens to them.
 
@@ -86,53 +68,13 @@ class SimulatedEnvs:
         plan_of: Plans the episodes; by default, plans are drawn from the settings.
     """
 
-    class Config(Settings):
-        """Settings of the episodes. Shares of troubles are shares of attempts; an attempt has at
-        most one trouble.
-        """
-
-        turns: Latency = Constant(value=8)
-        """Steps of an episode (rounded, at least 1)."""
-        reset_seconds: Latency = NO_TIME
-        """Seconds of a reset."""
-        step_seconds: Latency = NO_TIME
-        """Seconds of a step, drawn for each."""
-        solve_rate: float = Field(0.5, ge=0, le=1)
-        """Share of episodes with reward 1 in tasks that are neither hopeless nor trivial; the
-        others get 0.
-        """
-        hopeless: float = Field(0.0, ge=0, le=1)
-        """Share of tasks whose episodes all get 0."""
-        trivial: float = Field(0.0, ge=0, le=1)
-        """Share of tasks whose episodes all get 1."""
-        hung: float = Field(0.0, ge=0, le=1)
-        """Share of attempts in which a step never returns."""
-        crash: float = Field(0.0, ge=0, le=1)
-        """Share of attempts in which a step raises."""
-        fail_slow: float = Field(0.0, ge=0, le=1)
-        """Share of attempts in which a step takes `fail_slow_seconds` longer."""
-        fail_slow_seconds: float = Field(600.0, ge=0)
-        """Seconds that such a step takes longer."""
-        slow_drip: float = Field(0.0, ge=0, le=1)
-        """Share of attempts in which each step takes `slow_drip_factor` times as long."""
-        slow_drip_factor: float = Field(10.0, ge=1)
-        """How many times as long each step of such an attempt takes."""
-        outages: tuple[SimulatedOutage, ...] = ()
-        """Times in which no environment can be reached: `[{at: 100, seconds: 20}]`."""
-
-        @model_validator(mode="after")
-        def _shares(self) -> Self:
-            for shares in (("hopeless", "trivial"), ("hung", "crash", "fail_slow", "slow_drip")):
-                if sum(getattr(self, name) for name in shares) > 1:
-                    raise ValueError(
-                        f"{' + '.join(shares)} must not be above 1: they are shares of one whole"
-                    )
-            return self
-
     def __init__(
-        self, config: Config | None = None, seed: int = 0, plan_of: EpisodePlanOf | None = None
+        self,
+        config: SimulatedEnvsConfig | None = None,
+        seed: int = 0,
+        plan_of: EpisodePlanOf | None = None,
     ) -> None:
-        self._config = config or self.Config()
+        self._config = config or SimulatedEnvsConfig()
         self._seed = seed
         self._plan_of = plan_of or self._drawn
         self._troubled = (

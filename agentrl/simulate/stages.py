@@ -13,8 +13,9 @@ from random import Random
 from statistics import fmean
 
 from agentrl.models.facts import ModelFacts
+from agentrl.placement.config import Assumptions
 from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.devices import Assumptions, DeviceKind
+from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import (
     EngineLayout,
     TrainerLayout,
@@ -24,9 +25,8 @@ from agentrl.placement.footprint import (
     trained_parameters,
 )
 from agentrl.rollout.config import RolloutConfig
-from agentrl.simulate.engine import SimulatedEngine
+from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Latency
-from agentrl.simulate.world import SimulationConfig
 
 _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 
@@ -207,8 +207,8 @@ class Stages:
         return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
 
     def simulated_engine(
-        self, work: Workload, devices: DeviceMap, base: SimulatedEngine.Config
-    ) -> SimulatedEngine.Config:
+        self, work: Workload, devices: DeviceMap, base: SimulatedEngineConfig
+    ) -> SimulatedEngineConfig:
         """The settings of the simulated engine: a step of B requests takes `fixed + B * each`
         seconds.
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pydantic import Field
-
 from agentrl.engines.router import Router
 from agentrl.flow import EventLog, Flow, now, run_virtual, span
 from agentrl.hosting.host import EnvHost
@@ -30,43 +28,18 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
-from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
+from agentrl.simulate.config import SimulationConfig
 from agentrl.simulate.engine import LengthOf, SimulatedEngine
 from agentrl.simulate.env import EpisodePlanOf, SimulatedEnvs
 from agentrl.simulate.episode import SpanEpisodeRunner
-from agentrl.simulate.latency import Constant, Latency
 from agentrl.simulate.renderer import SimulatedRenderer
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Group, Score, Trajectory
-from agentrl.weights.publisher import WeightUpdate
+from agentrl.weights.config import WeightUpdate
 
 _SAMPLES = 128
 """Most points of the timeline; when it is full, every other point is dropped."""
-
-
-class SimulationConfig(Settings):
-    """The models of engine, environments and trainer in a simulated run."""
-
-    engine: SimulatedEngine.Config = SimulatedEngine.Config()
-    engines: int = Field(1, ge=1)
-    """Replicas of the engine."""
-    env: SimulatedEnvs.Config = SimulatedEnvs.Config()
-    episode_seconds: Latency | None = None
-    """If given, an episode is one span of this many seconds, without engine and environments, to
-    study the scheduler alone. Three times as fast to simulate."""
-    prompt_tokens: int = Field(256, gt=0)
-    """Tokens of the first prompt."""
-    observation_tokens: int = Field(64, gt=0)
-    """Tokens that each further observation adds."""
-    train_seconds: Latency = Constant(value=30.0)
-    """Seconds of a training step."""
-    update_seconds: Latency = Constant(value=0.0)
-    """Seconds to transfer new weights to the engines."""
-    time_shared: bool = False
-    """Whether the engines sleep while the trainer works, as they do if both share devices."""
-    switch_seconds: float = Field(0.0, ge=0)
-    """Seconds per step for both switches between engines and trainer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,14 @@ evaluation:
     - {name: gsm8k, env: qa, data: test.jsonl, reward: math, samples: 4}
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from agentrl.plugins import NoSettings
-from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.budget import OwnBudget
 from agentrl.settings.base import Settings, check_temperature
 from agentrl.settings.sampling import SamplingParams
-from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv, RewardsField
-from agentrl.tasks.row_reader import RowSettings
-from agentrl.tasks.seeded import SeededTasks
-from agentrl.trajectory import Task
 
 
 class EvaluationSampling(Settings):
@@ -92,31 +85,3 @@ class SuiteConfig(EvaluationSampling):
     def label(self) -> str:
         """The name of its environment among those of a run."""
         return f"suite/{self.name}"
-
-    def episodes(self, env: OneEnv) -> list[Task]:
-        """Each task as often as it is played, in `env`. Their seeds belong to no training task of
-        any run.
-
-        Raises:
-            ConfigError: the data cannot be read, or is not fit for the environment.
-        """
-        source = self.source(env)
-        count = min(self.tasks, len(source)) if isinstance(source, FiniteTasks) else self.tasks
-        tasks = [source.task(index) for index in range(count)]
-        return [
-            Task(self.label, task.seed, task.options, f"{self.name}-{task.id}/{sample}")
-            for task in tasks
-            for sample in range(self.samples)
-        ]
-
-    def source(self, env: OneEnv) -> TaskSource:
-        """Where the tasks come from."""
-        options: Mapping[str, Any] = env.options
-        if self.data is None:
-            return SeededTasks(NoSettings(), env.name, 0, "held-out", options)
-        given = {
-            name: getattr(self, name)
-            for name in ("data", "split", "subset", *RowSettings.model_fields)
-        }
-        settings = DatasetTasks.Config(**given, held_out=0.0)
-        return DatasetTasks(settings, env.name, 0, "corpus", options)

@@ -19,10 +19,11 @@ from agentrl.errors import (
 )
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
+from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.part import Ask, RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.returned import own_metrics
-from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import (
     Completion,
     Failed,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.files.file_lock import FileLock
 from agentrl.flow import run_to_completion
 from agentrl.weights.bundle import BundlePlace, WeightBundle
+from agentrl.weights.config import WeightsConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +105,19 @@ def default_parent() -> Path:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
+def storage_folders(config: WeightsConfig) -> list[Path]:
+    """Folders to write weights to, each if the one before fails; `direct` needs none."""
+    # Other processes have other working directories.
+    disk = (config.folder or Path(tempfile.gettempdir())).absolute()
+    folders = {
+        "auto": [default_parent(), disk],
+        "shared_memory": [SHARED_MEMORY],
+        "disk": [disk],
+        "direct": [],
+    }
+    return folders[config.transport]
+
+
 def sweep(parent: Path) -> None:
     """Remove the stores in `parent` whose owners are dead: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -139,4 +153,4 @@ async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterato
         store.close()
 
 
-__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "default_parent", "sweep"]
+__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "default_parent", "storage_folders", "sweep"]

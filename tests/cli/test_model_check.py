@@ -12,8 +12,9 @@ import pytest
 
 from agentrl.cli.model_check import findings
 from agentrl.conversation import renderer as renderer_module
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.family import find_family
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.template_check import Finding, template_findings
 from tests.chat_templates import tokenizer_of
 

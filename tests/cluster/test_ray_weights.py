@@ -24,7 +24,8 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights.bundle import BundlePlace, WeightBundle
-from agentrl.weights.publisher import WeightPublisher, WeightsConfig
+from agentrl.weights.config import WeightsConfig
+from agentrl.weights.publisher import WeightPublisher
 from agentrl.weights.store import SHARED_MEMORY
 from tests.cluster.shared_ray import join_shared_ray
 

@@ -11,10 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.conversation import renderer as renderer_module
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.declared import declared, value_of
 from agentrl.conversation.family import find_family
 from agentrl.conversation.harmony import read_harmony
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.tool_formats import of_schema
 from agentrl.conversation.tools import ParsedReply, parse_tool_calls
 from agentrl.conversation.vllm_parsers import vllm_reader

@@ -9,7 +9,8 @@ import pytest
 from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate, describe
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.testing.tokenizer import END, ByteTokenizer
 from agentrl.trajectory import Completion, Message, ToolCall

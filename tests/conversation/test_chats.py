@@ -13,7 +13,8 @@ from agentrl.conversation.context import FULL, ContextPolicy, LastK
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.qa import QuestionAnswer
 from agentrl.flow import run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.protocols import GenerateRequest
 from agentrl.rewards.rules.tags import Tags

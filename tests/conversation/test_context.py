@@ -11,7 +11,8 @@ from agentrl.batch import to_samples
 from agentrl.conversation.context import Context, ContextPolicy, Full, LastK, Scratchpad, Summary
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.models.tiny import create_tiny_model
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig

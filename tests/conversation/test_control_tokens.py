@@ -10,9 +10,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from agentrl.arrays import ints
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens
 from agentrl.conversation.family import find_family
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.recipes.dpo import spoken
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.family import find_family
 from agentrl.conversation.placing import Places, placed
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of

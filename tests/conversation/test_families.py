@@ -16,6 +16,7 @@ from agentrl import plugins
 from agentrl.arrays import ints
 from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.family import find_family
 from agentrl.conversation.reading import (
     MARKS,
@@ -25,7 +26,7 @@ from agentrl.conversation.reading import (
     call_of,
     without_reasoning,
 )
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer, renderer_of
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.conversation.tools import parse_tool_calls
 from agentrl.errors import ConfigError, PluginError
 from agentrl.models.tiny import create_tiny_model

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
 from agentrl.testing.tokenizer import END, ByteTokenizer

@@ -17,7 +17,7 @@ from agentrl.flow.suspicion import KILLS
 from agentrl.protocols import AnswerFormat, GenerateRequest, ScoreRequest, Scores
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
-from agentrl.weights.publisher import WeightUpdate
+from agentrl.weights.config import WeightUpdate
 
 
 def request(name: str, *, session: str = "", tokens: int = 10) -> GenerateRequest:

@@ -23,7 +23,8 @@ from agentrl.envs.kuhn_poker import (
 )
 from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
 from agentrl.testing import check_env

@@ -20,7 +20,8 @@ from agentrl import plugins
 from agentrl.envs.base import ToolResult
 from agentrl.envs.mcp import McpEnv, McpToolEnv
 from agentrl.errors import ConfigError, DeadlineError, EnvError, PluginError
-from agentrl.hosting.host import EnvDeadlines, LiveEnv
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import LiveEnv
 from agentrl.testing import check_env
 from agentrl.trajectory import ToolCall
 from tests.processes import still_alive, title

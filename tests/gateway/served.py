@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner

@@ -10,8 +10,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.family import find_family
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer
+from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Message, Terminated, ToolCall, Truncated
 from tests.chat_templates import tokenizer_of

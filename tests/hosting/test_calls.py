@@ -10,7 +10,8 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.conversation.tools import ToolError
 from agentrl.envs.base import ToolEnv, ToolResult
 from agentrl.hosting.calls import CALLS, calls_taken
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.remote.client import RemoteEnv

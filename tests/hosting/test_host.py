@@ -14,7 +14,8 @@ import pytest
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import now, run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.protocols import Isolation
 
 

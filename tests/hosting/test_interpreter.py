@@ -16,8 +16,9 @@ import pytest
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, DeadlineError
 from agentrl.hosting import interpreter
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.interpreter import find_interpreter
 from agentrl.hosting.process import ProcessEnv
 from agentrl.testing import check_env

@@ -11,7 +11,8 @@ from agentrl import plugins
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.frozen_lake import FrozenLake, careful_player
 from agentrl.errors import EnvError
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.hosting.pictures import PICTURE, taken
 from agentrl.hosting.process import ProcessEnv
 from agentrl.rollout.budget import Budget

@@ -18,8 +18,9 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.protocols import Isolation
 from agentrl.testing import check_env

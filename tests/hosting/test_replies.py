@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agentrl.errors import ConfigError, ConformanceError, EnvError
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env

@@ -15,8 +15,9 @@ from agentrl.envs.base import TextEnv
 from agentrl.envs.guess_number import GuessNumber, weak_player
 from agentrl.envs.kuhn_poker import KuhnPoker
 from agentrl.errors import ConfigError, ConformanceError, PluginError
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, LiveEnv
+from agentrl.hosting.host import LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.wrappers import ActionFormat, TimeLimit, address, wrapper
 from agentrl.protocols import StepResult

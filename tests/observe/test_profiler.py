@@ -20,10 +20,9 @@ from agentrl.observe.trace_file import Slice, TraceFile, read_trace
 from agentrl.observe.usage import Usage
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.simulate.engine import SimulatedEngine
-from agentrl.simulate.env import SimulatedEnvs
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.latency import Constant
-from agentrl.simulate.world import SimulationConfig, World
+from agentrl.simulate.world import World
 from agentrl.trajectory import Score
 from agentrl.viewer.timing import busy_sets
 from agentrl.viewer.traced import newest_trace, without
@@ -42,8 +41,8 @@ def play_known_times() -> None:
     """One episode at a time, of which every second is known."""
     rollout = RolloutConfig(groups_per_step=1, group_size=1, budget=Budget(turns=TURNS))
     simulation = SimulationConfig(
-        engine=SimulatedEngine.Config(seconds_per_token=0.5, answer_tokens=Constant(value=6)),
-        env=SimulatedEnvs.Config(
+        engine=SimulatedEngineConfig(seconds_per_token=0.5, answer_tokens=Constant(value=6)),
+        env=SimulatedEnvsConfig(
             turns=Constant(value=TURNS),
             reset_seconds=Constant(value=1),
             step_seconds=Constant(value=5),

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.placement.device_map import (
-    DeviceMap,
-    PlacementConfig,
-    PlacementRequest,
-    device_maps,
-    format_devices,
-    parse_devices,
-)
+from agentrl.placement.config import PlacementConfig, format_devices, parse_devices
+from agentrl.placement.device_map import DeviceMap, PlacementRequest, device_maps
 from agentrl.placement.devices import Inventory, gpu_named, host
 
 H100 = gpu_named("h100")

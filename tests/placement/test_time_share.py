@@ -33,9 +33,10 @@ from agentrl.placement.time_share import (
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.rollout.config import RolloutConfig
 from agentrl.settings.sampling import SamplingParams
+from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant
-from agentrl.simulate.world import SimulationConfig, World
+from agentrl.simulate.world import World
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
@@ -330,7 +331,7 @@ def test_a_local_engine_that_sleeps_has_given_its_cache_back(shallow_model_dir: 
 
 
 def test_a_simulated_engine_that_sleeps_makes_no_token_and_loses_none() -> None:
-    config = SimulatedEngine.Config(seconds_per_token=1.0, prefill_seconds_per_token=0.0)
+    config = SimulatedEngineConfig(seconds_per_token=1.0, prefill_seconds_per_token=0.0)
 
     async def main() -> None:
         async with (
@@ -358,7 +359,7 @@ def test_in_the_simulator_turns_cost_the_overlap_that_own_devices_have() -> None
 
     def seconds(time_shared: bool) -> float:
         simulation = SimulationConfig(
-            engine=SimulatedEngine.Config(
+            engine=SimulatedEngineConfig(
                 slots=64, seconds_per_token=0.05, answer_tokens=Constant(value=50)
             ),
             train_seconds=Constant(value=20.0),

@@ -17,7 +17,8 @@ import pytest
 
 from agentrl.arrays import ints
 from agentrl.batch import TrainingSample, collate
-from agentrl.conversation.renderer import RendererConfig, renderer_of
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import renderer_of
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest

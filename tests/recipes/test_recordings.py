@@ -16,7 +16,8 @@ import httpx
 import openai
 import pytest
 
-from agentrl.conversation.renderer import RendererConfig, TemplateRenderer, renderer_of
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.trajectories import write_trajectories

@@ -12,8 +12,9 @@ from agentrl import plugins
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.errors import ConfigError
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients, names_code
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, LiveEnv
+from agentrl.hosting.host import LiveEnv
 from agentrl.protocols import OwnerOnly, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.openenv.client import OpenEnv

@@ -11,7 +11,8 @@ import pytest
 
 from agentrl.errors import EnvError, OutageError
 from agentrl.flow import notices
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.remote import client, link, sessions
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.openenv import client as openenv_client

@@ -23,7 +23,8 @@ from agentrl.envs.calculator import Calculator
 from agentrl.envs.frozen_lake import ACTIONS, FrozenLake
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult

@@ -14,8 +14,9 @@ import pytest
 
 from agentrl import plugins
 from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.protocols import Env, Isolation, Prompt
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode

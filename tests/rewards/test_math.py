@@ -11,7 +11,7 @@ from agentrl.plugins import load
 from agentrl.rewards.rules.final_answer import final_answer
 from agentrl.rewards.rules.notation import number_in, plain
 from agentrl.rewards.rules.units import unit_of, units_differ
-from agentrl.scoring.config import made
+from agentrl.scoring.build import build_reward
 from agentrl.testing.rewards import trajectory
 
 TABLE = [
@@ -470,7 +470,7 @@ TABLE = [
 
 def judge(answer: str, gold: object) -> float:
     """What the rule says, here in this process."""
-    rule = made(load("rewards", "math"), {})
+    rule = build_reward(load("rewards", "math"), {})
     return float(rule.evaluate(rule.content(trajectory(answer, options={"answer": gold}))))
 
 
@@ -494,7 +494,7 @@ def test_an_answer_is_paid_exactly_where_it_equals_the_right_one(gold, right, wr
     ],
 )
 def test_a_right_answer_that_is_no_mathematics_is_an_error(gold, why):
-    rule = made(load("rewards", "math"), {})
+    rule = build_reward(load("rewards", "math"), {})
     with pytest.raises(ConfigError, match=why):
         rule.check_task(trajectory("1", options={"answer": gold}).task)
 

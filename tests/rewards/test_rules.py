@@ -14,10 +14,11 @@ from agentrl.errors import ConfigError, RewardError, RuleLimitError
 from agentrl.plugins import load
 from agentrl.rewards.code_tests import _equal
 from agentrl.rewards.rules.numeric import last_number
-from agentrl.scoring.config import made
+from agentrl.scoring.build import build_reward
+from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
-from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+from agentrl.scoring.rule_pool import RulePool
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Score, ToolCall, Trajectory
@@ -28,7 +29,7 @@ def judge(
     name: str, answer: str | list[str], gold: object = None, **settings: object
 ) -> Score | float:
     """What a rule says, here in this process."""
-    rule = made(load("rewards", name), settings)
+    rule = build_reward(load("rewards", name), settings)
     option = settings.get("gold", "schema" if name == "json_schema" else "answer")
     said = rule.evaluate(
         rule.content(trajectory(answer, options={option: gold} if gold is not None else {}))
@@ -237,7 +238,7 @@ PART = {"exact": "1", "numeric": 7, "choice": "A", "math": "1"}
 
 def parts_of(cases: list[tuple[str, str, dict]]) -> list[RewardPart]:
     return [
-        RewardPart(made(load("rewards", name), settings), f"{name}/{number}")
+        RewardPart(build_reward(load("rewards", name), settings), f"{name}/{number}")
         for number, (name, _, settings) in enumerate(cases)
     ]
 

@@ -20,8 +20,9 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.kuhn_poker import KuhnPoker, strong_player
 from agentrl.errors import ConfigError, ConformanceError
 from agentrl.flow import run_virtual
+from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.host import EnvHost
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.remote.server import EnvServer

@@ -20,7 +20,8 @@ from agentrl.rollout.agents import FrozenRoute, PolicyRoute, ScriptedRoute
 from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Task
-from agentrl.weights.publisher import WeightPublisher, WeightsConfig
+from agentrl.weights.config import WeightsConfig
+from agentrl.weights.publisher import WeightPublisher
 
 RUN = """
 env:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.durations import Durations
+from agentrl.simulate.config import SimulationConfig
 from agentrl.simulate.latency import Lognormal, Uniform
-from agentrl.simulate.world import SimulationConfig, World
+from agentrl.simulate.world import World
 
 lengths = st.floats(0.01, 1e4)
 

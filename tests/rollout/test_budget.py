@@ -9,13 +9,14 @@ from pydantic import ValidationError
 from agentrl.conversation.context import FULL, ContextPolicy, Summary
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.rollout.budget import Budget, OwnBudget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
 from agentrl.settings.sampling import SamplingParams
+from agentrl.simulate.config import SimulationConfig
 from agentrl.simulate.stages import workload
-from agentrl.simulate.world import SimulationConfig
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, Trajectory, Truncated

@@ -10,7 +10,8 @@ from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode

@@ -5,7 +5,8 @@ from typing import Any
 
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import SteadyLoop, elapsed, now
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
 from agentrl.settings.sampling import SamplingParams

@@ -8,6 +8,7 @@ import yaml
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.flow import Retries
+from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Trajectory
@@ -46,7 +47,9 @@ def parts(path: Path, *overrides: str) -> list[tuple[str, float]]:
 
 
 def made(path: Path, *overrides: str) -> tuple[RewardPart, ...]:
-    return load_config(path, overrides).config.reward.make(RulePool(), 60.0, Retries()).parts
+    return build_pipeline(
+        load_config(path, overrides).config.reward, RulePool(), deadline=60.0, retries=Retries()
+    ).parts
 
 
 def test_a_list_of_parts_has_names_and_weights_and_overrides_by_number(path):

@@ -16,6 +16,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, RewardError
 from agentrl.flow import Retries
+from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.returned import as_score, as_scores, own_metrics, turn_rewards
@@ -199,7 +200,9 @@ def scored(path: Path, reward: dict[str, object]) -> Score:
         file = path / "run.yaml"
         file.write_text(json.dumps({"env": "frozen_lake", "steps": 3, "reward": reward}))
         section = load_config(file, ()).config.reward
-        async with section.make(RulePool(), 30.0, Retries(reward=0)) as pipeline:
+        async with build_pipeline(
+            section, RulePool(), deadline=30.0, retries=Retries(reward=0)
+        ) as pipeline:
             return await pipeline.score(trajectory("one two three"))
 
     return asyncio.run(main())

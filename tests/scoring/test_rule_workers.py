@@ -15,7 +15,7 @@ from agentrl.cluster.roster import roster
 from agentrl.cluster.workers import Make, StartWorker, Worker
 from agentrl.errors import RewardError, RuleLimitError, WorkerDiedError
 from agentrl.flow import Flow
-from agentrl.scoring.rule_pool import RulePoolConfig
+from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.rule_workers import RuleWorkers
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import PATIENCE_SECONDS, still_alive

@@ -26,9 +26,10 @@ from agentrl.flow import Retries, now
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.recipes.evaluate import Evaluation
 from agentrl.rewards.environment import EnvironmentReward
+from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline, score_trajectory, total
-from agentrl.scoring.rule_pool import RuleDiedError, RulePool, RulePoolConfig
+from agentrl.scoring.rule_pool import RuleDiedError, RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory

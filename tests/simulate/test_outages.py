@@ -8,9 +8,9 @@ import pytest
 
 from agentrl.errors import RetriesExhaustedError
 from agentrl.rollout.config import RolloutConfig
-from agentrl.simulate.env import SimulatedEnvs
+from agentrl.simulate.config import SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Uniform
-from agentrl.simulate.world import Report, SimulationConfig, World
+from agentrl.simulate.world import Report, World
 
 STEPS, GROUPS = 8, 8
 
@@ -27,7 +27,7 @@ def run(bound: int, outages: list[tuple[float, float]], **deadlines: float) -> R
             "deadlines": deadlines,
         }
     )
-    env = SimulatedEnvs.Config.model_validate(
+    env = SimulatedEnvsConfig.model_validate(
         {
             "step_seconds": Uniform(low=2, high=10),
             "outages": [{"at": at, "seconds": long} for at, long in outages],

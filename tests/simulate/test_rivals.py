@@ -17,6 +17,7 @@ import pytest
 from agentrl.flow import now, run_virtual
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.simulate.config import SimulatedEngineConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant, Lognormal, Normal, Uniform
 
@@ -99,7 +100,7 @@ def test_the_floor_obeys_the_law_of_the_simulated_engine() -> None:
         return now()
 
     async def main() -> dict[int, float]:
-        config = SimulatedEngine.Config(
+        config = SimulatedEngineConfig(
             slots=w.slots, seconds_per_token=1.0, slowdown=w.slowdown, knee=w.knee
         )
         engine = SimulatedEngine(config, length_of=lambda request: lengths[request.id])

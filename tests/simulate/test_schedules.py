@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from agentrl.flow import Retries
 from agentrl.rollout.config import Deadlines, RolloutConfig
-from agentrl.simulate.engine import SimulatedEngine
-from agentrl.simulate.env import EpisodePlan, SimulatedEnvs
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
+from agentrl.simulate.env import EpisodePlan
 from agentrl.simulate.latency import Constant, Lognormal, Normal, Pareto
-from agentrl.simulate.world import Report, SimulationConfig, World
+from agentrl.simulate.world import Report, World
 from tests.properties import examples
 
 PATIENT = Deadlines(reset=40, step=40, generate=10_000, episode=20_000, group=100_000, stall=50_000)
@@ -44,7 +44,7 @@ def random_world(seed: int, **changes: object) -> World:
         "deadlines": PATIENT,
         **changes,
     }
-    engine = SimulatedEngine.Config(
+    engine = SimulatedEngineConfig(
         slots=rng.choice([1, 4, 16]),
         seconds_per_token=0.1,
         slowdown=rng.choice([0.0, 1.0]),
@@ -52,7 +52,7 @@ def random_world(seed: int, **changes: object) -> World:
         answer_tokens=Lognormal(median=5, sigma=rng.choice([0.2, 0.6, 1.0, 1.4]), cap=60),
         kv_on_update=rng.choice(["keep", "recompute"]),
     )
-    env = SimulatedEnvs.Config(
+    env = SimulatedEnvsConfig(
         turns=Lognormal(median=2, sigma=0.4, cap=4),
         step_seconds=steps_seconds,
         crash=rng.choice([0.0, 0.1]),
@@ -138,7 +138,7 @@ def many_short_episodes(episodes: int, seed: int = 0) -> World:
         groups_per_step=64, max_staleness=1, max_live_episodes=1024, min_live_episodes=256
     )
     simulation = SimulationConfig(
-        engine=SimulatedEngine.Config(
+        engine=SimulatedEngineConfig(
             slots=256, answer_tokens=Lognormal(median=64, sigma=0.6, cap=512)
         ),
         train_seconds=Constant(value=1.0),
@@ -196,8 +196,8 @@ def gauss(steps: int, **env: float) -> World:
         deadlines=PATIENT,
     )
     simulation = SimulationConfig(
-        engine=SimulatedEngine.Config(seconds_per_token=0, prefill_seconds_per_token=0),
-        env=SimulatedEnvs.Config(
+        engine=SimulatedEngineConfig(seconds_per_token=0, prefill_seconds_per_token=0),
+        env=SimulatedEnvsConfig(
             turns=Constant(value=10), step_seconds=Normal(mean=10, sd=5, floor=0.1), **env
         ),
     )
@@ -235,13 +235,13 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
             sampling={"max_tokens": 500},
         )
         simulation = SimulationConfig(
-            engine=SimulatedEngine.Config(
+            engine=SimulatedEngineConfig(
                 slots=64,
                 slowdown=0.5,
                 knee=32,
                 answer_tokens=Lognormal(median=160, sigma=0.6, cap=500),
             ),
-            env=SimulatedEnvs.Config(
+            env=SimulatedEnvsConfig(
                 turns=Constant(value=16), step_seconds=Lognormal(median=1.0, sigma=0.5), **env
             ),
             train_seconds=Constant(value=170.0),
@@ -262,10 +262,10 @@ def test_the_slots_are_kept_full_under_heavy_tails(sigma):
         groups_per_step=512, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000}
     )
     lengths = Lognormal(median=100, sigma=sigma, cap=1000)
-    engine = SimulatedEngine.Config(slots=16, seconds_per_token=0.01, answer_tokens=lengths)
+    engine = SimulatedEngineConfig(slots=16, seconds_per_token=0.01, answer_tokens=lengths)
     simulation = SimulationConfig(
         engine=engine,
-        env=SimulatedEnvs.Config(turns=Constant(value=1)),
+        env=SimulatedEnvsConfig(turns=Constant(value=1)),
         train_seconds=Constant(value=0.0),
     )
     report = World(rollout, simulation, steps=1).run()

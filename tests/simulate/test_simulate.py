@@ -19,9 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import now, run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost
 from agentrl.protocols import Env, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig
 from agentrl.simulate.engine import FILLER, SimulatedEngine
 from agentrl.simulate.env import EpisodePlan, SimulatedCrashError, SimulatedEnvs
 from agentrl.simulate.latency import Constant, Latency, Lognormal, Normal, Pareto, Uniform
@@ -51,7 +53,7 @@ def engine(**config: Any) -> SimulatedEngine:
     answer.
     """
     return SimulatedEngine(
-        SimulatedEngine.Config(**{"seconds_per_token": 1.0, **config}),
+        SimulatedEngineConfig(**{"seconds_per_token": 1.0, **config}),
         length_of=lambda request: request.seed,
     )
 
@@ -457,7 +459,7 @@ def test_a_hung_engine_and_a_lost_request_never_answer(seconds_per_token: float)
 
 def test_an_instant_engine_sets_no_timer() -> None:
     tested = SimulatedEngine(
-        SimulatedEngine.Config(seconds_per_token=0.0, answer_tokens=Constant(value=5))
+        SimulatedEngineConfig(seconds_per_token=0.0, answer_tokens=Constant(value=5))
     )
 
     async def main() -> None:
@@ -470,7 +472,7 @@ def test_an_instant_engine_sets_no_timer() -> None:
 
 
 def test_the_same_seed_is_answered_as_long_and_lengths_are_of_the_law() -> None:
-    config = SimulatedEngine.Config(
+    config = SimulatedEngineConfig(
         seconds_per_token=0.0, answer_tokens=Lognormal(median=100, sigma=0.5)
     )
 
@@ -506,7 +508,7 @@ def test_wrong_requests_and_settings_are_refused() -> None:
         {"seconds_per_token": 0, "kv_tokens": 10, "max_context": 10},
     ):
         with pytest.raises(ValidationError):
-            SimulatedEngine.Config(**config)
+            SimulatedEngineConfig(**config)
 
 
 @examples(60)
@@ -567,7 +569,7 @@ def test_every_sampled_token_reaches_its_caller_or_is_counted_as_cancelled(
 
 @pytest.mark.long
 def test_200_000_requests_are_a_matter_of_seconds() -> None:
-    config = SimulatedEngine.Config(
+    config = SimulatedEngineConfig(
         slowdown=1.0, knee=32, answer_tokens=Lognormal(median=140, sigma=0.6, cap=500)
     )
     tested = SimulatedEngine(config)
@@ -609,7 +611,7 @@ async def episode(env: Any, seed: int) -> list[float]:
     return [*times, reward]
 
 
-SLOW = SimulatedEnvs.Config(
+SLOW = SimulatedEnvsConfig(
     turns=Uniform(low=2, high=9),
     reset_seconds=Constant(value=2.0),
     step_seconds=Lognormal(median=1.0, sigma=1.0),
@@ -656,7 +658,7 @@ def test_an_episode_that_was_broken_off_is_played_again_as_it_was(how: str) -> N
 def test_slow_troubles_take_their_time(trouble: str, seconds: list[float]) -> None:
     config: dict[str, Any] = {"turns": Constant(value=4), "step_seconds": Constant(value=1.0)}
     envs = SimulatedEnvs(
-        SimulatedEnvs.Config(**config, **({} if trouble == "none" else {trouble: 1.0}))
+        SimulatedEnvsConfig(**config, **({} if trouble == "none" else {trouble: 1.0}))
     )
 
     async def main() -> list[float]:
@@ -669,8 +671,8 @@ def test_slow_troubles_take_their_time(trouble: str, seconds: list[float]) -> No
 def test_a_crash_raises_and_a_hung_step_never_returns() -> None:
     async def main() -> None:
         crashing, hanging = (
-            SimulatedEnvs(SimulatedEnvs.Config(crash=1.0)),
-            SimulatedEnvs(SimulatedEnvs.Config(hung=1.0)),
+            SimulatedEnvs(SimulatedEnvsConfig(crash=1.0)),
+            SimulatedEnvs(SimulatedEnvsConfig(hung=1.0)),
         )
         with pytest.raises(SimulatedCrashError):
             await episode(crashing(), 1)
@@ -686,7 +688,7 @@ def test_a_crash_raises_and_a_hung_step_never_returns() -> None:
 
 def test_troubles_come_in_their_shares_and_are_drawn_anew_at_each_attempt() -> None:
     shares = {"hung": 0.1, "crash": 0.05, "fail_slow": 0.2, "slow_drip": 0.15}
-    envs = SimulatedEnvs(SimulatedEnvs.Config(**shares), seed=2)
+    envs = SimulatedEnvs(SimulatedEnvsConfig(**shares), seed=2)
     attempts = []
     for task in range(4000):
         for _ in range(2):  # the second one is the same member again
@@ -704,7 +706,7 @@ def test_troubles_come_in_their_shares_and_are_drawn_anew_at_each_attempt() -> N
 
 
 def test_hopeless_and_trivial_tasks_have_no_variance() -> None:
-    envs = SimulatedEnvs(SimulatedEnvs.Config(hopeless=0.3, trivial=0.2, solve_rate=0.5), seed=1)
+    envs = SimulatedEnvs(SimulatedEnvsConfig(hopeless=0.3, trivial=0.2, solve_rate=0.5), seed=1)
     groups = [[envs.begin(task).plan.reward for _ in range(16)] for task in range(600)]
     assert sum(not any(group) for group in groups) / 600 == close(0.3, abs=0.06)
     assert sum(all(group) for group in groups) / 600 == close(0.2, abs=0.06)
@@ -712,7 +714,7 @@ def test_hopeless_and_trivial_tasks_have_no_variance() -> None:
 
 
 def test_a_call_that_takes_no_time_answers_at_once() -> None:
-    env = SimulatedEnvs(SimulatedEnvs.Config(turns=Constant(value=2)))()
+    env = SimulatedEnvs(SimulatedEnvsConfig(turns=Constant(value=2)))()
     assert isinstance(env, Env)
     assert env.reset(seed=0, options={}) == ("go", {})
     assert env.step("") == ("go on", 0.0, False, False, {})
@@ -734,7 +736,7 @@ def test_a_plan_may_come_from_elsewhere() -> None:
 
 def test_the_host_of_environments_plays_them_and_leaks_none() -> None:
     envs = SimulatedEnvs(
-        SimulatedEnvs.Config(
+        SimulatedEnvsConfig(
             step_seconds=Uniform(low=0, high=2), hung=0.1, crash=0.1, slow_drip=0.1
         ),
         seed=3,

@@ -9,6 +9,7 @@ from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.runs.task_sources import task_source
 from agentrl.tasks.rows import BadRowError
+from agentrl.tasks.suite_tasks import suite_source
 from agentrl.tasks.template import RowTemplate
 
 ROW = {
@@ -124,7 +125,7 @@ def test_templates_are_settings_of_tasks_and_suites_in_files_and_on_the_command_
     )
     [first] = config(tmp_path, suite, "tasks.prompt={question}", answer).evaluation.suites
     assert (
-        first.source(config(tmp_path, suite, "tasks.prompt={question}").env)
+        suite_source(first, config(tmp_path, suite, "tasks.prompt={question}").env)
         .task(0)
         .options["answer"]
         == "B"

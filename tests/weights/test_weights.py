@@ -35,16 +35,11 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
-from agentrl.weights import publisher as publisher_module
+from agentrl.weights import store as store_module
 from agentrl.weights.bundle import BundlePlace, Update, WeightBundle, shapes_of, weight_shapes
+from agentrl.weights.config import WeightsConfig
 from agentrl.weights.low_rank import Factors, LowRank
-from agentrl.weights.publisher import (
-    Published,
-    WeightPublisher,
-    WeightsConfig,
-    checksum,
-    write_weights,
-)
+from agentrl.weights.publisher import Published, WeightPublisher, checksum, write_weights
 from agentrl.weights.store import WeightStore
 from tests.processes import still_alive
 from tests.properties import examples
@@ -61,8 +56,8 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:
-        monkeypatch.setattr(publisher_module, "SHARED_MEMORY", Path(folder))
-        monkeypatch.setattr(publisher_module, "default_parent", lambda: Path(folder))
+        monkeypatch.setattr(store_module, "SHARED_MEMORY", Path(folder))
+        monkeypatch.setattr(store_module, "default_parent", lambda: Path(folder))
         yield Path(folder)
         assert list(Path(folder).iterdir()) == []
 

@@ -24,7 +24,8 @@ from agentrl.envs.calculator import Calculator
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError
 from agentrl.flow import run_virtual
-from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv

@@ -18,7 +18,8 @@ import pytest
 from agentrl.envs.calculator import Calculator
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import DeadlineError, EnvError
-from agentrl.hosting.host import EnvDeadlines, LiveEnv
+from agentrl.hosting.config import EnvDeadlines
+from agentrl.hosting.host import LiveEnv
 from agentrl.hosting.interpreter import environment, find_interpreter
 from agentrl.remote.openenv.client import openenv
 from agentrl.trajectory import ToolCall
