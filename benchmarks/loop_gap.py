@@ -33,7 +33,7 @@ from agentrl.algorithms.samples import batch_of
 from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_steadily, spare_what_lives
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.metrics import rollout_metrics
@@ -134,7 +134,7 @@ async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int)
         max_live_episodes=live,
         min_live_episodes=live,
     )
-    host = EnvHost({"game": LongGame}, config.deadlines)
+    host = EnvPool({"game": LongGame}, config.deadlines)
     sampling = SamplingParams(
         max_tokens=SAMPLED, temperature=1.0, stop_token_ids=renderer.stop_token_ids
     )

@@ -43,7 +43,7 @@ from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.flow import run_steadily
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
 from agentrl.plugins import NoSettings
@@ -229,7 +229,7 @@ async def play(
         max_live_episodes=live,
         min_live_episodes=live,
     )
-    host = EnvHost({"game": game}, config.deadlines)
+    host = EnvPool({"game": game}, config.deadlines)
     policy = EnginePolicy(
         engine,
         SamplingParams(max_tokens=512, temperature=1.0, stop_token_ids=renderer.stop_token_ids),

@@ -42,7 +42,7 @@ from rich.table import Table
 
 from agentrl.envs.base import TextEnv
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import LiveEnv
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer

@@ -18,7 +18,7 @@ from agentrl.gateway.program import Assignment
 from agentrl.hosting.client_options import ClientOptions
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import LiveEnv
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv

@@ -15,8 +15,8 @@ from agentrl.errors import ConfigError
 from agentrl.flow import Retries
 from agentrl.hosting.client_options import ClientOptions
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.value_injection import ValueInjection
 from agentrl.plugins import NoSettings
 from agentrl.recipes.demonstrations import DemonstrationsConfig, _player
@@ -150,7 +150,7 @@ def test_every_episode_begins_with_the_options_of_its_task(make, isolation):
     begun = json.dumps(dict(task.options), sort_keys=True)
 
     async def main():
-        envs = EnvHost({"e": make}, EnvDeadlines(), isolation)
+        envs = EnvPool({"e": make}, EnvDeadlines(), isolation)
         for _ in range(3):
             env = envs.acquire("e")
             said, info = await env.reset(task.seed, task.options)

@@ -19,7 +19,7 @@ from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.server import serving
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
 from agentrl.protocols import Engine, Renderer
@@ -34,7 +34,7 @@ from agentrl.settings.sampling import SamplingParams
 @asynccontextmanager
 async def env_host(
     config: RunConfig, cluster: Cluster | None = None, *, shown: bool = True
-) -> AsyncIterator[EnvHost]:
+) -> AsyncIterator[EnvPool]:
     """Host the run's environments in this process or on workers of the cluster, and close them at
     the end.
 
@@ -54,7 +54,7 @@ async def env_host(
     async with AsyncExitStack() as stack:
         if cluster is None or not cluster.config.env_workers:
             isolation = {name: env.isolation for name, env in config.envs.items()}
-            host = EnvHost(
+            host = EnvPool(
                 {name: make() for name, make in made.items()},
                 config.rollout.deadlines,
                 isolation,
@@ -73,7 +73,7 @@ async def env_host(
                     restarts=cluster.config.restarts,
                 )
                 served[name] = await stack.enter_async_context(workers)
-            host = EnvHost(served, config.rollout.deadlines)
+            host = EnvPool(served, config.rollout.deadlines)
         stack.push_async_callback(host.close)
         yield host
 

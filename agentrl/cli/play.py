@@ -12,7 +12,8 @@ from rich.markup import escape
 from agentrl.errors import ConfigError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvHost, LiveEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, system_prompt_in
 from agentrl.rollout.seeds import derive_seed
@@ -42,7 +43,7 @@ async def play(
     """
     if person is not None and player is None:
         raise ConfigError(f"--as {person} needs a --player for the other agents")
-    envs = EnvHost({name: env_factory(name, python=python, requires=requires)}, EnvDeadlines())
+    envs = EnvPool({name: env_factory(name, python=python, requires=requires)}, EnvDeadlines())
     env = envs.acquire(name)
     try:
         await _episode(

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.errors import ConfigError
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper, address
 from agentrl.plugins import Component
 from agentrl.protocols import Env, OwnerOnly, ResetResult

@@ -36,7 +36,7 @@ INSTALL_SECONDS = 1800.0
 
 _COMPLETE = ".complete"
 _VERSION = "import sys; print(sys.implementation.name, *sys.version_info[:3])"
-_ABLE = "import sys; sys.path[:0] = [{path!r}]; import agentrl.hosting.process"
+_ABLE = "import sys; sys.path[:0] = [{path!r}]; import agentrl.hosting.fork_server_process"
 
 
 def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:

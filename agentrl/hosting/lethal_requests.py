@@ -1,4 +1,4 @@
-"""`Requests`: what an episode asks of a process of its own, of which that may die again and again."""
+"""`LethalRequests`: the requests of an episode to a process, each of which may kill it again."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ def _suspicion() -> Suspicion:
     )
 
 
-class Requests:
+class LethalRequests:
     """The requests of an episode: its reset, and each step with all before it.
 
     One that two processes have died of is set aside: it fails at once. The same step after others

@@ -8,7 +8,7 @@ from agentrl.assembly import env_host, reward_of
 from agentrl.config import RunConfig
 from agentrl.conversation.chats import history_in
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import agents_in, next_agent, system_prompt_in
 from agentrl.rollout.budget import Budget
@@ -43,7 +43,7 @@ async def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Opening]:
         return [await _opening(envs, task) for task in tasks]
 
 
-async def _opening(envs: EnvHost, task: Task) -> Opening:
+async def _opening(envs: EnvPool, task: Task) -> Opening:
     env = envs.acquire(task.env)
     try:
         observation, info = await env.reset(task.seed, task.options)

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 from agentrl.flow import Flow, now
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.protocols import Env, Isolation
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import HttpServer, check_reach
@@ -80,7 +80,7 @@ class EnvServer(HttpServer):
         in_processes = getattr(factory, "func", factory) is ProcessEnv
         if options is not None:
             factory = for_clients(factory, options)
-        host_of_envs = EnvHost({name: factory}, deadlines, isolation, pictures=pictures)
+        host_of_envs = EnvPool({name: factory}, deadlines, isolation, pictures=pictures)
         self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
         self._drain_until: float | None = None
         super().__init__(

@@ -13,7 +13,8 @@ from pydantic import Field
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import deadline, now
-from agentrl.hosting.host import EnvHost, LiveEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
 from agentrl.remote.protocol import Began, Opened, Refusal, Reset, Step, Stepped
 from agentrl.settings.base import Settings
 
@@ -100,7 +101,7 @@ class Sessions:
     """
 
     def __init__(
-        self, host: EnvHost, name: str, limits: ServerLimits, *, in_processes: bool = False
+        self, host: EnvPool, name: str, limits: ServerLimits, *, in_processes: bool = False
     ) -> None:
         self._full = "no more are taken (--max-sessions)"
         if in_processes and limits.max_processes < limits.max_sessions:

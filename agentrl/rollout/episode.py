@@ -21,8 +21,9 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EngineError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.calls import calls_taken
-from agentrl.hosting.host import EnvHost, LiveEnv
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pictures import taken
+from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import (
     AnswerFormat,
     Conversation,
@@ -423,7 +424,7 @@ class EnvEpisodeRunner:
 
     policy: Policy
     renderer: Renderer
-    envs: EnvHost
+    envs: EnvPool
     budget: Budget
     deadline: float
     context: ContextPolicy = FULL

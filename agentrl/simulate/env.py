@@ -2,7 +2,7 @@
 from seeds.
 
     envs = SimulatedEnvs(SimulatedEnvsConfig(step_seconds=Normal(mean=10, sd=5), hung=0.001),
-    seed=0) host = EnvHost({"simulated": envs}, deadlines)
+    seed=0) host = EnvPool({"simulated": envs}, deadlines)
 
 An episode follows an `EpisodePlan`, and the plan of (task seed, member) never changes: an episode
 that is played again, or under another scheduler, takes the same turns and the same seconds. Only

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentrl.engines.router import Router
 from agentrl.flow import EventLog, Flow, now, run_virtual, span
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Fates, Ledger
 from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
 from agentrl.plugins import NoSettings
@@ -132,7 +132,7 @@ class World:
             SimulatedEngine(simulation.engine, self.length_of) for _ in range(simulation.engines)
         ]
         envs = SimulatedEnvs(simulation.env, self.seed, self.plan_of)
-        host = EnvHost({"simulated": envs}, self.rollout.deadlines)
+        host = EnvPool({"simulated": envs}, self.rollout.deadlines)
         with Ledger(self.ledger) as ledger:
             async with Router(engines, update=self.weight_update) as router:
                 rollouts = self._rollouts(router, host, ledger, events)
@@ -157,7 +157,7 @@ class World:
         return report
 
     def _rollouts(
-        self, router: Router, host: EnvHost, ledger: Ledger, events: EventLog
+        self, router: Router, host: EnvPool, ledger: Ledger, events: EventLog
     ) -> Rollouts:
         simulation, config = self.simulation, self.rollout
         steps = self.steps + (config.max_staleness + 1 if self.goes_on else 0)

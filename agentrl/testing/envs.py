@@ -45,7 +45,7 @@ from agentrl.errors import (
     OutageError,
     describe,
 )
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.agents import (

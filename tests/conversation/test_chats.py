@@ -14,7 +14,7 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.qa import QuestionAnswer
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.protocols import GenerateRequest
 from agentrl.rewards.rules.tags import Tags
@@ -49,7 +49,7 @@ def played(*replies: str, context: ContextPolicy = FULL, **options: Any) -> Traj
             policy = EnginePolicy(
                 engine, SamplingParams(max_tokens=200, stop_token_ids=RENDERER.stop_token_ids), 60.0
             )
-            host = EnvHost({"qa": QuestionAnswer}, EnvDeadlines())
+            host = EnvPool({"qa": QuestionAnswer}, EnvDeadlines())
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(), 900.0, context)
             (trajectory,) = await runner.play(Episode("e", Task("qa", 0, options), 0))
             await host.close()
@@ -122,7 +122,7 @@ def test_a_history_that_is_no_chat_fails_the_episode_with_the_reason() -> None:
 
     async def main() -> Trajectory:
         async with ScriptedEngine.replying(lambda request: b"x", max_context=4096) as engine:
-            host = EnvHost({"qa": Odd}, EnvDeadlines())
+            host = EnvPool({"qa": Odd}, EnvDeadlines())
             policy = EnginePolicy(engine, SamplingParams(max_tokens=8), 60.0)
             (trajectory,) = await EnvEpisodeRunner(policy, RENDERER, host, Budget(), 9.0).play(
                 Episode("e", Task("qa", 0), 0)

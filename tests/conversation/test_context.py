@@ -12,7 +12,7 @@ from agentrl.conversation.context import Context, ContextPolicy, Full, LastK, Sc
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.models.tiny import create_tiny_model
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
@@ -63,7 +63,7 @@ def played(
             player = EnvEpisodeRunner(
                 policy,
                 renderer,
-                EnvHost({"env": make_env}, EnvDeadlines()),
+                EnvPool({"env": make_env}, EnvDeadlines()),
                 Budget(turns=50),
                 600,
                 context,

@@ -24,7 +24,7 @@ from agentrl.envs.kuhn_poker import (
 from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
 from agentrl.testing import check_env
@@ -185,7 +185,7 @@ def test_the_questions_are_what_agents_are_shown_when_they_play():
 
     async def main() -> None:
         nonlocal seen
-        host = EnvHost({"kuhn": KuhnPoker}, EnvDeadlines())
+        host = EnvPool({"kuhn": KuhnPoker}, EnvDeadlines())
         runner = EnvEpisodeRunner(
             ScriptedPolicy(weak_player, renderer), renderer, host, Budget(turns=9), 600
         )

@@ -21,7 +21,7 @@ from agentrl.envs.base import ToolResult
 from agentrl.envs.mcp import McpEnv, McpToolEnv
 from agentrl.errors import ConfigError, DeadlineError, EnvError, PluginError
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import LiveEnv
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.testing import check_env
 from agentrl.trajectory import ToolCall
 from tests.processes import still_alive, title

@@ -22,7 +22,7 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.rewards.environment import EnvironmentReward
@@ -131,7 +131,7 @@ def agent_runner(play, desk):
 
 def test_a_task_gives_the_same_batch_as_an_environment_and_as_a_program():
     config = RolloutConfig(groups_per_step=3, group_size=4, deadlines=DEADLINES)
-    host = EnvHost({"task": CountLetters}, DEADLINES)
+    host = EnvPool({"task": CountLetters}, DEADLINES)
     as_env = rolled(
         lambda policy: EnvEpisodeRunner(policy, RENDERER, host, Budget(), 500.0),
         sampling_engine(),

@@ -11,8 +11,8 @@ from agentrl.conversation.tools import ToolError
 from agentrl.envs.base import ToolEnv, ToolResult
 from agentrl.hosting.calls import CALLS, calls_taken
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.remote.client import RemoteEnv
 from agentrl.rewards.monitor import Monitor
@@ -64,7 +64,7 @@ def played(messages, *, short, factory=Hotel, isolation=None) -> Trajectory:
     left = iter(messages)
 
     async def main() -> Trajectory:
-        host = EnvHost({"env": factory}, EnvDeadlines(), isolation)
+        host = EnvPool({"env": factory}, EnvDeadlines(), isolation)
         runner = EnvEpisodeRunner(
             ScriptedPolicy(lambda env, rng: next(left), RENDERER),
             RENDERER,
@@ -123,7 +123,7 @@ def test_rewards_see_the_calls_that_the_environment_made_in_whatever_syntax(shor
 @pytest.mark.parametrize("isolation", ["inline", "thread", "process", "remote"])
 def test_calls_cross_every_transport(isolation):
     async def main(factory) -> list[object]:
-        host = EnvHost(
+        host = EnvPool(
             {"env": factory},
             EnvDeadlines(),
             isolation if isolation in ("inline", "thread") else None,

@@ -15,7 +15,7 @@ import pytest
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import now, run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import Isolation
 
 
@@ -42,8 +42,8 @@ class Blocking:
         type(self).closed += 1
 
 
-def host(**deadlines) -> EnvHost:
-    return EnvHost({"blocking": Blocking}, EnvDeadlines(**deadlines))
+def host(**deadlines) -> EnvPool:
+    return EnvPool({"blocking": Blocking}, EnvDeadlines(**deadlines))
 
 
 def test_a_task_of_an_environment_that_the_run_has_not_is_refused_by_name():
@@ -151,7 +151,7 @@ class SlowToClose:
 @pytest.mark.parametrize("isolation", ["thread", "inline"])
 def test_an_async_close_beside_a_sync_step_is_awaited(isolation: Isolation) -> None:
     async def main() -> None:
-        envs = EnvHost({"slow": SlowToClose}, EnvDeadlines(), isolation)
+        envs = EnvPool({"slow": SlowToClose}, EnvDeadlines(), isolation)
         live = envs.acquire("slow")
         await live.reset(7, {})
         await envs.release("slow", live)
@@ -164,7 +164,7 @@ def test_an_async_close_beside_a_sync_step_is_awaited(isolation: Isolation) -> N
 
 def test_closes_that_hang_take_one_deadline_together() -> None:
     async def main() -> float:
-        envs = EnvHost({"slow": SlowToClose}, EnvDeadlines(close=5.0), "inline")
+        envs = EnvPool({"slow": SlowToClose}, EnvDeadlines(close=5.0), "inline")
         live = [envs.acquire("slow") for _ in range(8)]
         for number, env in enumerate(live):
             await env.reset(number, {"hangs": True})
@@ -211,7 +211,7 @@ def test_an_env_that_exits_or_cancels_costs_its_own_episode(
     kind, isolation: Isolation, raised: BaseException
 ) -> None:
     async def main() -> None:
-        env = EnvHost(
+        env = EnvPool(
             {"it": type("Leaves", (kind,), {"raised": raised})}, EnvDeadlines(), isolation
         ).acquire("it")
         await env.reset(0, {})
@@ -229,7 +229,7 @@ def test_an_env_that_exits_when_it_is_made_costs_its_own_episode() -> None:
         EnvError,
         match=r"making the environment 'it' raised SystemExit: usage: game.py \(.*in __init__\)",
     ):
-        EnvHost({"it": kind}, EnvDeadlines()).acquire("it")
+        EnvPool({"it": kind}, EnvDeadlines()).acquire("it")
 
 
 @pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError()], ids=repr)

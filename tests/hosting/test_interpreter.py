@@ -18,9 +18,10 @@ from agentrl.errors import ConfigError, DeadlineError
 from agentrl.hosting import interpreter
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.interpreter import find_interpreter
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.testing import check_env
 from tests.processes import still_alive
 
@@ -81,7 +82,7 @@ def here(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_an_environment_runs_in_another_python_with_nothing_of_this_one_but_agentrl(here):
     async def main() -> None:
-        envs = EnvHost({"where": env_factory("where:Where", python=sys.executable)}, EnvDeadlines())
+        envs = EnvPool({"where": env_factory("where:Where", python=sys.executable)}, EnvDeadlines())
         env = envs.acquire("where")
         observation, info = await env.reset(0, {})
         assert observation == sys.prefix
@@ -128,7 +129,8 @@ def test_a_python_that_cannot_host_is_refused_and_says_what_to_install(tmp_path)
         find_interpreter("/bin/true")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
     with pytest.raises(
-        ConfigError, match=r"(?s)No module named 'pydantic'.*-m pip install 'numpy' 'pydantic>=2.7'"
+        ConfigError,
+        match=r"(?s)No module named '(numpy|pydantic)'.*-m pip install 'numpy' 'pydantic>=2.7'",
     ):
         find_interpreter(str(tmp_path / "empty" / "bin" / "python"))
     (tmp_path / "old").write_text("#!/bin/sh\necho cpython 3 9 1\n")
@@ -154,7 +156,7 @@ class Others(importlib.abc.MetaPathFinder):
         if top not in sys.stdlib_module_names | {allowed | {"agentrl"}!r} and not top.startswith("_sysconfigdata"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Others())
-import agentrl.hosting.process
+import agentrl.hosting.fork_server_process
 """
     assert [re.split("[<>=]", need)[0] for need in interpreter.WORKER_NEEDS] == [
         "numpy",

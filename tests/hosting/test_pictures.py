@@ -12,9 +12,9 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.frozen_lake import FrozenLake, careful_player
 from agentrl.errors import EnvError
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
 from agentrl.hosting.pictures import PICTURE, taken
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
 from agentrl.testing.tokenizer import ByteTokenizer
@@ -27,7 +27,7 @@ def played(
     factory, *, isolation=None, pictures=True, picture_bytes=1 << 16, player=careful_player
 ) -> Trajectory:
     async def main() -> Trajectory:
-        host = EnvHost({"env": factory}, EnvDeadlines(), isolation, pictures=pictures)
+        host = EnvPool({"env": factory}, EnvDeadlines(), isolation, pictures=pictures)
         policy = ScriptedPolicy(player, RENDERER)
         runner = EnvEpisodeRunner(
             policy, RENDERER, host, Budget(turns=4), 60.0, picture_bytes=picture_bytes
@@ -119,7 +119,7 @@ def test_a_malformed_reply_is_refused_as_it_is_without_pictures():
             return "only an observation", {}
 
     async def main() -> None:
-        live = EnvHost({"env": Malformed}, EnvDeadlines(), pictures=True).acquire("env")
+        live = EnvPool({"env": Malformed}, EnvDeadlines(), pictures=True).acquire("env")
         await live.reset(0, {})
         with pytest.raises(
             EnvError, match=r"Malformed\.step must return \(observation: str, reward"

@@ -20,8 +20,9 @@ from agentrl.config import load_config
 from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvHost, LiveEnv
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.protocols import Isolation
 from agentrl.testing import check_env
 from tests.processes import still_alive, title
@@ -84,8 +85,8 @@ def odd_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def host(**deadlines: float) -> EnvHost:
-    return EnvHost({HERE: lambda: ProcessEnv(HERE)}, EnvDeadlines(**deadlines))
+def host(**deadlines: float) -> EnvPool:
+    return EnvPool({HERE: lambda: ProcessEnv(HERE)}, EnvDeadlines(**deadlines))
 
 
 def fork_servers() -> list[psutil.Process]:
@@ -183,7 +184,7 @@ def test_after_a_crash_the_next_reset_starts_another_process():
 
 def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
     async def main() -> None:
-        envs = host()
+        envs, before = host(), len(fork_servers())
         dies = {"die": True}
         assert [await played(envs, 0, dies), await played(envs, 0, dies)] == ["died", "set aside"]
         assert await played(envs, 1, dies) == "died"  # another task
@@ -196,7 +197,7 @@ def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
             await played(envs, 2, {}, "on", "on") == "on"
         )  # the same task, whose episode goes another way
         assert await played(envs, 2, {}, "die") == "died"
-        assert len(fork_servers()) <= 1
+        assert len(fork_servers()) <= max(1, before)
         await envs.close()
         assert workers() == []
         assert all("was killed by SIGSEGV" in one for one in said)
@@ -210,7 +211,7 @@ def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
 
     said: list[str] = []
 
-    async def played(envs: EnvHost, seed: int, options: dict[str, bool], *actions: str) -> str:
+    async def played(envs: EnvPool, seed: int, options: dict[str, bool], *actions: str) -> str:
         env, seen = envs.acquire(HERE), ""
         try:
             await env.reset(seed, options)
@@ -358,7 +359,7 @@ def test_the_environment_says_where_it_runs_and_the_config_overrides_it():
 def test_no_process_survives_a_driver_that_is_killed(action):
     driver = dedent(f"""
         import threading
-        from agentrl.hosting.process import ProcessEnv
+        from agentrl.hosting.process_env import ProcessEnv
         env = ProcessEnv({HERE!r})
         info = env.reset(seed=0, options={{}})[1]
         print(info["pid"], env.step("child")[0], flush=True)
@@ -381,7 +382,7 @@ def test_no_process_survives_a_driver_that_is_killed(action):
     [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)],
 )
 def test_memory_and_handles_stay_flat_over_thousands_of_episodes(count):
-    async def episodes(envs: EnvHost, count: int) -> psutil.Process:
+    async def episodes(envs: EnvPool, count: int) -> psutil.Process:
         for seed in range(count):
             env = envs.acquire(HERE)
             _, info = await env.reset(seed, {})

@@ -18,8 +18,9 @@ from PIL import Image
 
 from agentrl.errors import ConfigError, ConformanceError, EnvError
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost, LiveEnv
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env
 from agentrl.remote.client import RemoteEnv
@@ -140,7 +141,7 @@ def test_a_reply_that_cannot_be_used_fails_its_episode_and_the_next_one_is_playe
     factory: Callable[[], Env], name: str
 ) -> None:
     async def main() -> None:
-        envs = EnvHost({"odd": factory}, EnvDeadlines())
+        envs = EnvPool({"odd": factory}, EnvDeadlines())
         live = envs.acquire("odd")
         if name in STEPS:
             await live.reset(1, {})
@@ -161,7 +162,7 @@ def test_a_reply_that_cannot_be_used_fails_its_episode_and_the_next_one_is_playe
 
 def test_a_negative_seed_is_refused_over_every_transport(factory: Callable[[], Env]) -> None:
     async def main() -> None:
-        envs = EnvHost({"odd": factory}, EnvDeadlines())
+        envs = EnvPool({"odd": factory}, EnvDeadlines())
         live = envs.acquire("odd")
         with pytest.raises(ConfigError, match="0 or more, got -1"):
             await live.reset(-1, {})

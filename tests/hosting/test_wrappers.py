@@ -17,8 +17,8 @@ from agentrl.envs.kuhn_poker import KuhnPoker
 from agentrl.errors import ConfigError, ConformanceError, PluginError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import LiveEnv
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.wrappers import ActionFormat, TimeLimit, address, wrapper
 from agentrl.protocols import StepResult
 from agentrl.testing import check_env

@@ -14,7 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients, names_code
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import LiveEnv
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.protocols import OwnerOnly, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.openenv.client import OpenEnv

@@ -12,7 +12,7 @@ import pytest
 from agentrl.errors import EnvError, OutageError
 from agentrl.flow import notices
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.remote import client, link, sessions
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.openenv import client as openenv_client
@@ -38,7 +38,7 @@ def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(
 
     async def main() -> None:
         limits = ServerLimits(reconnect_seconds=60, idle_seconds=900)
-        all_of_them = Sessions(EnvHost({"counting": Counting}, EnvDeadlines()), "counting", limits)
+        all_of_them = Sessions(EnvPool({"counting": Counting}, EnvDeadlines()), "counting", limits)
 
         async def living_after(seconds: float) -> set[str]:
             clock[0] += seconds

@@ -17,7 +17,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from agentrl.envs.frozen_lake import FrozenLake
 from agentrl.errors import DeadlineError, EnvError
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import LiveEnv
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.remote import link
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.protocol import MOST_MESSAGES, packed

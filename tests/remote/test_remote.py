@@ -24,8 +24,9 @@ from agentrl.envs.frozen_lake import ACTIONS, FrozenLake
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost, LiveEnv
-from agentrl.hosting.process import ProcessEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
+from agentrl.hosting.process_env import ProcessEnv
 from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv, remote
@@ -466,7 +467,7 @@ def test_wrong_options_are_an_error_of_the_config():
 def test_a_server_that_is_killed_costs_its_episodes_and_the_pool_goes_on():
     async def main(dying: subprocess.Popen[str], first: str, second: str) -> None:
         pool = remote(f"{first},{second}")
-        host = EnvHost({"pool": pool}, EnvDeadlines())
+        host = EnvPool({"pool": pool}, EnvDeadlines())
         envs = [host.acquire("pool") for _ in range(6)]
         for seed, env in enumerate(envs):
             await env.reset(seed, {})
@@ -613,7 +614,7 @@ def test_sigterm_drains_the_command_which_then_exits_with_0():
 def test_a_config_names_a_server_where_it_named_an_environment():
     async def main(url: str) -> None:
         for name in (url, f"remote:{url},http://127.0.0.1:9"):
-            host = EnvHost({name: plugins.load("envs", name)}, EnvDeadlines())
+            host = EnvPool({name: plugins.load("envs", name)}, EnvDeadlines())
             env = host.acquire(name)
             assert env.env.isolation == "inline"
             assert (await env.reset(3, {"size": 4}))[0].count("P") == 1

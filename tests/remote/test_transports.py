@@ -16,7 +16,8 @@ from agentrl import plugins
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvHost, LiveEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import Env, Isolation, Prompt
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
@@ -81,7 +82,7 @@ def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
     """Episodes of six seeds, eight at a time, as they were but for when, and for how long."""
 
     async def play() -> list[Trajectory]:
-        host = EnvHost({"dials": transport.make}, EnvDeadlines(), transport.isolation)
+        host = EnvPool({"dials": transport.make}, EnvDeadlines(), transport.isolation)
         player = EnvEpisodeRunner(ScriptedRoute(), RENDERER, host, Budget(turns=8), deadline=60)
         tasks = [
             Task("dials", number % 6, {"digits": 2 + number % 2}, f"{number}")

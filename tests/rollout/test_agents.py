@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError, ConformanceError
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.remote.server import EnvServer
@@ -89,7 +89,7 @@ class Table:
 
 
 def player(engine, make_env, *, context=None, others=None, max_turns=50) -> EnvEpisodeRunner:
-    host = EnvHost({"env": make_env}, EnvDeadlines())
+    host = EnvPool({"env": make_env}, EnvDeadlines())
     policy = EnginePolicy(
         engine,
         SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids),
@@ -389,7 +389,7 @@ def test_a_reward_that_compares_is_asked_about_one_agent_at_a_time():
 @pytest.mark.parametrize("transport", ["inline", "thread", "process", "http"])
 def test_every_transport_carries_the_agents(transport):
     async def play(make_env, isolation=None) -> list[tuple]:
-        host = EnvHost({"env": make_env}, EnvDeadlines(), isolation)
+        host = EnvPool({"env": make_env}, EnvDeadlines(), isolation)
         async with talking() as engine:
             policy = EnginePolicy(
                 engine, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=(3,)), 60

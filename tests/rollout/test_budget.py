@@ -10,7 +10,7 @@ from agentrl.conversation.context import FULL, ContextPolicy, Summary
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.rollout.budget import Budget, OwnBudget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
@@ -46,7 +46,7 @@ def played(budget: Budget, own: Budget | None = None, context: ContextPolicy = F
             policy = EnginePolicy(
                 engine, SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids), 60.0
             )
-            host = EnvHost({"endless": Endless}, EnvDeadlines())
+            host = EnvPool({"endless": Endless}, EnvDeadlines())
             budgets = {"endless": own} if own is not None else {}
             runner = EnvEpisodeRunner(
                 policy, RENDERER, host, budget, 900.0, context, own_budgets=budgets

@@ -11,7 +11,7 @@ from agentrl.algorithms.grpo import Grpo
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
@@ -66,7 +66,7 @@ def played(max_turns: int = 8, max_context: int = 2048, **options: object) -> Tr
             policy = EnginePolicy(
                 engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), 60.0
             )
-            host = EnvHost({"rooms": Rooms}, DEADLINES)
+            host = EnvPool({"rooms": Rooms}, DEADLINES)
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=max_turns), 600.0)
             try:
                 (trajectory,) = await runner.play(Episode("e", Task("rooms", 0, options), 0))

@@ -6,7 +6,7 @@ from typing import Any
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import SteadyLoop, elapsed, now
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
 from agentrl.settings.sampling import SamplingParams
@@ -55,7 +55,7 @@ def test_the_times_of_an_episode_contain_the_pauses_that_its_deadlines_leave_out
             policy = EnginePolicy(
                 engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), PAUSE / 2
             )
-            host = EnvHost({"slow": Slow}, EnvDeadlines(step=PAUSE / 2))
+            host = EnvPool({"slow": Slow}, EnvDeadlines(step=PAUSE / 2))
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(), PAUSE / 2)
             (trajectory,) = await runner.play(Episode("e", Task("slow", 0, {}), 0))
             await host.close()

@@ -12,7 +12,7 @@ import pytest
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import RetriesExhaustedError
 from agentrl.flow import Retries, run_virtual
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.rollout.budget import Budget
@@ -83,7 +83,7 @@ def play(
         )
         renderer = TemplateRenderer(ByteTokenizer())  # type: ignore[arg-type]
         engine = ScriptedEngine.replying(lambda request: b"go", max_batch=64)
-        host = EnvHost(ENVS, config.deadlines)  # type: ignore[arg-type]
+        host = EnvPool(ENVS, config.deadlines)  # type: ignore[arg-type]
         sampling = SamplingParams(max_tokens=8, stop_token_ids=renderer.stop_token_ids)
         policy = EnginePolicy(engine, sampling, config.deadlines.generate, max_tokens={"slow": 1})
         shares = [

@@ -28,7 +28,7 @@ from agentrl.errors import (
     TrainingError,
 )
 from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.rollout.budget import Budget
@@ -125,7 +125,7 @@ class World:
         engine = self.engine or ScriptedEngine.replying(
             lambda request: b"go", max_batch=64, seconds_per_token=lambda request: 0.02
         )
-        host = EnvHost({"slow": self.env}, config.deadlines)
+        host = EnvPool({"slow": self.env}, config.deadlines)
         policy = EnginePolicy(
             engine,
             SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=renderer.stop_token_ids),
@@ -467,7 +467,7 @@ def test_leaving_in_the_middle_cancels_everything_that_plays():
         engine = ScriptedEngine.replying(
             lambda request: b"go", seconds_per_token=lambda request: 1.0
         )
-        host = EnvHost({"slow": SlowEnv}, DEADLINES)
+        host = EnvPool({"slow": SlowEnv}, DEADLINES)
         runner = EnvEpisodeRunner(
             EnginePolicy(
                 engine,

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import now, run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost
+from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import Env, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig
@@ -743,7 +743,7 @@ def test_the_host_of_environments_plays_them_and_leaks_none() -> None:
     )
 
     async def main() -> None:
-        host = EnvHost({"simulated": envs}, EnvDeadlines(step=30.0))
+        host = EnvPool({"simulated": envs}, EnvDeadlines(step=30.0))
 
         async def one(seed: int) -> None:
             env = host.acquire("simulated")

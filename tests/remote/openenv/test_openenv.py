@@ -25,7 +25,8 @@ from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import EnvHost, LiveEnv
+from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.pool import EnvPool
 from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv
@@ -348,7 +349,7 @@ def test_whatever_frames_come_each_is_answered_and_the_session_goes_on(counting,
 def test_seats_that_ended_or_lapsed_are_forgotten():
     async def main() -> None:
         sessions = Sessions(
-            EnvHost({"counting": Counting}, EnvDeadlines()), "counting", ServerLimits()
+            EnvPool({"counting": Counting}, EnvDeadlines()), "counting", ServerLimits()
         )
         openenv_sessions = OpenEnvSessions(sessions)
         async with openenv_sessions.session() as session:

@@ -19,8 +19,8 @@ from agentrl.envs.calculator import Calculator
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import DeadlineError, EnvError
 from agentrl.hosting.config import EnvDeadlines
-from agentrl.hosting.host import LiveEnv
 from agentrl.hosting.interpreter import environment, find_interpreter
+from agentrl.hosting.live_env import LiveEnv
 from agentrl.remote.openenv.client import openenv
 from agentrl.trajectory import ToolCall
 from tests.remote.served import served

@@ -1,0 +1,116 @@
+"""The worker's end of an environment in a process: it makes the instance and answers the calls."""
+
+import asyncio
+import faulthandler
+import importlib
+import inspect
+import json
+import os
+import random
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from agentrl import plugins
+from agentrl.errors import ConfigError, describe
+from agentrl.hosting.calls import recorded
+from agentrl.hosting.pictures import pictured
+from agentrl.protocols import Env
+
+
+def serve(fd: int, address: str, scratch: str) -> None:
+    """Answer the driver's calls until it disconnects."""
+    faulthandler.enable()
+    # `fd` itself stays open until the process ends. So when the driver reads the end of the stream,
+    # the exit status is fixed, and killing the rest of the group cannot change it.
+    connection = Connection(os.dup(fd))
+    host = _Hosted(address, scratch)
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                request = json.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            connection.send_bytes(host.answer(runner, request))
+
+
+class _Hosted:
+    """The instance of a worker process, made at the first call."""
+
+    def __init__(self, address: str, scratch: str) -> None:
+        self._address = address
+        self._scratch = scratch
+        self._env: Env | None = None
+        self._preload: list[str] = []
+
+    def answer(self, runner: asyncio.Runner, request: dict[str, Any]) -> bytes:
+        """The result of a call, or its error, as JSON."""
+        call = request.pop("call")
+        try:
+            result = self._call(call, request)
+            if inspect.isawaitable(result):
+                result = runner.run(_awaited(result))
+            answer: dict[str, Any] = (
+                {"tuple": result} if isinstance(result, tuple) else {"text": _text(result)}
+            )
+            if call == "check":
+                answer["preload"] = self._preload
+            if call == "reset":
+                answer["system_prompt"] = str(getattr(self._env, "system_prompt", "") or "")
+                answer["tools"] = list(getattr(self._env, "tools", ()))
+            return json.dumps(answer, default=_plain).encode()
+        except (Exception, asyncio.CancelledError) as error:
+            config = isinstance(error, ConfigError)
+            text = str(error) if config else describe(error)
+            return json.dumps({"error": text, "config": config}).encode()
+        except SystemExit as leaving:
+            print(describe(leaving), file=sys.stderr)  # the driver quotes it beside the exit status
+            raise
+
+    def _call(self, call: str, arguments: dict[str, Any]) -> Any:
+        draws, records = arguments.pop("pictures", False), arguments.pop("records_calls", False)
+        if self._env is None:
+            if call == "close":  # there is none to close
+                return None
+            # The address may be a path from the driver's current folder; the instance runs in the
+            # scratch folder.
+            make = plugins.load("envs", self._address)
+            if call == "check":
+                self._preload = list(getattr(make, "preload", ()))
+                return None
+            os.chdir(self._scratch)
+            env = pictured(make()) if draws else make()
+            self._env = recorded(env) if records else env
+        env = self._env
+        if (
+            call == "step"
+        ):  # by position, as everywhere: an environment may call its parameter what it likes
+            return env.step(arguments["action"])
+        if call != "consult":
+            return getattr(env, call)(**arguments)
+        module, _, name = arguments["player"].partition(":")
+        player: Any = importlib.import_module(module)
+        for part in name.split("."):
+            player = getattr(player, part)
+        version, internal, gauss = arguments["state"]
+        rng = random.Random()
+        rng.setstate((version, tuple(internal), gauss))
+        return player(getattr(env, "unwrapped", env), rng)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value!r:.200}"
+
+
+def _plain(value: Any) -> Any:
+    """Convert what JSON cannot represent: scalars and arrays of NumPy."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(
+        f"{value!r:.80} ({type(value).__name__}) cannot leave its process: answer with text,"
+        " numbers, lists and dicts"
+    )
