@@ -28,6 +28,7 @@
     ├── NodeDiedError              the cluster's node on the controller's machine died
     ├── WeightsError               new weights could not be published; the engines still serve the old ones
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
+    ├── MetricNameError            two parts of a run report a metric of the same name
     ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
@@ -213,6 +214,10 @@ class WeightsError(AgentRLError):
 
 class CheckpointError(AgentRLError):
     """A checkpoint cannot be used."""
+
+
+class MetricNameError(AgentRLError):
+    """Two parts of a run report a metric of the same name. Names both."""
 
 
 class StorageError(AgentRLError):

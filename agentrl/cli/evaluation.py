@@ -59,7 +59,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
     for name, evaluation in run_or_stop(play()).items():
         _print_evaluation(name, evaluation, show)
         if report is not None:
-            path = report_of(name, steps, evaluation, loaded.config).write(report)
+            path = report_of(steps, evaluation, loaded.config).write(report)
             console.print(f"saved in {path}", highlight=False, soft_wrap=True)
     if report is None:
         console.print(

@@ -85,7 +85,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
         f" successful{unknown}; imitating {'these' if demonstrations.successes_only else 'all'}"
     )
     if known:
-        run.record_metrics(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
+        run.write(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
     if not trajectories:
         raise ConfigError(
             f"no episode of {demonstrations.player} was successful{unknown}, so"
@@ -93,7 +93,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
             " player, or imitate all"
         )
     loss = await learn(run, trajectories, base, into, demonstrations)
-    run.record_metrics(0, {"demonstrations/loss": loss})
+    run.write(0, {"demonstrations/loss": loss})
 
 
 async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:

@@ -150,7 +150,7 @@ async def _learn(
             metrics = await update(
                 trainer, algorithm, replace(pairs, reference_logprobs_N=reference_N)
             )
-            run.record_metrics(step, metrics)
+            run.write(step, metrics)
             if (step + 1) % max(1, len(batches) // 8) == 0:
                 run.display.say(
                     f"{step + 1} of {len(batches)} steps: {metrics['accuracy']:.0%} in the right"
@@ -169,7 +169,7 @@ async def _learn(
                 for pair, first in zip(measured, held_references, strict=True)
             ]
             accuracy = float(np.mean(np.concatenate(held) > 0))
-            run.record_metrics(len(batches), {"eval/preference_accuracy": accuracy})
+            run.write(len(batches), {"eval/preference_accuracy": accuracy})
             run.display.say(
                 f"of {len(measured)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right"
                 " order"

@@ -2,26 +2,16 @@
 
 import asyncio
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-from statistics import fmean, stdev
 
 from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile, now
 from agentrl.hosting.wrappers import address
-from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
-from agentrl.observe.metrics import (
-    by_agent,
-    by_env,
-    same_answers,
-    success_share,
-    verdicts,
-    wilson_interval,
-)
+from agentrl.observe.evaluation import Evaluation, score_values
 from agentrl.observe.reports import (
     HELD_OUT,
     Conditions,
@@ -36,51 +26,12 @@ from agentrl.runs.run import Run
 from agentrl.runs.task_sources import held_out_tasks
 from agentrl.tasks.suite_tasks import suite_episodes
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
-from agentrl.trajectory import Failed, Score, Task, Trajectory, Unscored
+from agentrl.trajectory import Failed, Score, Task, Trajectory
 
 LAST = 1 << 30
 """The priority of an evaluation's requests: those of training, if there are any, are served before
 them.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Episodes with their scores. Failed ones are counted and never averaged in."""
-
-    scored: tuple[tuple[Trajectory, Score], ...]
-    failed: tuple[Trajectory, ...]
-    envs: tuple[str, ...] = ()
-    """The environments of a mixture."""
-
-    def metrics(self) -> dict[str, float]:
-        """Success, reward and turns of the scored episodes, and how many episodes failed. What is
-        unknown is NaN.
-        """
-        played = [trajectory for trajectory, _ in self.scored]
-        known = verdicts(self.scored)
-        low, high = wilson_interval(sum(known), len(known))
-        values = _values(self.scored)
-        return {
-            "eval/success": success_share(self.scored),
-            "eval/success_low": low,
-            "eval/success_high": high,
-            "eval/reward": fmean(values) if values else float("nan"),
-            "eval/reward_error": (
-                stdev(values) / math.sqrt(len(values)) if len(values) > 1 else float("nan")
-            ),
-            "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
-            "eval/episodes": float(len(played)),
-            "eval/failed": float(len(self.failed)),
-            **{f"eval/{name}": value for name, value in same_answers(played).items()},
-            **{f"eval/{name}": value for name, value in by_agent(self.scored).items()},
-            **{f"eval/{name}": value for name, value in by_env(self.scored, self.envs).items()},
-        }
-
-
-def _values(scored: Iterable[tuple[Trajectory, Score]]) -> list[float]:
-    """The scores; none, if every part of the reward compares members."""
-    return [score.value for _, score in scored if not isinstance(score.status, Unscored)]
 
 
 async def play_all(
@@ -126,91 +77,52 @@ async def play_all(
     return [trajectory for episode in playing for trajectory in episode.result()]
 
 
-@dataclass(frozen=True, slots=True)
-class SuiteEvaluation:
-    """The episodes of a suite with their scores. Failed ones are counted and never averaged in."""
+async def evaluate(
+    rollouts: RolloutAssembly, name: str = HELD_OUT, *, tasks: int | None = None
+) -> Evaluation:
+    """Play the tasks of a suite with the engine's current weights. `tasks`: how many held-out tasks,
+    by default as many as the config has.
 
-    suite: SuiteConfig
-    scored: tuple[tuple[Trajectory, Score], ...]
-    failed: tuple[Trajectory, ...]
-
-    def metrics(self) -> dict[str, float]:
-        """Success, pass@k, reward and turns, as `eval/SUITE/...`, with intervals over tasks."""
-        by_task = defaultdict[str, list[tuple[Trajectory, Score]]](list)
-        for trajectory, score in self.scored:
-            by_task[trajectory.task.id.rpartition("/")[0]].append((trajectory, score))
-        known = {task: told for task, own in by_task.items() if (told := verdicts(own))}
-        success = share_over_tasks([fmean(told) for told in known.values()])
-        reward = mean_over_tasks(
-            [fmean(values) for own in by_task.values() if (values := _values(own))]
-        )
-        found = {"success": success, "reward": reward}
-        if self.suite.samples > 1:
-            complete, by_k = passes(known, self.suite.samples)
-            found |= {f"pass@{k}": interval for k, interval in by_k.items()}
-        turns = [len(trajectory.turns) for trajectory, _ in self.scored]
-        named = {
-            "turns": fmean(turns) if turns else math.nan,
-            "tasks": float(len(by_task)),
-            "episodes": float(len(self.scored)),
-            "failed": float(len(self.failed)),
-            **same_answers([trajectory for trajectory, _ in self.scored]),
-        }
-        if self.suite.samples > 1:
-            named["pass_tasks"] = float(complete)
-        for name, interval in found.items():
-            named |= {
-                name: interval.value,
-                f"{name}_low": interval.low,
-                f"{name}_high": interval.high,
-            }
-        return {f"eval/{self.suite.name}/{name}": value for name, value in named.items()}
-
-
-async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evaluation:
-    """Play the held-out tasks with the engine's current weights.
-
-    Each task is played once, so the scores exclude reward parts that compare the members of a
+    Episodes are scored singly, so the scores exclude reward parts that compare the members of a
     group.
     """
     config = rollouts.config
-    held_out = held_out_tasks(config, config.evaluation.tasks if tasks is None else tasks)
-    scored, failed = await _played(rollouts, config.evaluation, held_out)
-    return Evaluation(scored, failed, tuple(one.called for one in config.env.mixture))
-
-
-async def evaluate_suite(rollouts: RolloutAssembly, suite: SuiteConfig) -> SuiteEvaluation:
-    """Play the tasks of a suite with the engine's current weights, each as often as it says."""
-    tasks = await asyncio.to_thread(suite_episodes, suite, rollouts.config.envs[suite.label])
-    return SuiteEvaluation(suite, *await _played(rollouts, suite, tasks))
+    if name == HELD_OUT:
+        held_out = held_out_tasks(config, config.evaluation.tasks if tasks is None else tasks)
+        scored, failed = await _play_and_score(rollouts, config.evaluation, held_out)
+        envs = tuple(entry.called for entry in config.env.mixture)
+        return Evaluation(scored, failed, envs=envs)
+    suite = _suites(config)[name]
+    episodes = await asyncio.to_thread(suite_episodes, suite, config.envs[suite.label])
+    scored, failed = await _play_and_score(rollouts, suite, episodes)
+    return Evaluation(scored, failed, name, suite.samples)
 
 
 async def evaluate_all(
     rollouts: RolloutAssembly, tasks: int | None, names: Collection[str]
-) -> dict[str, Evaluation | SuiteEvaluation]:
-    """The evaluations with these names, by default all: on held-out tasks (`tasks` of them), and on
-    each suite.
+) -> dict[str, Evaluation]:
+    """The evaluations of the suites with these names, by default of all, `held_out` (`tasks` of its
+    tasks) among them.
 
     Raises:
         ConfigError: there is no such suite.
     """
-    suites = {suite.name: suite for suite in rollouts.config.evaluation.suites}
+    suites = _suites(rollouts.config)
     if unknown := sorted(set(names) - {HELD_OUT, *suites}):
         raise ConfigError(
             f"no suite {unknown[0]!r} in evaluation.suites; there is"
             f" {', '.join([HELD_OUT, *suites])}"
         )
-    found: dict[str, Evaluation | SuiteEvaluation] = {}
-    for name in names or ([HELD_OUT, *suites] if tasks != 0 else suites):
-        found[name] = await (
-            evaluate(rollouts, tasks)
-            if name == HELD_OUT
-            else evaluate_suite(rollouts, suites[name])
-        )
-    return found
+    played = names or ([HELD_OUT, *suites] if tasks != 0 else suites)
+    return {name: await evaluate(rollouts, name, tasks=tasks) for name in played}
 
 
-async def _played(
+def _suites(config: RunConfig) -> dict[str, SuiteConfig]:
+    """The configured suites by name."""
+    return {suite.name: suite for suite in config.evaluation.suites}
+
+
+async def _play_and_score(
     rollouts: RolloutAssembly, how: EvaluationSampling, tasks: Iterable[Task]
 ) -> tuple[tuple[tuple[Trajectory, Score], ...], tuple[Trajectory, ...]]:
     """(scored episodes, failed ones) of these tasks."""
@@ -260,26 +172,18 @@ async def evaluate_run(
 
     `due`: only what `every` asks for at this step. `beside`: training goes on meanwhile.
     """
-    suites = {suite.name: suite for suite in run.config.evaluation.suites}
     left = evaluations_left(run, step, due=due)
     run.owed.owe(step, left)
     for name in left:
         if not beside:
             run.begin_phase(step, "evaluation")
-        if name == HELD_OUT:
-            evaluation = await evaluate(rollouts)
-            await _record(run, name, step, evaluation)
-            run.record_evaluation(step, evaluation.metrics())
-            check_best(run, step, evaluation)
-        else:
-            of_suite = await evaluate_suite(rollouts, suites[name])
-            await _record(run, name, step, of_suite)
-            run.record_suite(step, name, of_suite.metrics())
-            check_best(run, step, of_suite)
+        evaluation = await evaluate(rollouts, name)
+        await _record(run, step, evaluation)
+        check_best(run, step, evaluation)
         run.owed.arrived(step, name)
 
 
-def check_best(run: Run, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
+def check_best(run: Run, step: int, evaluation: Evaluation) -> None:
     """Check that what `checkpoint.best` names tells one checkpoint from another.
 
     Raises:
@@ -316,7 +220,7 @@ def _all_above_zero(scored: Iterable[tuple[Trajectory, Score]]) -> bool:
     guessed = all(
         trajectory.success is None and score.success is None for trajectory, score in scored
     )
-    values = _values(scored)
+    values = score_values(scored)
     return guessed and min(values, default=0.0) > 0 and min(values) < max(values)
 
 
@@ -331,27 +235,28 @@ def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
         name
         for name, steps in every.items()
         if (not due or (steps and step % steps == 0) or name in run.owed.of(step))
-        and not run.evaluated(step, None if name == HELD_OUT else name)
+        and not run.evaluated(step, name)
     ]
 
 
-async def _record(run: Run, name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
-    """Write the episodes of an evaluation, and its report."""
+async def _record(run: Run, step: int, evaluation: Evaluation) -> None:
+    """Write the episodes of an evaluation, its report and its metrics."""
     lost = [
-        (one, Score(math.nan, status=one.status))
-        for one in evaluation.failed
-        if isinstance(one.status, Failed)
+        (trajectory, Score(math.nan, status=trajectory.status))
+        for trajectory in evaluation.failed
+        if isinstance(trajectory.status, Failed)
     ]
-    await run.record_held_out(name, step, [*evaluation.scored, *lost])
-    report_of(name, step, evaluation, run.config).write(run.folder / "evaluations")
-    run.track_samples(name, step, evaluation.scored)
+    await run.record_episodes(evaluation.name, step, [*evaluation.scored, *lost])
+    report_of(step, evaluation, run.config).write(run.folder / "evaluations")
+    run.track_samples(evaluation.name, step, evaluation.scored)
+    run.record_evaluation(step, evaluation)
 
 
 def report_of(
-    name: str, step: int, evaluation: Evaluation | SuiteEvaluation, config: RunConfig | None = None
+    step: int, evaluation: Evaluation, config: RunConfig | None = None
 ) -> EvaluationReport:
     """The report of an evaluation of the weights after `step` steps. `config`: how it was played."""
-    sampled = isinstance(evaluation, SuiteEvaluation)
+    name, sampled = evaluation.name, evaluation.name != HELD_OUT
     episodes = tuple(
         EpisodeResult.of(
             trajectory, score, sampled, None if config is None else _played_task(trajectory, config)

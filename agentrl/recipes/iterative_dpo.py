@@ -37,6 +37,7 @@ from agentrl.assembly import TrainingAssembly, assemble_training, check_trains
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.flow import loop_metrics
+from agentrl.observe.step_report import StepReport
 from agentrl.protocols import SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.dpo import check_trainer, update
@@ -161,16 +162,18 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                             published = await parts.weights.publish(
                                 parts.trainer, version=iteration + 1
                             )
-                    metrics = {
-                        **learned,
-                        **published.metrics(),
-                        **rollouts.metrics(),
-                        **processing.update(groups),
-                        **loop_metrics(),
-                    }
-                    await run.record_step(
-                        iteration, groups, metrics, clock.seconds, rollouts.take_untrained()
+                    report = StepReport(
+                        iteration,
+                        groups,
+                        clock.seconds,
+                        rollouts.take_untrained(),
+                        trainer=learned,
+                        weights=published.metrics(),
+                        rollouts=rollouts.metrics(),
+                        batch_processing=processing.update(groups),
+                        event_loop=loop_metrics(),
                     )
+                    await run.record_step(report)
                     tasks, updates = [group.task.id for group in groups], int(learned["updates"])
                     lineage = iterations.lineage(
                         iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates

@@ -23,6 +23,7 @@ from agentrl.assembly import assemble_training, check_trains
 from agentrl.estimation.advisors import ON_NEWEST, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import elapsed, loop_metrics
+from agentrl.observe.step_report import StepReport
 from agentrl.protocols import Algorithm
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluations import evaluations
@@ -110,19 +111,21 @@ async def train(
                         await evaluating.before_update()
                         async with rollouts.new_weights(step + 1):
                             published = await weights.publish(trainer, version=step + 1)
-                    metrics = {
-                        **metrics,
-                        **health,
-                        **advice,
-                        **exact,
-                        **published.metrics(),
-                        **rollouts.metrics(),
-                        **processing.update(groups),
-                        **loop_metrics(),
-                    }
-                    await run.record_step(
-                        step, groups, metrics, clock.seconds, rollouts.take_untrained()
+                    report = StepReport(
+                        step,
+                        groups,
+                        clock.seconds,
+                        rollouts.take_untrained(),
+                        trainer=metrics,
+                        samples=health,
+                        advisors=advice,
+                        exact=exact,
+                        weights=published.metrics(),
+                        rollouts=rollouts.metrics(),
+                        batch_processing=processing.update(groups),
+                        event_loop=loop_metrics(),
                     )
+                    await run.record_step(report)
                     if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                         await run.begin_checkpoint(step + 1, parts)
                     async with run.saved_if_stopped(step + 1, parts):

@@ -36,9 +36,7 @@ runs/NAME/
 import asyncio
 import json
 import logging
-import math
 import os
-import re
 import socket
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -84,6 +82,7 @@ from agentrl.models.source import (
 from agentrl.models.tiny import SIZES
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import Ending, ending_of, how_to_go_on
+from agentrl.observe.evaluation import Evaluation, metric_prefix
 from agentrl.observe.falls import Alarm
 from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.launches import record_launch
@@ -93,8 +92,10 @@ from agentrl.observe.metrics import MetricsFile, masked_shares, rollout_metrics
 from agentrl.observe.owed import OwedEvaluations
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
+from agentrl.observe.reports import HELD_OUT
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
+from agentrl.observe.step_report import StepReport, merge_metrics
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
@@ -478,45 +479,44 @@ class Run:
         unfinished(path).replace(path)
         return row
 
-    async def record_step(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        trained: Mapping[str, float],
-        seconds: Mapping[str, float],
-        untrained: Sequence[tuple[Trajectory, Score]] = (),
-    ) -> None:
-        """Record the results of step `step` (counted from 0). `seconds` is by phase; `untrained`
-        are episodes that were played meanwhile and not trained on.
+    async def record_step(self, report: StepReport) -> None:
+        """Record the results of a step.
+
+        Raises:
+            MetricNameError: two parts of the run report a metric of the same name.
         """
+        step, groups = report.step, report.groups
         self.begin_phase(step, "record")
         path = self.folder / "untrained" / f"step_{step:06d}.parquet"
-        if untrained:
+        if report.untrained:
             await run_to_completion(
-                asyncio.to_thread(write_trajectories, path, untrained, self._epoch)
+                asyncio.to_thread(write_trajectories, path, report.untrained, self._epoch)
             )
         else:
             remove_left(path)  # of a step that a resumed run makes again
-        rollout = await run_to_completion(
-            asyncio.to_thread(self._write_rollouts, step, groups, self._epoch)
+        await run_to_completion(
+            asyncio.to_thread(self._write_trajectories, step, groups, self._epoch)
         )
-        total = sum(seconds.values())
-        metrics = {
-            **rollout,
-            **trained,
-            **restart_metrics(),
-            "seconds": total,
-            **{f"seconds/{phase}": value for phase, value in seconds.items()},
-            "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"])
-            / max(total, 1e-9),
-        }
-        self._append(step, metrics)
+        metrics = await asyncio.to_thread(self._step_metrics, report)
+        self.write(step, metrics)
         if (step + 1) % self.config.checkpoint.every == 0:
-            self.track_samples(
-                "train", step, [(one.trajectories[0], one.scores[0]) for one in groups]
-            )
+            first = [(group.trajectories[0], group.scores[0]) for group in groups]
+            self.track_samples("train", step, first)
         self.display.step(step, metrics, groups)
-        self._warn({"step": step, **metrics})
+
+    def _step_metrics(self, report: StepReport) -> dict[str, float]:
+        """The metrics of a step: those of its report, and of the episodes and workers behind it."""
+        envs = [entry.called for entry in self.config.env.mixture]
+        oldest_version = self.config.rollout.oldest_trained(report.step)
+        episodes = rollout_metrics(report.groups, report.step, oldest_version, envs)
+        tokens = episodes["sampled_tokens"] + episodes["prompt_tokens"]
+        speed = tokens / max(sum(report.seconds.values()), 1e-9)
+        return report.metrics(
+            episodes=episodes,
+            episode_health=episode_health(report.groups),
+            workers=restart_metrics(),
+            throughput={"tokens_per_second": speed},
+        )
 
     async def record_samples(
         self, step: int, groups: Sequence[Group], made: TracedBatch, trainer: Trainer
@@ -538,7 +538,8 @@ class Run:
         path = self.folder / "samples" / f"step_{step:06d}.parquet"
         trained = TrainedBatch(batch, made.origins, told)
         await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
-        return {**masked_shares(groups, made), **await asyncio.to_thread(batch_health, trained)}
+        health = await asyncio.to_thread(batch_health, trained)
+        return merge_metrics({"masked": masked_shares(groups, made), "health": health})
 
     @cached_property
     def _epoch(self) -> float:
@@ -547,81 +548,35 @@ class Run:
         """
         return datetime.now(UTC).timestamp() - elapsed()
 
-    def _write_rollouts(self, step: int, groups: Sequence[Group], epoch: float) -> dict[str, float]:
-        """Write the trajectories of a step, and return its rollout metrics."""
-        write_trajectories(
-            self.folder / "trajectories" / f"step_{step:06d}.parquet",
-            [
-                pair
-                for group in groups
-                for pair in zip(group.trajectories, group.scores, strict=True)
-            ],
-            epoch,
-        )
-        envs = [one.called for one in self.config.env.mixture]
-        return {
-            **rollout_metrics(groups, step, self.config.rollout.oldest_trained(step), envs),
-            **episode_health(groups),
-        }
+    def _write_trajectories(self, step: int, groups: Sequence[Group], epoch: float) -> None:
+        """Write the trajectories that a step was trained on."""
+        scored: list[tuple[Trajectory, Score]] = []
+        for group in groups:
+            scored += zip(group.trajectories, group.scores, strict=True)
+        write_trajectories(self.folder / "trajectories" / f"step_{step:06d}.parquet", scored, epoch)
 
-    async def record_held_out(
+    async def record_episodes(
         self, name: str, step: int, played: Sequence[tuple[Trajectory, Score]]
     ) -> None:
-        """Record the episodes of an evaluation of the weights after `step` steps, failed ones too."""
+        """Write the episodes of an evaluation of the weights after `step` steps, failed ones too."""
         path = self.folder / "trajectories" / f"{name}_{step:06d}.parquet"
         await run_to_completion(asyncio.to_thread(write_trajectories, path, played, self._epoch))
 
-    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def record_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Record an evaluation of the weights after `step` steps."""
-        self._append(step, metrics)
-        self.display.held_out(step, metrics["eval/success"], round(metrics["eval/failed"]))
-        if not metrics["eval/episodes"]:
-            self._say_that_all_failed("held-out success", step, metrics["eval/failed"], "held_out")
-        elif math.isnan(metrics["eval/success"]):
-            self._say_that_nothing_tells("held-out success", step, metrics["eval/episodes"])
-        else:
-            self.display.say(
-                f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] of "
-                f"{metrics['eval/episodes']:.0f} episodes (95 % interval {metrics['eval/success_low']:.1%} to "
-                f"{metrics['eval/success_high']:.1%}; {metrics['eval/failed']:.0f} failed)"
-            )
-        self._warn({"step": step, **metrics})
+        metrics = evaluation.metrics()
+        self.write(step, metrics)
+        if evaluation.name == HELD_OUT:
+            self.display.held_out(step, metrics["eval/success"], len(evaluation.failed))
+        self.display.say(evaluation.result(step, self.folder))
 
-    def record_suite(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
-        """Record the evaluation of the weights after `step` steps on a suite."""
-        self._append(step, metrics)
-        self._warn({"step": step, **metrics})
-        own = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
-        if not own["tasks"]:
-            self._say_that_all_failed(f"success on {name}", step, own["failed"], name)
-            return
-        if math.isnan(own["success"]):
-            self._say_that_nothing_tells(f"success on {name}", step, own["episodes"])
-            return
-        passes = "".join(
-            f", {key} {value:.1%}" for key, value in own.items() if re.fullmatch(r"pass@\d+", key)
-        )
-        self.display.say(
-            f"success on {name} after {step} steps: [bold]{own['success']:.1%}[/bold] of {own['tasks']:.0f} tasks "
-            f"(95 % interval {own['success_low']:.1%} to {own['success_high']:.1%}; {own['failed']:.0f} failed){passes}"
-        )
-
-    def _say_that_all_failed(self, what: str, step: int, failed: float, suite: str) -> None:
-        self.display.say(
-            f"{what} after {step} steps: [bold]unknown[/bold], as all {failed:.0f} episodes failed; "
-            f"`agentrl eval {self.folder} --suite {suite}` shows why"
-        )
-
-    def _say_that_nothing_tells(self, what: str, step: int, episodes: float) -> None:
-        self.display.say(
-            f"{what} after {step} steps: [bold]unknown[/bold], as neither the environment nor the reward tells it of "
-            f'the {episodes:.0f} episodes: set info["success"], or add a part of the reward that scores single episodes'
-        )
-
-    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.metrics.append({"step": step, **metrics})
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a row of metrics to the run's file and its trackers, and warn of what it shows."""
+        row = {"step": step, **metrics}
+        self.metrics.append(row)
         if self._tracking is not None:
             self._tracking.log(step, metrics)
+        self._warn(row)
 
     def track_samples(
         self, name: str, step: int, scored: Sequence[tuple[Trajectory, Score]]
@@ -634,11 +589,6 @@ class Run:
         if self._tracking is not None:
             samples = [sample_of(*pair) for pair in scored[: self.config.observe.tracked_episodes]]
             self._tracking.log_samples(name, step, samples)
-
-    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics without rollouts: of demonstrations, or of a step of another recipe."""
-        self._warn({"step": step, **metrics})
-        self._append(step, metrics)
 
     async def save_checkpoint(self, step: int, state: Savable) -> None:
         """Save the state after `step` steps. The ledger is flushed to disk first, as a resumed run
@@ -732,11 +682,9 @@ class Run:
                     )
             raise
 
-    def evaluated(self, step: int, suite: str | None = None) -> bool:
-        """Whether the weights after `step` steps have been evaluated already, on held-out tasks or
-        on a suite.
-        """
-        return step in self.metrics.values(f"eval/{suite}/success" if suite else "eval/success")
+    def evaluated(self, step: int, suite: str) -> bool:
+        """Whether the weights after `step` steps have been evaluated already on this suite."""
+        return step in self.metrics.values(f"{metric_prefix(suite)}success")
 
     async def finish(self) -> None:
         """Draw the curve, and summarise the run with the checksum of the weights in its newest

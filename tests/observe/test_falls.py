@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.observe.evaluation import Evaluation
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.silence import Silence, conditions
-from agentrl.recipes.evaluate import Evaluation
 from agentrl.rollout.budget import Budget
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Group, Score

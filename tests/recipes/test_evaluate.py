@@ -8,7 +8,8 @@ import pytest
 
 from agentrl.config import RunConfig, load_config
 from agentrl.flow import now, run_virtual
-from agentrl.recipes.evaluate import Evaluation, evaluate, play_all
+from agentrl.observe.evaluation import Evaluation
+from agentrl.recipes.evaluate import evaluate, play_all
 from agentrl.rollout.episode import Episode
 from agentrl.trajectory import Failed, Score, Task, Terminated, Trajectory
 

@@ -55,7 +55,7 @@ class Launches:
         self.step = 0
         monkeypatch.setattr(evaluating, "evaluate", self._evaluate)
 
-    async def _evaluate(self, rollouts: RolloutAssembly) -> evaluating.Evaluation:
+    async def _evaluate(self, rollouts: RolloutAssembly, name: str) -> evaluating.Evaluation:
         version = (
             self.step if rollouts.engine is None else cast(Engine, rollouts.engine).policy_version
         )
@@ -64,7 +64,7 @@ class Launches:
         if version in self.hangs:
             await asyncio.sleep(3600)
         self.played.append(version)
-        return evaluating.Evaluation((), ())
+        return evaluating.Evaluation((), (), name)
 
     def launch(
         self, start: int, steps: Sequence[int], *, settings: Sequence[str] = ()

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, ConformanceError, RewardError, WorkerDiedError
 from agentrl.flow import Retries, now
+from agentrl.observe.evaluation import Evaluation
 from agentrl.observe.metrics import rollout_metrics
-from agentrl.recipes.evaluate import Evaluation
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.part import RewardPart

@@ -15,14 +15,14 @@ from agentrl.algorithms.sft import RejectionSampling
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
+from agentrl.observe.evaluation import Evaluation
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.reports import EpisodeResult, EvaluationReport, compare
 from agentrl.recipes.demonstrations import judged
-from agentrl.recipes.evaluate import Evaluation, SuiteEvaluation, check_best, report_of
+from agentrl.recipes.evaluate import check_best, report_of
 from agentrl.rollout.results import results_of
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import total
-from agentrl.tasks.suites import SuiteConfig
 from agentrl.trajectory import (
     UNSCORED,
     Completion,
@@ -132,17 +132,14 @@ def test_what_is_unknown_is_no_failure_in_any_figure() -> None:
     )
     half = Evaluation(((silent, UNSCORED), (told, UNSCORED)), ()).metrics()
     assert half["eval/success"] == 1.0
-    suite = SuiteConfig.model_validate(
-        {"name": "wide", "env": {"name": "guess_number"}, "samples": 2}
-    )
-    of_suite = SuiteEvaluation(suite, ((silent, UNSCORED),), ()).metrics()
+    of_suite = Evaluation(((silent, UNSCORED),), (), "wide", samples=2).metrics()
     assert all(
         math.isnan(of_suite[f"eval/wide/{name}"])
         for name in ("success", "pass@1", "pass@2", "reward")
     )
     group = Group(TASK, (silent, told), (UNSCORED, UNSCORED))
     assert rollout_metrics([group], 0)["success"] == 1.0
-    report = report_of("held_out", 0, Evaluation(((silent, UNSCORED), (told, Score(0.5))), ()))
+    report = report_of(0, Evaluation(((silent, UNSCORED), (told, Score(0.5))), ()))
     assert [(one.success, one.score) for one in report.episodes] == [(None, None), (True, 0.5)]
 
 

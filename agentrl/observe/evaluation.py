@@ -1,0 +1,150 @@
+"""`Evaluation`: the episodes of a suite with their scores, its metrics, and its result in one line.
+
+The held-out tasks are the suite `held_out`. Its metrics have no name of a suite: `eval/success`
+beside `eval/NAME/success`.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
+from agentrl.observe.metrics import (
+    by_agent,
+    by_env,
+    same_answers,
+    success_share,
+    verdicts,
+    wilson_interval,
+)
+from agentrl.observe.reports import HELD_OUT
+from agentrl.trajectory import Score, Trajectory, Unscored
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Episodes of a suite with their scores. Failed ones are counted and never averaged in."""
+
+    scored: tuple[tuple[Trajectory, Score], ...]
+    """The episodes that ended, each with its score: one for each trained agent."""
+    failed: tuple[Trajectory, ...]
+    """The episodes that failed, or whose reward did."""
+    name: str = HELD_OUT
+    """The suite's name."""
+    samples: int = 1
+    """Episodes per task."""
+    envs: tuple[str, ...] = ()
+    """The environments of a mixture, by their names in the run."""
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of its metrics."""
+        return metric_prefix(self.name)
+
+    def metrics(self) -> dict[str, float]:
+        """Success, reward and turns of the scored episodes, and how many episodes failed. Unknown
+        values are NaN.
+        """
+        values = self._over_episodes() if self.name == HELD_OUT else self._over_tasks()
+        return {f"{self.prefix}{name}": value for name, value in values.items()}
+
+    def _over_episodes(self) -> dict[str, float]:
+        """Means over episodes: each held-out task is played once."""
+        trajectories = [trajectory for trajectory, _ in self.scored]
+        known = verdicts(self.scored)
+        low, high = wilson_interval(sum(known), len(known))
+        values = score_values(self.scored)
+        return {
+            "success": success_share(self.scored),
+            "success_low": low,
+            "success_high": high,
+            "reward": fmean(values) if values else math.nan,
+            "reward_error": (
+                stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+            ),
+            "turns": self._mean_turns(),
+            "episodes": float(len(trajectories)),
+            "failed": float(len(self.failed)),
+            **same_answers(trajectories),
+            **by_agent(self.scored),
+            **by_env(self.scored, self.envs),
+        }
+
+    def _over_tasks(self) -> dict[str, float]:
+        """Means over tasks, of which each is the mean of its samples, with pass@k."""
+        by_task = defaultdict[str, list[tuple[Trajectory, Score]]](list)
+        for trajectory, score in self.scored:
+            by_task[trajectory.task.id.rpartition("/")[0]].append((trajectory, score))
+        verdicts_by_task: dict[str, list[bool]] = {}
+        means: list[float] = []
+        for task, scored in by_task.items():
+            if known := verdicts(scored):
+                verdicts_by_task[task] = known
+            if values := score_values(scored):
+                means.append(fmean(values))
+        metrics = {
+            "turns": self._mean_turns(),
+            "tasks": float(len(by_task)),
+            "episodes": float(len(self.scored)),
+            "failed": float(len(self.failed)),
+            **same_answers([trajectory for trajectory, _ in self.scored]),
+        }
+        shares = [fmean(known) for known in verdicts_by_task.values()]
+        intervals = {"success": share_over_tasks(shares), "reward": mean_over_tasks(means)}
+        if self.samples > 1:
+            complete, by_k = passes(verdicts_by_task, self.samples)
+            metrics["pass_tasks"] = float(complete)
+            intervals |= {f"pass@{k}": interval for k, interval in by_k.items()}
+        for name, interval in intervals.items():
+            metrics[name] = interval.value
+            metrics[f"{name}_low"] = interval.low
+            metrics[f"{name}_high"] = interval.high
+        return metrics
+
+    def _mean_turns(self) -> float:
+        turns = [len(trajectory.turns) for trajectory, _ in self.scored]
+        return fmean(turns) if turns else math.nan
+
+    def result(self, step: int, run: Path) -> str:
+        """The result of the weights after `step` steps of the run in this folder, in one line of
+        terminal markup.
+        """
+        values = {name.removeprefix(self.prefix): value for name, value in self.metrics().items()}
+        held_out = self.name == HELD_OUT
+        what = "held-out success" if held_out else f"success on {self.name}"
+        if not self.scored:
+            return (
+                f"{what} after {step} steps: [bold]unknown[/bold], as all {values['failed']:.0f}"
+                f" episodes failed; `agentrl eval {run} --suite {self.name}` shows why"
+            )
+        if math.isnan(values["success"]):
+            return (
+                f"{what} after {step} steps: [bold]unknown[/bold], as neither the environment nor"
+                f" the reward tells it of the {values['episodes']:.0f} episodes: set"
+                ' info["success"], or add a part of the reward that scores single episodes'
+            )
+        count = f"{values['episodes']:.0f} episodes" if held_out else f"{values['tasks']:.0f} tasks"
+        pass_rates = "".join(
+            f", {name} {value:.1%}"
+            for name, value in values.items()
+            if re.fullmatch(r"pass@\d+", name)
+        )
+        return (
+            f"{what} after {step} steps: [bold]{values['success']:.1%}[/bold] of {count}"
+            f" (95 % interval {values['success_low']:.1%} to {values['success_high']:.1%};"
+            f" {values['failed']:.0f} failed){pass_rates}"
+        )
+
+
+def metric_prefix(suite: str) -> str:
+    """The prefix of a suite's metrics."""
+    return "eval/" if suite == HELD_OUT else f"eval/{suite}/"
+
+
+def score_values(scored: Iterable[tuple[Trajectory, Score]]) -> list[float]:
+    """The values of the scores; none, if every part of the reward compares members."""
+    return [score.value for _, score in scored if not isinstance(score.status, Unscored)]
