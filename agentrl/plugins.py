@@ -108,7 +108,7 @@ def settings_of(factory: Any) -> type[Settings]:
     if not (isinstance(found, type) and issubclass(found, Settings)):
         raise PluginError(
             f"the settings of {factory!r:.80} are {found!r:.80}: write a subclass of"
-            " agentrl.protocols.Settings"
+            " agentrl.Settings"
         )
     return found
 

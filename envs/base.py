@@ -1,4 +1,4 @@
-"""Base classes for environments. They save lines, but none is required (`agentrl.protocols.Env`).
+"""Base classes for environments. They save lines, but none is required (`agentrl.Env`).
 
 class Safe(ToolEnv):
     system_prompt = "Open the safe. Its code is a number from 0 to 99."

@@ -321,7 +321,7 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
             f"{name} has the action space {space}. Discrete, Text, and MultiDiscrete, MultiBinary"
             f" and Box spaces of at most {MAX_ACTION_NUMBERS} numbers can be played in text, and"
             " Dict and Tuple spaces of these. Wrap the environment so that it has one of them, or"
-            " write an agentrl.envs.base.TextEnv for it"
+            " write an agentrl.TextEnv for it"
         )
     whole = np.issubdtype(space.dtype or float, np.integer)
     return NumberReader(space, *bounds, whole)
@@ -357,13 +357,13 @@ def check_readable(name: str, space: Space[Any] | None) -> None:
                 f"{where} of {name} is an image, an array of {array.shape} in {array.dtype}, and"
                 " the models trained here read text alone. Choose an environment that says the"
                 " same in text or numbers, wrap it so that it does, or write an"
-                " agentrl.envs.base.TextEnv for it"
+                " agentrl.TextEnv for it"
             )
         if np.prod(array.shape) > MAX_NUMBERS:
             raise ConfigError(
                 f"{where} of {name} is an array of {array.shape}, too long to write out as text (at"
                 f" most {MAX_NUMBERS} numbers). Wrap the environment, or write an"
-                " agentrl.envs.base.TextEnv for it"
+                " agentrl.TextEnv for it"
             )
 
 

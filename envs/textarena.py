@@ -4,7 +4,7 @@ The observation is what the game has sent the player since its last turn. A game
 needs opponents: `"random"`, `"first"` (the first legal move found), or a function `opponent(seen,
 rng) -> message` given as "package.module:name"; `seen` is all that this opponent has seen in this
 episode. With the opponent `"agent"` no player is scripted: each is an agent, player_0, player_1 and
-so on (`agentrl.protocols.Env`).
+so on (`agentrl.Env`).
 """
 
 import copy

@@ -9,9 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.envs.base import TextEnv, read_options
-from agentrl.protocols import StepResult
-from agentrl.settings.base import Settings
+from agentrl import Settings, StepResult, TextEnv, read_options
 
 MOST_WORDS = 8
 """Words of an answer: "The capital of New Zealand is Wellington" has seven."""

@@ -23,7 +23,7 @@ SHARED_NAMES = {"Config", "Options"}
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there
 # are no circles.
 LAYERS = [
-    {"arrays", "distribution", "errors", "files"},
+    {"arrays", "distribution", "errors", "files", "lazy_names"},
     {"models", "settings", "trajectory"},
     {"batch", "net"},
     {"protocols"},
@@ -33,7 +33,8 @@ LAYERS = [
     {"estimation", "remote", "scoring"},
     {"rollout"},
     {"engines", "gateway", "observe", "tasks"},
-    {"oracles", "simulate", "testing"},
+    {"oracles"},
+    {"simulate", "testing"},
     {"envs", "rewards", "trainers"},
     {"config"},
     {"planner"},

@@ -56,7 +56,7 @@ class _Saving:
 
 
 class GroupTrainer:
-    """The base of all trainers; implements `agentrl.protocols.Trainer`.
+    """The base of all trainers; implements `agentrl.Trainer`.
 
     `sharding` names the function that makes a rank's `Sharding`, as "module:function". It needs
     torch, so only the ranks import it. A call does not block the event loop. The ranks finish a

@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.envs.base import TextEnv, plays
+from agentrl import TextEnv, plays
 
 
 class @Class@(TextEnv):
@@ -68,8 +68,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.envs.base import ToolEnv, ToolResult, plays
-from agentrl.trajectory import ToolCall
+from agentrl import ToolCall, ToolEnv, ToolResult, plays
 
 
 class @Class@(ToolEnv):

@@ -7,7 +7,7 @@ makes of them.
 
 Keys that are null are as if left out: Arrow writes each key of any row into all. `developer` is a
 later name of `system`. Calls become what the renderer's messages have
-(`agentrl.trajectory.ToolCall`).
+(`agentrl.ToolCall`).
 """
 
 import ast

@@ -82,7 +82,7 @@ def _finite(value: object, name: str) -> float:
     if not math.isfinite(number):
         raise EnvError(
             f"{name} returned {_shown(value)} for its reward: return a finite number, an"
-            " agentrl.trajectory.Score, a dict with `reward` and `success`, or None if the run has"
+            " agentrl.Score, a dict with `reward` and `success`, or None if the run has"
             " rewards of its own"
         )
     return number

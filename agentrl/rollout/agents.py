@@ -1,6 +1,6 @@
 """Several agents in one environment: the agents that its infos name, and the player of each.
 
-The environment's infos name the agents, the agent whose turn it is, and each agent's reward (`agentrl.protocols.Env`).
+The environment's infos name the agents, the agent whose turn it is, and each agent's reward (`agentrl.Env`).
 In a config, `env.agents` assigns players to agents; the trained policy plays all others:
 
     agents:

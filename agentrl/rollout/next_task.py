@@ -15,6 +15,6 @@ def next_task(source: TaskSource, index: int) -> Task:
     if not isinstance(task, Task):
         raise ConfigError(
             f"the task source {type(source).__name__} returned {task!r:.80} for the index {index},"
-            " and not an agentrl.trajectory.Task: there has to be a task for every index"
+            " and not an agentrl.Task: there has to be a task for every index"
         )
     return task

@@ -1,4 +1,4 @@
-"""`check_env`: tests an environment against the contract of `agentrl.protocols.Env`, for authors of
+"""`check_env`: tests an environment against the contract of `agentrl.Env`, for authors of
 plug-ins.
 
     def test_my_env_keeps_the_contract() -> None:

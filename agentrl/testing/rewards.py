@@ -97,8 +97,7 @@ def check_reward(
     """
     if not trajectories:
         raise ConformanceError(
-            "check_reward needs at least one trajectory; agentrl.testing.rewards.trajectory"
-            " makes one"
+            "check_reward needs at least one trajectory; agentrl.testing.trajectory makes one"
         )
     findings = asyncio.run(_findings(make_reward, list(trajectories), pure, seconds))
     if findings:

@@ -1,4 +1,4 @@
-"""Plots of runs for notebooks: `from agentrl.viewer.notebook import plot`, and then
+"""Plots of runs for notebooks: `from agentrl import plot`, and then
 `plot("runs/frozen_lake")` in a cell.
 """
 

@@ -1,6 +1,6 @@
 """Cards: is the next one higher or lower? An environment in its own package."""
 
-from agentrl.envs.base import TextEnv
+from agentrl import TextEnv
 
 
 class HigherLower(TextEnv):

@@ -1,0 +1,60 @@
+"""`agentrl.train`: a training run from Python, as `agentrl train` starts one from a shell."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from agentrl.config import LoadedConfig, load_config
+from agentrl.flow import run_steadily
+from agentrl.runs.run import Run
+
+T = TypeVar("T")
+
+
+def train(
+    config: str | PathLike[str], overrides: Iterable[str] = (), *, resume: bool = False
+) -> dict[str, Any]:
+    """Train an agent, and wait until the run has ended.
+
+    Example:
+        >>> summary = agentrl.train("examples/frozen_lake.yaml", ["steps=20", "seed=1"])
+        >>> summary["success_after"]
+
+    Args:
+        config: a YAML file, or the `config.yaml` of a run
+        overrides: settings that override the file's, such as "trainer.lr=1e-3"
+        resume: continue the run in `run_dir`, which must have begun
+
+    Returns:
+        What the run has written into `summary.json`; empty for recipes that write none.
+
+    Raises:
+        ConfigError: a setting is wrong; nothing was started.
+        AgentRLError: the run has failed.
+    """
+    loaded = load_config(Path(config), overrides)
+    _without_running_loop(lambda: _run(loaded, resume))
+    summary = loaded.config.run_dir / "summary.json"
+    found: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
+    return found
+
+
+def _run(loaded: LoadedConfig, resume: bool) -> None:
+    with Run(loaded, Console(), resume=resume) as run:
+        run_steadily(loaded.config.recipe.call(run))
+
+
+def _without_running_loop(call: Callable[[], T]) -> T:
+    """Call a function that starts an event loop. A notebook already runs one in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1, thread_name_prefix="agentrl-train") as thread:
+        return thread.submit(call).result()
