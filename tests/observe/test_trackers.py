@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ SAMPLE = EpisodeSample("t/0/0", "t", "terminated", 1.0, True, "user: P . O\n\nas
 
 def package(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)  # transformers looks for some of them
     module.__dict__.update(members)
     monkeypatch.setitem(sys.modules, name, module)
 
@@ -108,6 +110,8 @@ def test_wandb_keeps_late_evaluations_over_resumes_in_one_run(tmp_path, monkeypa
 
 class Store:
     """MLflow with a store: the runs by their ids, and what its server would refuse."""
+
+    __spec__ = ModuleSpec("mlflow", None)
 
     MlflowException = type(
         "MlflowException", (Exception,), {"error_code": "RESOURCE_DOES_NOT_EXIST"}
