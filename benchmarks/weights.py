@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
-from agentrl.protocols import Engine, GenerateRequest
+from agentrl.protocols import Engine, GenerateRequest, Trainer
 from agentrl.settings.sampling import SamplingParams
 from agentrl.weights.bundle import WeightBundle
 from agentrl.weights.config import WeightsConfig
@@ -38,7 +38,7 @@ from agentrl.weights.publisher import WeightPublisher, checksum
 GIB = 2**30
 
 
-class Source:
+class Source(Trainer):
     """The part of a trainer that publishing needs: weights that change. Tied weights have one name."""
 
     def __init__(self, model: torch.nn.Module) -> None:

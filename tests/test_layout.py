@@ -25,9 +25,9 @@ SHARED_NAMES = {"Config", "Options"}
 LAYERS = [
     {"arrays", "distribution", "errors", "files", "lazy_names"},
     {"models", "settings", "trajectory"},
-    {"batch", "net"},
+    {"batch", "flow", "net"},
     {"protocols"},
-    {"algorithms", "flow", "plugins"},
+    {"algorithms", "plugins"},
     {"conversation", "hosting", "ledger", "placement", "sandbox", "weights"},
     {"cluster"},
     {"estimation", "remote", "scoring"},

@@ -20,12 +20,11 @@ from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.models.facts import model_facts
-from agentrl.protocols import Loss, Recovery
+from agentrl.protocols import Loss, Recovery, Trainer, WriteWeights
 from agentrl.trainers.batch_shards import BatchShard, gather, gather_rows, shard_batch
 from agentrl.trainers.recovery_log import ReplayLog, TrainingStep
 from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
-from agentrl.weights.bundle import BundlePlace, WeightBundle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +54,7 @@ class _Saving:
         await ranks.all("begin_save", self.folder)
 
 
-class GroupTrainer:
+class GroupTrainer(Trainer):
     """The base of all trainers; implements `agentrl.Trainer`.
 
     `sharding` names the function that makes a rank's `Sharding`, as "module:function". It needs
@@ -177,7 +176,7 @@ class GroupTrainer:
         return predicted
 
     async def token_logprobs(self) -> FloatArray | None:
-        """See `SupportsTokenLogprobs`."""
+        """See `Trainer.token_logprobs`."""
         by_rank: Sequence[Sequence[FloatArray]] = await self._ask(
             lambda ranks: ranks.all("token_logprobs")
         )
@@ -195,19 +194,15 @@ class GroupTrainer:
         weights: Mapping[str, Tensor] = (await self._ask(lambda ranks: ranks.all("weights")))[0]
         return weights
 
-    async def write_weights(self, place: BundlePlace) -> WeightBundle:
+    async def write_weights(self, write: WriteWeights) -> Mapping[str, "Tensor"]:
         """Let rank 0 write the weights, and send here only where they are.
 
         If rank 0's machine cannot reach the place, the weights are sent here and written here.
         """
-        written: Mapping[str, Tensor] = (
-            await self._ask(lambda ranks: ranks.all("write_weights", place))
-        )[0]
-        return (
-            written
-            if isinstance(written, WeightBundle)
-            else await asyncio.to_thread(place.write, written)
-        )
+        answers: Sequence[tuple[Mapping[str, Tensor], bool]]
+        answers = await self._ask(lambda ranks: ranks.all("write_weights", write))
+        weights, is_written = answers[0]
+        return weights if is_written else await asyncio.to_thread(write, weights)
 
     async def save(self, folder: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside
@@ -264,7 +259,7 @@ class GroupTrainer:
         self._log.begin_at(checkpoint)
 
     async def sleep(self) -> None:
-        """Free the memory of all ranks' devices (`Sleeper` of agentrl/placement/time_share.py)."""
+        """Free the memory of all ranks' devices."""
         await self._ask(lambda ranks: ranks.all("sleep"))
 
     async def wake(self) -> None:

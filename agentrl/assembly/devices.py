@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from agentrl.cluster.workers import Cluster
 from agentrl.config import RunConfig
@@ -15,7 +15,6 @@ from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.time_share import (
     DeviceSharing,
     NoSharing,
-    SleepingTrainer,
     Tenant,
     TimeSharing,
 )
@@ -73,9 +72,7 @@ async def device_sharing(
         for trainer in trainers:
             await entered.enter_async_context(trainer)
             if time_shared:
-                await cast(
-                    SleepingTrainer, trainer
-                ).sleep()  # a time-shared plan has only trainers that can
+                await trainer.sleep()
         for engine in engines if time_shared else ():
             await engine.wake()
         yield (
@@ -91,11 +88,10 @@ def _time_sharing(
     def needs(role: str) -> int:
         return max(load.awake[role].total for load in plan.loads if role in load.awake)
 
-    sleepers = cast(Sequence[SleepingTrainer], trainers)
     return TimeSharing(
         Tenant("engine", engines, needs("engine")),
-        Tenant("trainer", sleepers, needs("trainer")),
-        sleepers[0].free,
+        Tenant("trainer", trainers, needs("trainer")),
+        trainers[0].free,
         placed.config.placement.switch_seconds,
     )
 

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import cast
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from agentrl.protocols import (
     Enumeration,
     Question,
     Renderer,
-    SupportsPredict,
     Trainer,
 )
 from agentrl.trajectory import Group, Message, Trajectory, unshared
@@ -46,18 +44,18 @@ class ExactMetrics:
     config: RunConfig
     renderer: Renderer
     trainer: Trainer
-    critic: SupportsPredict | None = None
+    critic: Trainer | None = None
     enumeration: Enumeration | None = None
 
     @staticmethod
     def of_run(
-        config: RunConfig, renderer: Renderer, trainer: Trainer, critic: SupportsPredict | None
+        config: RunConfig, renderer: Renderer, trainer: Trainer, critic: Trainer | None
     ) -> "ExactMetrics":
         """The metrics of a run with these parts. If its environment offers some and they would be
         wrong, it warns.
         """
         enumeration = _enumeration(config)
-        obstacle = "" if enumeration is None else _obstacle(config, renderer, trainer, enumeration)
+        obstacle = "" if enumeration is None else _obstacle(config, renderer, enumeration)
         if obstacle:
             logger.warning("the metrics exact/... are left out: %s (docs/oracles.md)", obstacle)
         return ExactMetrics(config, renderer, trainer, critic, None if obstacle else enumeration)
@@ -68,17 +66,15 @@ class ExactMetrics:
         """
         if self.enumeration is None:
             return {}
-        trainer, renderer = (
-            cast(SupportsPredict, self.trainer),
-            cast(TemplateRenderer, self.renderer),
-        )  # as checked
+        renderer = self.renderer
+        assert isinstance(renderer, TemplateRenderer), "checked when the run began"
         context, longest = self.config.rollout.context, self.config.rollout.sampling.max_tokens
         questions = [
             _with_instructions(question, context.instructions)
             for question in self.enumeration.questions
         ]
         spelled = await spelling_probabilities(
-            trainer, renderer, questions, max_tokens=longest, context=context
+            self.trainer, renderer, questions, max_tokens=longest, context=context
         )
         probabilities = [
             [sum(chances.values()) for chances in of_question] for of_question in spelled
@@ -194,9 +190,7 @@ def _enumeration(config: RunConfig) -> Enumeration | None:
     return found
 
 
-def _obstacle(
-    config: RunConfig, renderer: Renderer, trainer: Trainer, enumeration: Enumeration
-) -> str:
+def _obstacle(config: RunConfig, renderer: Renderer, enumeration: Enumeration) -> str:
     """Why the numbers would not be those of the policy that plays; empty if they are."""
     sampling, context, budget = (
         config.rollout.sampling,
@@ -208,7 +202,6 @@ def _obstacle(
         for question in enumeration.questions
     )
     obstacles = {
-        "the trainer has no method `predict`": not isinstance(trainer, SupportsPredict),
         "rollout.sampling truncates the policy (top_p, top_k, min_p)": sampling.truncated,
         "rollout.sampling has stops of its own": bool(sampling.stop or sampling.stop_token_ids),
         "rollout.context=summary asks for free text": context.name == "summary",

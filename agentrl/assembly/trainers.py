@@ -5,14 +5,14 @@ need.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from agentrl.assembly.devices import PlacedCluster
 from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.models.tokenizer import check_same_tokens
 from agentrl.plugins import Component
-from agentrl.protocols import Algorithm, LatestCheckpoint, Recovery, SupportsPredict, Trainer
+from agentrl.protocols import Algorithm, LatestCheckpoint, Recovery, Trainer, check_trainer
 
 TrainerRole = Literal["trainer", "reference", "critic"]
 _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {
@@ -64,6 +64,7 @@ def make_trainer(
         ),
         **_ROLE_SETTINGS.get(role, {}),
     )
+    check_trainer(role, chosen.name, made)
     return made
 
 
@@ -99,10 +100,4 @@ def make_advisors(
         if config.critic
         else None
     )
-    # The config's validation has checked that both have `predict`.
-    return Advisors(
-        algorithm,
-        cast("SupportsPredict | None", reference),
-        cast("SupportsPredict | None", critic),
-        training,
-    )
+    return Advisors(algorithm, reference, critic, training)

@@ -24,7 +24,7 @@ from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import spare_what_lives
 from agentrl.placement.time_share import DeviceSharing
-from agentrl.protocols import Algorithm, Curriculum, LatestCheckpoint, Trainer, begin_save, saved
+from agentrl.protocols import Algorithm, Curriculum, LatestCheckpoint, Trainer
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
@@ -59,12 +59,12 @@ class TrainingAssembly(RolloutAssembly):
 
     async def begin_save(self, folder: Path) -> None:
         """Copy the state of the trainer and the critic, and begin to write it into a checkpoint."""
-        await begin_save(self.trainer, folder)
+        await self.trainer.begin_save(folder)
         await self.advisors.begin_save(folder)
 
     async def saved(self) -> None:
         """Wait until what `begin_save` began is written."""
-        await saved(self.trainer)
+        await self.trainer.saved()
         await self.advisors.saved()
 
     async def resume(self, run: Run) -> int:

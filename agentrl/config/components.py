@@ -10,7 +10,7 @@ from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import brings_algorithm
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, SupportsPredict
+from agentrl.protocols import ActorCritic, check_trainer
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 
 _DEFAULT_NAMES = {
@@ -52,6 +52,8 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
         raise ConfigError(
             f"{section}.name: {error}{written_at(origins, f'{section}.name')}"
         ) from error
+    if kind == "trainers" and isinstance(factory, type):
+        check_trainer(section, name, factory)
     try:
         return Component(name, factory, model.model_validate(raw))
     except ValidationError as error:
@@ -109,11 +111,6 @@ def helper_of(
     )
     shared.pop("lora", None)  # a reference is not trained, and a critic must train its head
     helper = component_of(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
-    if not (isinstance(helper.factory, type) and issubclass(helper.factory, SupportsPredict)):
-        raise ConfigError(
-            f"{section}.name: the trainer {helper.name!r} has no method `predict`, which a"
-            f" {section} needs"
-        )
     if getattr(helper.settings, "lora", None) is not None:
         raise ConfigError(
             f"{section}.lora{written_at(origins, f'{section}.lora')}: a {section} has no adapters;"

@@ -26,9 +26,7 @@ from agentrl.protocols import (
     Algorithm,
     Estimate,
     PreparesBatch,
-    SupportsPredict,
-    begin_save,
-    saved,
+    Trainer,
 )
 from agentrl.trajectory import Group
 
@@ -61,13 +59,13 @@ class Advisors:
     """
 
     algorithm: Algorithm
-    reference: SupportsPredict | None = None
-    critic: SupportsPredict | None = None
+    reference: Trainer | None = None
+    critic: Trainer | None = None
     training: CriticTraining = ON_NEWEST
     teacher: Teacher | None = None
 
     @property
-    def all(self) -> list[SupportsPredict]:
+    def all(self) -> list[Trainer]:
         """The reference and the critic, where the run has them."""
         return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
 
@@ -118,7 +116,7 @@ class Advisors:
 
     async def _update(
         self,
-        critic: SupportsPredict,
+        critic: Trainer,
         algorithm: ActorCritic,
         batch: TrainBatch,
         step: int,
@@ -168,14 +166,14 @@ class Advisors:
     async def begin_save(self, folder: Path) -> None:
         """Begin to save the critic into a checkpoint, and save the replay."""
         if self.critic is not None:
-            await begin_save(self.critic, folder / CRITIC_FOLDER)
+            await self.critic.begin_save(folder / CRITIC_FOLDER)
         if self.training.replay is not None:
             await asyncio.to_thread(self.training.replay.save, folder)
 
     async def saved(self) -> None:
         """Wait until what `begin_save` began is written."""
         if self.critic is not None:
-            await saved(self.critic)
+            await self.critic.saved()
 
     async def load(self, folder: Path) -> None:
         """Load the critic from a checkpoint, and the replay."""

@@ -49,7 +49,7 @@ entropies for a loss that does not use them (`algorithm.entropy_bonus`)."""
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
     """A batch that a step was made on, where its samples come from, and what the trainer computed
-    of its tokens, if it tells (`SupportsTokenLogprobs`).
+    of its tokens, if it tells (`Trainer.token_logprobs`).
     """
 
     batch: TrainBatch

@@ -16,7 +16,7 @@ from agentrl.batch import collate, to_samples
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
-from agentrl.protocols import Question, SupportsPredict
+from agentrl.protocols import Question, Trainer
 from agentrl.trajectory import Completion, Message, Task, Terminated, Trajectory, Turn
 
 MAX_SPELLINGS = 4096
@@ -25,7 +25,7 @@ _TASK = Task("question", 0)
 
 
 async def answer_probabilities(
-    trainer: SupportsPredict,
+    trainer: Trainer,
     renderer: TemplateRenderer,
     questions: Sequence[Question],
     *,
@@ -54,7 +54,7 @@ async def answer_probabilities(
 
 
 async def spelling_probabilities(
-    trainer: SupportsPredict,
+    trainer: Trainer,
     renderer: TemplateRenderer,
     questions: Sequence[Question],
     *,

@@ -61,14 +61,6 @@ class Sleeper(Protocol):
         ...
 
 
-class SleepingTrainer(Sleeper, Protocol):
-    """A trainer that can share its devices."""
-
-    async def free(self) -> int:
-        """Bytes that are free on the fullest of its devices."""
-        ...
-
-
 class DeviceSharing(Protocol):
     """How engine and trainer share their devices."""
 

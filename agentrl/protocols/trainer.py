@@ -3,6 +3,7 @@
 Dimension suffix: N loss tokens of a batch.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
+from agentrl.errors import ConfigError
+from agentrl.flow import run_to_completion
 from agentrl.protocols.algorithm import Loss
 
 if TYPE_CHECKING:
@@ -38,46 +41,59 @@ class Recovery:
 
 
 class Savable(Protocol):
-    """State to save in a checkpoint: a trainer, or everything that a run trains."""
+    """State to save in a checkpoint: a trainer, or everything that a run trains. A class that names
+    it as its base needs only `save`.
+    """
 
     async def save(self, folder: Path) -> None:
         """Write all state that training continues from into a new folder."""
         ...
 
-
-@runtime_checkable
-class SavesInBackground(Savable, Protocol):
-    """State that is copied first, and written while it goes on to change."""
-
     async def begin_save(self, folder: Path) -> None:
-        """Copy all state that training continues from, and begin to write it into a new folder."""
-        ...
+        """Copy what `save` writes, and begin to write it; training may continue meanwhile. By
+        default, it is written before this returns.
+        """
+        await self.save(folder)
 
     async def saved(self) -> None:
-        """Wait until what `begin_save` began is written."""
+        """Wait until what `begin_save` began is written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        return
+
+
+WriteWeights = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+"""Writes weights, by Hugging Face names, to a place that the engines read, and returns them as they
+lie there. It pickles, so another process may call it. It raises `FileNotFoundError` on a machine
+that cannot reach the place, and another `OSError` if they cannot be written.
+"""
+
+
+class Trainer(Savable, Protocol):
+    """Owns weights and optimizer. An async context manager, as `Engine`.
+
+    A trainer has all of these methods (`missing_methods`). A class that names `Trainer` as its base
+    inherits simple versions of those that have one here, and writes `predict`, `step`, `weights`,
+    `save` and `load`.
+    """
+
+    async def __aenter__(self) -> Self:
+        """Load the model."""
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Free everything."""
+
+    async def predict(self, batch: TrainBatch) -> FloatArray:
+        """The model's prediction for each loss token, in the order of the batch, shape N, without
+        training: what a reference or a critic is asked for.
+
+        It is the token's logprob at the sampling temperature; a critic predicts the expected return
+        before the token.
+        """
         ...
-
-
-async def begin_save(state: Savable, folder: Path) -> None:
-    """Begin to save a state, or save it if it cannot be written in the background."""
-    if isinstance(state, SavesInBackground):
-        await state.begin_save(folder)
-    else:
-        await state.save(folder)
-
-
-async def saved(state: Savable) -> None:
-    """Wait until what `begin_save` began is written."""
-    if isinstance(state, SavesInBackground):
-        await state.saved()
-
-
-class Trainer(Protocol):
-    """Owns weights and optimizer. An async context manager, as `Engine`."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *exc: object) -> None: ...
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
         """Train for one pass over a batch, and return its metrics (loss, grad_norm, lr, logprob
@@ -85,9 +101,29 @@ class Trainer(Protocol):
         """
         ...
 
+    async def token_logprobs(self) -> FloatArray | None:
+        """The numbers that the last step computed for its loss tokens, in the order of the batch,
+        shape (3, N); None if there are none.
+
+        The first row has the logprobs before the step's first update, the second those at the
+        update of the token's minibatch: exp(second - first) is the ratio that the loss saw. The
+        third has the policy's entropies before the tokens, at that update, for a loss that
+        `uses_entropy`; else NaN. By default, None: a run's samples lack these columns.
+        """
+        return None
+
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The current weights, by Hugging Face names; valid until the next `step`."""
         ...
+
+    async def write_weights(self, write: WriteWeights) -> Mapping[str, "Tensor"]:
+        """Write the current weights with `write`, and return what it returns. A trainer in other
+        processes calls it there, so that the weights are not sent to this process first.
+
+        Raises:
+            OSError: they cannot be written there.
+        """
+        return await run_to_completion(asyncio.to_thread(write, await self.weights()))
 
     async def save(self, folder: Path) -> None:
         """Write weights (a Hugging Face folder with the tokenizer), optimizer and schedule into a
@@ -103,34 +139,48 @@ class Trainer(Protocol):
         """
         ...
 
+    async def sleep(self) -> None:
+        """Release all device memory that can be released. A sleeping trainer can still provide its
+        weights. Repeating it changes nothing. If this raises, the trainer is awake as before.
 
-@runtime_checkable
-class SupportsPredict(Trainer, Protocol):
-    """A trainer whose model can be evaluated without training, as references and critics need."""
-
-    async def predict(self, batch: TrainBatch) -> FloatArray:
-        """The model's prediction for each loss token, in the order of the batch, shape N.
-
-        It is the token's logprob at the sampling temperature; a critic predicts the expected return
-        before the token.
+        Raises:
+            ConfigError: it has no way to sleep here, as by default.
         """
-        ...
+        raise ConfigError(f"{type(self).__name__} cannot sleep: give it devices of its own")
 
+    async def wake(self) -> None:
+        """Allocate the memory again. If this raises, the trainer is asleep as before."""
 
-@runtime_checkable
-class SupportsTokenLogprobs(Trainer, Protocol):
-    """A trainer that keeps what it computed for each token of its last step."""
+    async def free(self) -> int:
+        """Free bytes on the fullest of its devices.
 
-    async def token_logprobs(self) -> FloatArray | None:
-        """What it computed for the loss tokens of its last step, in the order of the batch, shape
-        (3, N); else None.
-
-        The first row has the logprobs before the step's first update, the second those at the
-        update of the token's minibatch: exp(second - first) is the ratio that the loss saw. The
-        third has the policy's entropies before the tokens, at that update, for a loss that
-        `uses_entropy`; else NaN.
+        Raises:
+            ConfigError: it cannot tell, as by default.
         """
-        ...
+        raise ConfigError(f"{type(self).__name__} cannot tell how much memory is free")
+
+
+def missing_methods(trainer: object) -> list[str]:
+    """The methods of `Trainer` that a trainer, or its class, lacks."""
+    names = [name for name in [*vars(Trainer), *vars(Savable)] if not name.startswith("_")]
+    names += ["__aenter__", "__aexit__"]
+    return [name for name in names if not callable(getattr(trainer, name, None))]
+
+
+def check_trainer(section: str, name: str, trainer: object) -> None:
+    """Check that a trainer, or its class, has all methods of `Trainer`. `section`: the one of the
+    config that names it.
+
+    Raises:
+        ConfigError: it lacks some.
+    """
+    if missing := missing_methods(trainer):
+        listed = ", ".join(f"`{method}`" for method in missing)
+        raise ConfigError(
+            f"{section}.name: the trainer {name!r} has no method {listed}, which a {section} needs:"
+            " write it, or inherit from agentrl.Trainer, which has a simple version of"
+            " all that a trainer need not do"
+        )
 
 
 @runtime_checkable

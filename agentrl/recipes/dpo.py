@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Annotated, ClassVar, cast
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -26,7 +26,7 @@ from agentrl.config import PLAYED, RunConfig, notes_of_warm_up
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
-from agentrl.protocols import SupportsPredict
+from agentrl.protocols import Trainer
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.preferences import (
     Preference,
@@ -82,11 +82,6 @@ def check_trainer(config: RunConfig) -> None:
     Raises:
         ValueError: it cannot.
     """
-    name, factory = config.trainer.name, config.trainer.factory
-    if not (isinstance(factory, type) and issubclass(factory, SupportsPredict)):
-        raise ValueError(
-            f"the trainer {name!r} has no method `predict`, which recipe={config.recipe.name} needs"
-        )
     if getattr(config.trainer.settings, "minibatches", 1) != 1:
         raise ValueError(
             f"trainer.minibatches is above 1, and recipe={config.recipe.name} weighs pairs before"
@@ -142,7 +137,6 @@ async def _learn(
         open_cluster(run.config) as placed,
         make_trainer(placed, base, steps=len(batches), temperature=temperature, lr=lr) as trainer,
     ):
-        trainer = cast(SupportsPredict, trainer)  # the config's validation has checked it
         # It is the first model still.
         references = [await trainer.predict(batch) for batch in batches]
         held_references = [await trainer.predict(batch) for batch in measured]
@@ -178,9 +172,7 @@ async def _learn(
     finish_folder(run.folder / "dpo")
 
 
-async def update(
-    trainer: SupportsPredict, algorithm: OnlineDpo, pairs: TrainBatch
-) -> Mapping[str, float]:
+async def update(trainer: Trainer, algorithm: OnlineDpo, pairs: TrainBatch) -> Mapping[str, float]:
     """Make an update on pairs with the reference's logprobs. Its metrics include the pairs' own,
     before the update.
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -38,7 +38,7 @@ from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.flow import loop_metrics
 from agentrl.observe.step_report import StepReport
-from agentrl.protocols import SupportsPredict
+from agentrl.protocols import Savable
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.dpo import check_trainer, update
 from agentrl.recipes.evaluations import evaluations
@@ -275,7 +275,7 @@ async def _learn(
     }
     if not ranking.pairs:
         return counts
-    trainer = cast(SupportsPredict, parts.trainer)  # the config's validation has checked it
+    trainer = parts.trainer
     played = await asyncio.to_thread(
         lambda: collate(
             sample for trajectory in ranking.trajectories for sample in to_samples(trajectory, 0.0)
@@ -311,7 +311,7 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class _Trained(Savable):
     """What the checkpoint of an iteration has: the trainers' state, the pairs, and the lineage of
     the weights.
     """

@@ -23,7 +23,7 @@ from agentrl.files.durable import (
     remove_unfinished,
     unfinished,
 )
-from agentrl.protocols import Savable, begin_save, saved
+from agentrl.protocols import Savable
 
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that has the XXH3-128 of every other file."""
@@ -120,7 +120,7 @@ class Checkpoints:
             )
         remove_unfinished(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        await begin_save(state, new_unfinished(final))
+        await state.begin_save(new_unfinished(final))
         return BegunCheckpoint(self, final, state, values or {})
 
     def set_aside_damaged(self, announce: Callable[[str], None]) -> None:
@@ -199,7 +199,7 @@ class BegunCheckpoint:
 
     async def finish(self) -> Path:
         """Wait until it is written, give it its name, and remove the checkpoints not to keep."""
-        await saved(self.state)
+        await self.state.saved()
         await asyncio.to_thread(_write_checksums, unfinished(self.final))
         await asyncio.to_thread(finish_folder, self.final)
         await asyncio.to_thread(self.checkpoints.thin_out, self.values)

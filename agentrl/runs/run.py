@@ -99,7 +99,7 @@ from agentrl.observe.step_report import StepReport, merge_metrics
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Renderer, Savable, SupportsTokenLogprobs, Trainer
+from agentrl.protocols import Renderer, Savable, Trainer
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.underway import Underway
@@ -529,11 +529,7 @@ class Run:
         self.ledger.masked(step, made.masked, made.masked_segments)
         batch = made.batch
         count = self.config.observe.token_groups
-        told = (
-            await trainer.token_logprobs()
-            if count and isinstance(trainer, SupportsTokenLogprobs)
-            else None
-        )
+        told = await trainer.token_logprobs() if count else None
         detailed = drawn_groups(batch, count, derive_seed(self.config.seed, "token_groups", step))
         path = self.folder / "samples" / f"step_{step:06d}.parquet"
         trained = TrainedBatch(batch, made.origins, told)

@@ -21,10 +21,9 @@ from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.models.weight_names import WeightNames
-from agentrl.protocols import Loss, LossTokens, SupportsPredict, SupportsTokenLogprobs, Trainer
-from agentrl.weights.bundle import BundlePlace
+from agentrl.protocols import Loss, LossTokens, Trainer
+from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.low_rank import Factors, LowRank
-from agentrl.weights.publisher import write_weights
 
 TOLERANCE = 1e-5
 """Largest allowed difference from the reference: absolute for weights, relative for metrics."""
@@ -93,10 +92,8 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
 
 
 async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
-    """A trainer that `SupportsPredict` predicts the logprobs of the plain reference."""
+    """Its predictions are the logprobs of the plain reference."""
     async with make_trainer(model, TrainerCase()) as trainer:
-        if not isinstance(trainer, SupportsPredict):
-            return
         reference = _Reference.open(model, TrainerCase(), await trainer.weights())
         samples = random_samples(reference.vocab_size, seed=1)
         batch = collate(samples)
@@ -117,20 +114,16 @@ async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
 
 
 async def check_tells_logprobs(make_trainer: MakeTrainer, model: Path) -> None:
-    """A trainer that `SupportsTokenLogprobs` tells the logprobs before its step, and those at each
-    update.
-    """
+    """Its token logprobs, if it has any, are those before its step and at each update."""
     case = TrainerCase(minibatches=3, lr=1e-2)
     async with make_trainer(model, case) as trainer:
-        if not (
-            isinstance(trainer, SupportsTokenLogprobs) and isinstance(trainer, SupportsPredict)
-        ):
-            return
         reference = _Reference.open(model, case, await trainer.weights())
         batch = collate(random_samples(reference.vocab_size, seed=1))
         before_N = await trainer.predict(batch)
         await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
         told_3N = await trainer.token_logprobs()
+    if told_3N is None and type(trainer).token_logprobs is Trainer.token_logprobs:
+        return  # it keeps none, as by default
     if told_3N is None or told_3N.shape != (3, batch.num_loss_tokens):
         raise ConformanceError(
             f"after a step on {batch.num_loss_tokens} loss tokens, their logprobs have the shape "
@@ -231,7 +224,12 @@ async def check_resume(
         await _steps(trainer, batches[:2])
         await trainer.save(folder)
         saved = _copy(await trainer.weights())
-        published = await write_weights(trainer, BundlePlace(workspace / "published", 1, 1 << 20))
+        place = BundlePlace(workspace / "published", 1, 1 << 20)
+        published = await trainer.write_weights(place.write)
+        if not isinstance(published, WeightBundle):
+            raise ConformanceError(
+                f"`write_weights` returned {type(published).__name__}, and not what `write` returned"
+            )
         published.verify()
         _compare(published, saved, 0.0, "the weights that are published")
         await _steps(trainer, batches[2:])

@@ -8,13 +8,12 @@ commit is dead and serves no request. Engines serve different versions only brie
 commit.
 """
 
-import asyncio
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import deadline, now, run_to_completion, span
@@ -28,32 +27,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class SupportsWriteWeights(Protocol):
-    """A trainer that writes its weights from where they are, so that they are not sent to this
-    process first.
-    """
-
-    async def write_weights(self, place: BundlePlace) -> WeightBundle:
-        """Write the weights now, by Hugging Face names, with `place.write`.
-
-        Raises:
-            OSError: they cannot be written there.
-        """
-        ...
-
-
-async def write_weights(trainer: Trainer, place: BundlePlace) -> WeightBundle:
-    """The trainer's weights, written by the trainer itself if it can, else by this process.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    if isinstance(trainer, SupportsWriteWeights):
-        return await trainer.write_weights(place)
-    return await run_to_completion(asyncio.to_thread(place.write, await trainer.weights()))
 
 
 @dataclass(slots=True)
@@ -170,7 +143,7 @@ class WeightPublisher:
         try:
             with self._place(published.version) as place:
                 with published.phase("write"):
-                    published.weights = await write_weights(trainer, place)
+                    published.weights = await trainer.write_weights(place.write)
                 await self._stage(published, engines)
         except OSError as error:
             parent = self._parents[0]

@@ -177,6 +177,13 @@ def test_helpers_are_as_the_trainer_where_they_say_nothing_and_are_there_when_th
             ["algorithm.kl=0.1", "reference=agentrl.testing.trainers:TrainerCase"],
             "has no method `predict`",
         ),
+        (
+            ["trainer=agentrl.testing.trainers:TrainerCase"],
+            (
+                r"trainer.name: the trainer .* has no method `predict`, `step`, .*`saved`.*which a"
+                r" trainer needs.*agentrl.Trainer"
+            ),
+        ),
     ],
 )
 def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):

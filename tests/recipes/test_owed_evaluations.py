@@ -17,6 +17,7 @@ from agentrl.assembly import RolloutAssembly, TrainingAssembly
 from agentrl.config import load_config
 from agentrl.observe.owed import OwedEvaluations
 from agentrl.placement.time_share import NoSharing
+from agentrl.protocols import Trainer
 from agentrl.recipes import evaluate as evaluating
 from agentrl.recipes.evaluations import evaluations
 from agentrl.runs.run import Run
@@ -35,7 +36,7 @@ class Engine:
         self.policy_version = version
 
 
-class Trainer:
+class Still(Trainer):
     async def weights(self) -> dict[str, torch.Tensor]:
         return {"weight": torch.zeros(2)}
 
@@ -83,7 +84,7 @@ class Launches:
             "model": None,
         }
         parts = SimpleNamespace(
-            trainer=Trainer(), evaluation_engine=own, sharing=NoSharing(), **names
+            trainer=Still(), evaluation_engine=own, sharing=NoSharing(), **names
         )
 
         async def trains(run: Run) -> None:

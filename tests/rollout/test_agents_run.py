@@ -16,6 +16,7 @@ from agentrl.assembly import assemble_training
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
+from agentrl.protocols import Trainer
 from agentrl.rollout.agents import FrozenRoute, PolicyRoute, ScriptedRoute
 from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
@@ -45,7 +46,7 @@ def loaded(tmp_path: Path, *overrides: str) -> RunConfig:
 
 
 def test_a_frozen_agent_takes_up_the_versions_that_its_number_divides():
-    class Weights:
+    class Weights(Trainer):
         async def weights(self):
             return {}
 

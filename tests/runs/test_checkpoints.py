@@ -30,6 +30,7 @@ from agentrl.files import durable
 from agentrl.files.durable import finish_folder, remove_folder, unfinished, write_whole
 from agentrl.ledger.ledger import Ledger, check_ledger
 from agentrl.observe.metrics import MetricsFile
+from agentrl.protocols import Savable
 from agentrl.runs.checkpoint import CHECKSUMS, Checkpoints, damage, export
 from agentrl.runs.run import was_begun
 from agentrl.trainers.rank.checkpoint import FORMAT, STATE_FILE, read_state, save_state
@@ -44,7 +45,7 @@ FILES = ("config.json", "optimizer/0.distcp", "trainer.pt")
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class Files(Savable):
     """What a trainer leaves: some files, each written in two parts, that say the step."""
 
     step: int

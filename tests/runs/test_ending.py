@@ -14,6 +14,7 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.errors import RetriesExhaustedError
+from agentrl.protocols import Savable
 from agentrl.runs.run import Run
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report import write_report
@@ -21,7 +22,7 @@ from agentrl.viewer.report import write_report
 ROW = {"reward": 0.5, "success": 0.5, "seconds": 2.0, "staleness/max": 0.0}
 
 
-class Nothing:
+class Nothing(Savable):
     async def save(self, folder: Path) -> None:
         await asyncio.to_thread(folder.mkdir)
 

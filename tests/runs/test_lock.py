@@ -16,6 +16,7 @@ from rich.console import Console
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import read_ledger
+from agentrl.protocols import Savable
 from agentrl.runs.lock import RunLock
 from agentrl.runs.run import Run
 from agentrl.trajectory import Task
@@ -62,7 +63,7 @@ def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(
 def test_a_run_that_is_stopped_between_two_steps_saves_the_last_and_one_that_was_just_saved_does_not(
     tmp_path: Path,
 ) -> None:
-    class Weights:
+    class Weights(Savable):
         async def save(self, folder: Path) -> None:
             await asyncio.to_thread(folder.mkdir)
 
@@ -149,7 +150,7 @@ def test_a_run_that_is_killed_when_it_begins_has_origins_or_no_config(tmp_path: 
 def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_renamed(
     tmp_path: Path,
 ) -> None:
-    class Weights:
+    class Weights(Savable):
         async def save(self, folder: Path) -> None:
             await asyncio.to_thread(folder.mkdir)
 
@@ -183,7 +184,7 @@ def test_a_data_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, written
 def test_a_checkpoint_that_has_begun_is_finished_when_the_run_is_stopped_meanwhile(
     tmp_path: Path,
 ) -> None:
-    class Slow:
+    class Slow(Savable):
         def __init__(self) -> None:
             self.saving = asyncio.Event()
 

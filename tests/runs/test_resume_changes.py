@@ -23,6 +23,7 @@ from agentrl.config import (
     refuse_another_run,
 )
 from agentrl.errors import ConfigError
+from agentrl.protocols import Savable
 from agentrl.runs.run import Run, was_begun
 from agentrl.trajectory import Task
 from agentrl.viewer.folders import RunFolder
@@ -39,7 +40,7 @@ trackers: []
 """
 
 
-class Saved:
+class Saved(Savable):
     """A checkpoint with files and folders of these names, those with a dot are files."""
 
     def __init__(self, *names: str) -> None:

@@ -30,7 +30,7 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, WeightsError, WorkerDiedError
 from agentrl.flow import Flow, run_to_completion
-from agentrl.protocols import Engine, GenerateRequest
+from agentrl.protocols import Engine, GenerateRequest, Trainer
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
@@ -39,7 +39,7 @@ from agentrl.weights import store as store_module
 from agentrl.weights.bundle import BundlePlace, Update, WeightBundle, shapes_of, weight_shapes
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.low_rank import Factors, LowRank
-from agentrl.weights.publisher import Published, WeightPublisher, checksum, write_weights
+from agentrl.weights.publisher import Published, WeightPublisher, checksum
 from agentrl.weights.store import WeightStore
 from tests.processes import still_alive
 from tests.properties import examples
@@ -303,7 +303,7 @@ def served_checksum(engine: LocalEngine) -> str:
 
 
 @dataclass
-class Given:
+class Given(Trainer):
     """A trainer that gives what it is told to, or does `instead` what a test has in mind."""
 
     now: Weights = field(default_factory=dict)
@@ -662,7 +662,8 @@ class Elsewhere:
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "write_weights":
-            args = (replace(args[0], folder=Path("/of/another/machine/v1")),)
+            place: BundlePlace = args[0].__self__
+            args = (replace(place, folder=Path("/of/another/machine/v1")).write,)
         return await self.worker.call(method, *args)
 
     async def stop(self) -> None:
@@ -681,7 +682,9 @@ def test_weights_from_where_the_place_is_not_seen_are_written_here(
         async with LocalTrainer(
             LocalTrainer.Config(), lively_dir, total_steps=1, start=start
         ) as trainer:
-            bundle = await write_weights(trainer, BundlePlace(tmp_path / "v1", 1, 1000))
+            place = BundlePlace(tmp_path / "v1", 1, 1000)
+            bundle = await trainer.write_weights(place.write)
+            assert isinstance(bundle, WeightBundle)
             assert bundle.folder == tmp_path / "v1"
             assert checksum(WeightBundle.open(bundle.folder)) == checksum(await trainer.weights())
 

@@ -28,7 +28,7 @@ from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.models.routing import Routing, balance_loss, differing
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
-from agentrl.protocols import Loss, LossTokens, uses_entropy
+from agentrl.protocols import Loss, LossTokens, WriteWeights, uses_entropy
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.compute.forward import DeviceMicroBatch, to_device
 from agentrl.trainers.packing import MicroBatch
@@ -36,7 +36,6 @@ from agentrl.trainers.rank import checkpoint
 from agentrl.trainers.rank.gradient_norms import norms_of
 from agentrl.trainers.rank.sharding import Sharding
 from agentrl.trainers.spec import RankInfo, TrainerSpec
-from agentrl.weights.bundle import BundlePlace
 
 _WRITER_NICENESS = 5
 """Of the thread that writes a checkpoint: where a step keeps all cores busy, the thread gets a
@@ -142,7 +141,7 @@ class TrainerRank:
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def token_logprobs(self) -> Sequence[FloatArray]:
-        """For each micro-batch of the last step, in order, the rows of `SupportsTokenLogprobs`;
+        """For each micro-batch of the last step, in order, the rows of `Trainer.token_logprobs`;
         shape (3, N).
         """
         return self._logprobs
@@ -154,17 +153,20 @@ class TrainerRank:
         whole = self.sharding.whole()
         return self.sharding.trainable.weights(whole) if self._rank == 0 else {}
 
-    def write_weights(self, place: BundlePlace) -> Mapping[str, Tensor]:
+    def write_weights(self, write: WriteWeights) -> tuple[Mapping[str, Tensor], bool]:
         """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the
         place.
 
-        Returns the bundle, or else the weights themselves, for the caller to write. Other ranks
-        return nothing.
+        Returns the weights as written and true, or else the weights themselves and false, for the
+        caller to write. Other ranks return no weights.
         """
         weights = self.weights()
         if self._rank > 0:
-            return {}
-        return place.write(weights) if place.folder.parent.is_dir() else weights
+            return {}, True
+        try:
+            return write(weights), True
+        except FileNotFoundError:
+            return weights, False
 
     def begin_save(self, folder: Path) -> None:
         """Begin to write this rank's part of weights, optimizer and steps done into a folder.
