@@ -1,10 +1,12 @@
 """The trainer for many ranks with DeepSpeed's ZeRO."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.distribution import install_command
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE, TrainerLayout
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
@@ -48,6 +50,10 @@ class DeepSpeedTrainer(GroupTrainer):
                     " trainer: fsdp"
                 )
             return self
+
+        def needs(self) -> Mapping[str, str]:
+            """See `Settings`."""
+            return {**super().needs(), "deepspeed": install_command("deepspeed")}
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of

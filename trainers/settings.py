@@ -1,10 +1,12 @@
 """The settings of every trainer: the optimizer, its schedule, and how a batch is cut up."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.distribution import install_command
 from agentrl.placement.footprint import Recompute, TrainerLayout
 from agentrl.settings.base import Settings
 
@@ -172,6 +174,10 @@ class TrainerSettings(Settings):
         """What a model of so many parameters computes again."""
         large = self.activation_offload or parameters >= LARGE
         return self.activation_checkpointing or ("full" if large else "none")
+
+    def needs(self) -> Mapping[str, str]:
+        """See `Settings`."""
+        return {"peft": install_command("lora")} if self.lora else {}
 
     def layout(self) -> TrainerLayout:
         """How the trainer is divided over its ranks, to estimate memory and time before a run."""

@@ -36,6 +36,15 @@ class RayCluster:
         """Address of a cluster to join: "auto", or "host:port" of its head. By default, Ray is
         started on this machine and ends with this process."""
 
+        @property
+        def has_others(self) -> bool:
+            """See `ClusterSettings`."""
+            return bool(self.address)
+
+        def needs(self) -> Mapping[str, str]:
+            """See `Settings`."""
+            return {"ray": install_command("ray")}
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self._placement: RayPlacement = Unplaced()

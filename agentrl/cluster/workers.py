@@ -162,6 +162,11 @@ class ClusterSettings(Settings):
     start_seconds: float = Field(default=START_SECONDS, gt=0)
     """Seconds that an engine, a worker or a rank may take to start, in which it loads its model."""
 
+    @property
+    def has_others(self) -> bool:
+        """Whether it has machines that other people set up: what is installed here says nothing of those."""
+        return False
+
 
 class Cluster(Protocol):
     """Where workers run: the seam behind `cluster=local` and `cluster=ray`. An async context

@@ -11,7 +11,7 @@ from agentrl.config.components import component_like
 from agentrl.config.from_file import load_config
 from agentrl.config.history import ConfigHistory, SettingChange, refuse_another_run
 from agentrl.config.learning_rates import jumps_of_schedules, notes_of_schedules, notes_of_warm_up
-from agentrl.config.loading import LoadedConfig, check_options, validate_config
+from agentrl.config.loading import LoadedConfig, check_installed, check_options, validate_config
 from agentrl.config.problems import RENAMED
 from agentrl.config.run_config import (
     COMPONENTS,
@@ -36,6 +36,7 @@ __all__ = [
     "RunConfig",
     "SettingChange",
     "brings_algorithm",
+    "check_installed",
     "check_options",
     "component_like",
     "jumps_of_schedules",

@@ -4,6 +4,7 @@ starts.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -112,6 +113,30 @@ def check_options(loaded: LoadedConfig) -> None:
         line for section, env in named for line in _options_problems(section, env, loaded.origins)
     ]:
         raise ConfigError("\n".join(problems))
+
+
+def check_installed(config: RunConfig) -> None:
+    """Check that what the cluster, the engine and the trainers import is installed.
+
+    The engine and the trainers are not looked at where the cluster may have them on machines of others.
+
+    Raises:
+        ConfigError: something is not; says what to write.
+    """
+    chosen = [("cluster", config.cluster)]
+    if not getattr(config.cluster.settings, "has_others", False):
+        sections = ("engine", "trainer", *HELPERS)
+        chosen += [
+            (name, found) for name in sections if (found := getattr(config, name)) is not None
+        ]
+    missing = {
+        module: f"{section}={component.name} needs the package {module}, which is not installed: {remedy}"
+        for section, component in chosen
+        for module, remedy in component.settings.needs().items()
+        if find_spec(module) is None
+    }
+    if missing:
+        raise ConfigError("\n".join(missing.values()))
 
 
 def _envs_of(config: RunConfig) -> Iterator[tuple[tuple[str, ...], OneEnv]]:

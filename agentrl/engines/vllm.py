@@ -53,6 +53,9 @@ support is kept.
 """
 
 
+_INSTALL = f"{install_command('gpu')} (`cpu` without a GPU: see the README), or use engine=local"
+
+
 class VllmEngine:
     """The `Engine` for throughput: vLLM with priorities, prefix cache and exact version tags.
 
@@ -106,6 +109,10 @@ class VllmEngine:
         them into memory. With the others, the weights are streamed into the workers
         (`agentrl/engines/vllm_stream.py`): by `gloo` on CPUs; on GPUs by `nccl` from another GPU or
         by `ipc` on the same one, which are vLLM's own and untested here."""
+
+        def needs(self) -> Mapping[str, str]:
+            """See `Settings`."""
+            return {"vllm": _INSTALL}
 
         def layout(self) -> EngineLayout:
             """The engine's layout on its devices, to estimate memory and time before it runs."""
@@ -400,9 +407,8 @@ class VllmEngine:
             from agentrl.engines.vllm_worker import Counters
         except ImportError as error:
             raise ConfigError(
-                f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. Install"
-                f" it with `{install_command('gpu')}` (`cpu` without a GPU: see the README), or use"
-                " engine=local"
+                f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. "
+                f"Install it: {_INSTALL}"
             ) from error
         on_cpu = current_platform.is_cpu()
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):

@@ -204,7 +204,8 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
     """
     if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
         raise ConfigError(
-            f"the gateway needs the packages {' and '.join(missing)}: {install_command('gateway')}"
+            f"the gateway needs {' and '.join(missing)}, not installed here: "
+            f"{install_command('gateway')}"
         )
     config = desk.config
     app = create_app(desk, agents, _token(config, agents))

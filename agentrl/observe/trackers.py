@@ -14,6 +14,7 @@ from typing import Any, Self
 from urllib.parse import urlparse
 from uuid import uuid4
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.protocols import EpisodeSample, HowEnded
 from agentrl.settings.base import Settings
@@ -340,7 +341,7 @@ class Comet:
         try:
             import comet_ml
         except ImportError as error:
-            raise _not_installed("comet_ml") from error
+            raise _not_installed("comet") from error
         chosen = settings or self.Config()
         kept = _KeptId(folder, "comet")
         key = os.environ.get("COMET_EXPERIMENT_KEY") or (kept.read() or [uuid4().hex])[0]
@@ -450,6 +451,5 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _not_installed(package: str) -> ConfigError:
-    name = {"comet_ml": "comet"}.get(package, package)
-    return ConfigError(f"trackers: {name} is not installed: pip install {package}")
+def _not_installed(tracker: str) -> ConfigError:
+    return ConfigError(f"trackers: {tracker} is not installed: {install_command(tracker)}")

@@ -59,6 +59,7 @@ from agentrl.config import (
     LoadedConfig,
     RunConfig,
     SettingChange,
+    check_installed,
     check_options,
     jumps_of_schedules,
     notes_of_schedules,
@@ -141,8 +142,8 @@ class Run:
         CheckpointError: every checkpoint is damaged.
         ConfigError: the folder holds another run already, or no run to resume; another process
             trains in it; its ledger is missing or contradicts its checkpoint; there is no such
-            checkpoint or model; the placement is not possible; a tracker is not installed. Nothing
-            has started then.
+            checkpoint or model; the placement is not possible; a tracker, or
+            what a component imports, is not installed. Nothing has started then.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Run:
         self._new_model = any(
             change.key in ("model.name", "model.revision") for change in self._changes
         )
+        check_installed(self.config)
         check_options(loaded)
         check_model(self.config, pinned=not self._new_model)
         check_placement(self.config)

@@ -46,6 +46,12 @@ class Settings(BaseModel):
         ser_json_inf_nan="constants",
     )
 
+    def needs(self) -> Mapping[str, str]:
+        """The modules that the component imports where it works, beyond what agentrl requires; each
+        with what to write if it is not installed. A run looks for them before it begins.
+        """
+        return {}
+
     @model_validator(mode="before")
     @classmethod
     def _a_section_may_be_empty(cls, data: Any) -> Any:

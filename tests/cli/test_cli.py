@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import training
-from agentrl.config import load_config
+from agentrl.config import check_installed, load_config
+from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import Ledger
 from agentrl.trajectory import Task
 from tests.processes import PATIENCE_SECONDS
@@ -209,6 +210,45 @@ def test_what_is_missing_is_said_before_the_run_exists(agentrl, tmp_path, settin
     assert done.returncode == 2
     assert setting.split("=")[0] in done.stderr
     assert not (run / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "missing"),
+    [
+        ("engine=vllm", ("vllm", "gpu")),
+        ("cluster=ray", ("ray", "ray")),
+        ("trainer=deepspeed", ("deepspeed", "deepspeed")),
+        ("trainer.lora.rank=4", ("peft", "lora")),
+    ],
+)
+def test_an_extra_that_is_missing_is_said_before_the_run_exists(
+    agentrl, tmp_path, monkeypatch, setting, missing
+):
+    """Demonstrations would be played and imitated first."""
+    module, extra = missing
+    monkeypatch.setitem(sys.modules, module, None)
+    run = tmp_path / "run"
+    done = agentrl("train", "examples/frozen_lake.yaml", setting, f"run_dir={run}")
+    assert done.returncode == 2
+    assert (
+        f"needs the package {module}, which is not installed: pip install 'agentrl-train[{extra}]'"
+        in done.stderr
+    )
+    assert not run.exists()
+
+
+def test_what_is_missing_here_may_be_installed_on_the_machines_of_a_cluster_that_is_joined(
+    monkeypatch,
+):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    joined = ["engine=vllm", "cluster={name: ray, address: 'head:6379'}"]
+    check_installed(load_config(ROOT / "examples" / "frozen_lake.yaml", joined).config)
+    with pytest.raises(ConfigError, match="engine=vllm needs the package vllm"):
+        check_installed(
+            load_config(
+                ROOT / "examples" / "frozen_lake.yaml", ["engine=vllm", "cluster=ray"]
+            ).config
+        )
 
 
 def test_ledger_says_what_became_of_a_run_that_is_going_on_and_of_each_id(agentrl, tmp_path):

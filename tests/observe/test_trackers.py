@@ -7,6 +7,7 @@ ones on which something depends: W&B drops rows of past steps, and MLflow refuse
 import io
 import re
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -329,8 +330,14 @@ def test_comet_goes_on_in_the_same_experiment(tmp_path, monkeypatch):
 )
 def test_a_tracker_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch, name, tracker):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=f"is not installed: pip install {name}"):
+    extra = name.removesuffix("_ml")
+    said = re.escape(f"trackers: {extra} is not installed: pip install 'agentrl-train[{extra}]'")
+    with pytest.raises(ConfigError, match=said):
         tracker(tmp_path, {})
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extra in extras
 
 
 def test_wandb_without_a_key_is_refused_in_a_sentence(tmp_path, monkeypatch):

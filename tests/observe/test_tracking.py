@@ -124,10 +124,10 @@ def test_a_tracker_whose_server_is_down_at_the_start_gets_everything_when_it_is_
 
 def test_a_tracker_that_refuses_its_settings_ends_the_start_and_the_others_are_ended():
     def refuses(folder: Path, config: Mapping[str, Any]) -> Tracker:
-        raise ConfigError("trackers: wandb is not installed: pip install wandb")
+        raise ConfigError("trackers: wandb is not installed: pip install 'agentrl-train[wandb]'")
 
     other = ToldTheEnd()
-    with pytest.raises(ConfigError, match="pip install wandb"):
+    with pytest.raises(ConfigError, match="trackers: wandb is not installed"):
         tracking([], of(other), refuses)
     assert [text.partition(":")[0] for text in other.ended] == ["failed"]
 
