@@ -201,6 +201,21 @@ def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
     ]
 
 
+def test_what_imports_for_seconds_is_not_called_by_the_event_loop():
+    """The first import of transformers, or of the rules of families, takes seconds, in which nothing else happens."""
+    slow = {"renderer_of", "create_tiny_model"}
+    wrong = []
+    for path in sources():
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.AsyncFunctionDef):
+                calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+                called = {call.id for call in calls if isinstance(call, ast.Name)} & slow
+                wrong += [
+                    f"{path.relative_to(ROOT)}: {function.name} calls {name}" for name in called
+                ]
+    assert not wrong
+
+
 def test_no_module_reads_the_wall_clock_or_gathers_or_draws_from_a_global_generator():
     banned = {
         "time.time(": "flow.now()",

@@ -1,5 +1,6 @@
 """What plays and scores episodes, as a whole: `assemble_rollouts`."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -57,7 +58,8 @@ async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[Rol
 async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[RolloutAssembly]:
     """`assemble_rollouts` on an open cluster."""
     config, cluster = placed.config, placed.cluster
-    renderer = renderer_of(model, config.model)
+    # It imports what knows the families of models, which takes seconds the first time.
+    renderer = await asyncio.to_thread(renderer_of, model, config.model)
     async with (
         episode_player(
             config, cluster, renderer
@@ -106,7 +108,7 @@ async def assemble_policy(
     renderer.
     """
     async with open_cluster(config) as placed:
-        renderer = renderer_of(model, placed.config.model)
+        renderer = await asyncio.to_thread(renderer_of, model, placed.config.model)
         async with engine_router(placed.config, placed.cluster, model) as engine:
             sampling = config.evaluation.sampling(config.rollout.sampling)
             yield engine_policy(config, engine, model, renderer, sampling, trained=False), renderer

@@ -2,8 +2,10 @@
 demonstrations, if any.
 """
 
+import asyncio
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 from agentrl.assembly import agent_player, env_host
@@ -52,9 +54,8 @@ async def base_model(run: Run) -> Path:
     folder = run.folder / "model"
     if not folder.exists():
         corpus = await (texts_of_agent if run.config.env.is_agent else opening_texts)(run.config)
-        create_tiny_model(
-            new_unfinished(folder), corpus=corpus, size=SIZES[name], seed=run.config.seed
-        )
+        make = partial(create_tiny_model, corpus=corpus, size=SIZES[name], seed=run.config.seed)
+        await asyncio.to_thread(make, new_unfinished(folder))
         finish_folder(folder)
     return folder
 
