@@ -4,6 +4,7 @@ import logging
 import re
 from typing import Any
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 from agentrl.rewards.rules.final_answer import final_answer, in_dollars, stated
@@ -162,8 +163,12 @@ def _parsed(text: str) -> list[Any]:
     """What math-verify finds in a text: one of sympy's expressions if it can read one, and that as
     text.
     """
-    from math_verify import parse
-
+    try:
+        from math_verify import parse
+    except ImportError as error:
+        raise ConfigError(
+            f"reward=math needs math-verify ({error}): {install_command('rewards')}"
+        ) from error
     logging.getLogger("math_verify").setLevel(
         logging.ERROR
     )  # it warns that we set the deadline ourselves

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from agentrl.distribution import install_command
+from agentrl.errors import ConfigError
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 from agentrl.trajectory import Task
 
@@ -95,8 +97,12 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(schema: Any) -> None:
-    from jsonschema import Draft202012Validator, SchemaError
-
+    try:
+        from jsonschema import Draft202012Validator, SchemaError
+    except ImportError as error:
+        raise ConfigError(
+            f"reward=json_schema needs jsonschema ({error}): {install_command('rewards')}"
+        ) from error
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:

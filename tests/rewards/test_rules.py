@@ -21,7 +21,7 @@ from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
-from agentrl.trajectory import Score, ToolCall, Trajectory
+from agentrl.trajectory import Score, Task, ToolCall, Trajectory
 from tests.processes import PATIENCE_SECONDS, still_alive, title
 
 
@@ -366,3 +366,19 @@ def test_the_built_in_rewards_keep_the_contract(name):
 )
 def test_the_result_of_a_program_is_compared_by_kind_and_to_nine_digits(returned, expected, equal):
     assert _equal(returned, expected) is equal
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "options"),
+    [
+        ("math", "math_verify", {"answer": "1/2"}),
+        ("json_schema", "jsonschema", {"schema": {"type": "object"}}),
+    ],
+)
+def test_a_rule_whose_package_is_missing_says_how_to_install_it(monkeypatch, rule, module, options):
+    monkeypatch.setitem(sys.modules, module, None)
+    factory = load("rewards", rule)
+    made = factory(factory.Config())
+    look = getattr(made, "check_first_task", made.golds)
+    with pytest.raises(ConfigError, match=f"{rule} needs .*pip install 'agentrl-train.rewards.'"):
+        look(Task("qa", 0, options))
