@@ -28,13 +28,13 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
-test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
+test fast long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
 # Modules are compiled by the first process that imports them and shared by all others, also where a machine says that
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
-demo demo-cluster learn test fast long chaos: export PYTHONDONTWRITEBYTECODE =
+demo demo-cluster learn test fast long reach chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster learn real test fast long agents chaos check lock docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster learn real test fast long reach agents chaos check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -93,6 +93,12 @@ agents: install
 # With the reasons of skipped tests: what docs/model-families.md says of vLLM is untried until it is written there.
 long: install
 	$(PYTEST) $(MARKED) -rs -m long
+
+# The part of it that the changes since a commit can reach by imports, the nearest first, until the time is up: no failure.
+BASE         ?= all
+SECONDS_LEFT ?= 900
+reach: install
+	$(BIN)/python -m tests.reach $(BASE) --run --seconds $(SECONDS_LEFT)
 
 check: install
 	$(BIN)/ruff format --check .
