@@ -33,12 +33,13 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.server import GatewayServer, serving
 from agentrl.protocols import Engine
 from agentrl.remote.gate import idle_timeout
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.episode import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Task
 
@@ -65,7 +66,7 @@ class Waiting:
     all_live: asyncio.Event = field(default_factory=asyncio.Event)
     played: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         self.keys.append(assignment.api_key)
         if len(self.keys) == LIVE:
             self.all_live.set()
@@ -81,7 +82,7 @@ async def of_gateway(engine: Engine, renderer: TemplateRenderer) -> float:
     runner = AgentEpisodeRunner(policy, renderer, desk, programs, Budget(turns=TURNS), 600.0)
     async with serving(desk), Flow("episodes") as flow:
         episodes = [
-            flow.start(runner.play(Episode(f"e{n}", Task("agent", n), n)), name=str(n))
+            flow.start(runner.play(Assignment(f"e{n}", Task("agent", n), n)), name=str(n))
             for n in range(LIVE)
         ]
         await programs.all_live.wait()

@@ -36,7 +36,7 @@ from agentrl.errors import EnvError
 from agentrl.flow import Flow, run_to_completion
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.sandbox import network
 
 _LEADER = str(Path(__file__).with_name("command_leader.py"))
@@ -60,7 +60,7 @@ class CommandAgent:
     more: Mapping[str, str] | None = None
     contained_by: Desk | None = None
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Run the command for one task. When it ends, so do all processes that it has started."""
         if self.contained_by is not None:
             assignment = replace(assignment, url=f"http://127.0.0.1:{assignment.port}")
@@ -75,7 +75,7 @@ class CommandAgent:
         finally:
             await run_to_completion(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
-    async def _status(self, assignment: Assignment, folder: Path) -> int:
+    async def _status(self, assignment: ProgramAssignment, folder: Path) -> int:
         """Run the command to its end. Returns its exit status."""
         if self.contained_by is None:
             return await self._exit_status(self.command, assignment, folder)
@@ -109,7 +109,7 @@ class CommandAgent:
     async def _exit_status(
         self,
         command: str,
-        assignment: Assignment,
+        assignment: ProgramAssignment,
         folder: Path,
         channel: socket.socket | None = None,
     ) -> int:
@@ -158,7 +158,7 @@ async def _ended(leader: asyncio.subprocess.Process, key: str) -> None:
     await leader.communicate()
 
 
-def _variables(assignment: Assignment, folder: Path) -> dict[str, str]:
+def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
     own = {
         "OPENAI_BASE_URL": assignment.base_url,
         "OPENAI_API_BASE": assignment.base_url,

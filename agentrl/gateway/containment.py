@@ -10,7 +10,7 @@ import sys
 from agentrl.errors import ConfigError, EnvError
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.desk import Desk
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.trajectory import Task
 
 _START_SECONDS = 60.0
@@ -50,7 +50,7 @@ async def check_containment(desk: Desk) -> None:
         ConfigError: they are not; says what the machine lacks.
     """
     with socket.create_server(("127.0.0.1", 0)) as other:
-        given = Assignment(Task("a check of the network", 0), desk.url, "no-key")
+        given = ProgramAssignment(Task("a check of the network", 0), desk.url, "no-key")
         ports = [str(given.port), str(other.getsockname()[1])]
         trying = CommandAgent(
             shlex.join([sys.executable, "-I", "-S", "-c", _ATTEMPTS, *ports]), contained_by=desk

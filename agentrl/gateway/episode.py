@@ -17,9 +17,10 @@ from agentrl.errors import DeadlineError, EnvError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, elapsed, now
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.program import AgentProgram, Assignment
+from agentrl.gateway.program import AgentProgram, ProgramAssignment
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.session import AgentSession, CallLimits
+from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
@@ -43,11 +44,16 @@ class AgentEpisodeRunner:
     needs_reward: bool = True
     own_budgets: Mapping[str, Budget] = field(default_factory=dict)
 
-    async def play(self, episode: Episode) -> Sequence[Trajectory]:
-        """See `EpisodeRunner`."""
+    async def play(
+        self, assignment: Assignment, report: Report = ignore_reports
+    ) -> Sequence[Trajectory]:
+        """See `EpisodeRunner`. Turns are not reported: which calls belong to the conversation is
+        known when the program has ended.
+        """
         config, started = self.desk.config, elapsed()
         limits = CallLimits(config.max_answers, config.calls_at_once)
-        episode.progress.begin(self.own_budgets.get(episode.task.env, self.budget))
+        budget = self.own_budgets.get(assignment.task.env, self.budget)
+        episode = Episode.of(assignment, budget, report)
         outcome, failure = AgentOutcome(), None
         try:
             async with Flow(f"calls of {episode.id}") as flow:
@@ -74,7 +80,7 @@ class AgentEpisodeRunner:
         task = replace(
             session.episode.task
         )  # a copy: what the program does to its options is seen by none beside it
-        outcome = await self.program.run(Assignment(task, self.desk.url, key))
+        outcome = await self.program.run(ProgramAssignment(task, self.desk.url, key))
         if outcome.reward is not None or session.refused:
             return outcome
         seconds = self.desk.config.reward_seconds

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentrl.errors import EnvError, as_exception, describe
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class FunctionAgent:
         self._function = function
         self._name = name
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Call the function for one task."""
         thread = _Thread(self._function, assignment)
         try:
@@ -55,7 +55,7 @@ class FunctionAgent:
 class _Thread:
     """A call of the function in a daemon thread. `result` is settled on the loop that made it."""
 
-    def __init__(self, function: Callable[..., Any], assignment: Assignment) -> None:
+    def __init__(self, function: Callable[..., Any], assignment: ProgramAssignment) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._function = function
         self._assignment = assignment

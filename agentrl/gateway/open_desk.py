@@ -17,8 +17,8 @@ from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession, CallLimits
-from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, Episode, Progress
+from agentrl.rollout.budget import Budget, BudgetUsage
+from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Score, Task, Terminated, Trajectory
 
@@ -56,9 +56,9 @@ class OpenDesk(Desk):
                 )
             self._opened += 1
             number = f"{name or 'episode'}-{self._opened}"
-            progress = Progress(budget=Budget(turns=_MOST_CALLS))
+            usage = BudgetUsage(Budget(turns=_MOST_CALLS))
             task = Task("gateway", 0, {}, number)
-            episode = Episode(number, task, derive_seed(self.seed, number), progress=progress)
+            episode = Episode(number, task, derive_seed(self.seed, number), usage=usage)
             limits = CallLimits(self.config.max_answers, self.config.calls_at_once)
             found = AgentSession(
                 episode, self.policy, self.renderer, limits, self.calls, model=self.config.model

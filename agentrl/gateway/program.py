@@ -9,7 +9,7 @@ from agentrl.trajectory import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class ProgramAssignment:
     """What a program gets: its task, and where it calls the model. `api_key` is that of this
     episode alone.
 
@@ -35,7 +35,7 @@ class Assignment:
 class AgentProgram(Protocol):
     """A program that solves tasks by calling a model."""
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Solve one task. When this returns or raises, or is cancelled, nothing of it runs any
         more.
 

@@ -16,14 +16,14 @@ from agentrl.errors import EnvError
 from agentrl.flow import now
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 
 
 @dataclass(eq=False, slots=True)
 class _Offer:
     """A task that waits for an agent. `taken`: one has it."""
 
-    assignment: Assignment
+    assignment: ProgramAssignment
     taken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -34,7 +34,7 @@ class RemoteAgents:
     desk: Desk
     _offers: deque[_Offer] = field(default_factory=deque)
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Wait until an agent has taken the task, and until it has ended."""
         session, offer = self.desk.session(assignment.api_key), _Offer(assignment)
         session.waiting = True
@@ -63,7 +63,7 @@ class RemoteAgents:
             raise EnvError(f"the agent failed: {session.failure}")
         return session.outcome or AgentOutcome()
 
-    def take(self) -> Assignment | None:
+    def take(self) -> ProgramAssignment | None:
         """Lease the task that has waited longest, if there is one."""
         if not self._offers:
             return None

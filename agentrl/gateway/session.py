@@ -319,11 +319,11 @@ class AgentSession:
         on.
         """
         limits = self._limits
-        progress = self.episode.progress
+        usage = self.episode.usage
         seconds = now() - self.began if self.tree.calls else 0.0
-        if spent := progress.budget.spent(turns, progress.sampled_tokens, seconds):
+        if spent := usage.spent(turns, seconds):
             self.refused = spent if matters else self.refused
-            limit = getattr(progress.budget, spent)
+            limit = getattr(usage.budget, spent)
             text = f"the episode has used up its {limit:g} {spent} (rollout.budget.{spent})"
             raise CallRefusedError(400, _SPENT[spent], text)
         if request.wishes.format is not None:

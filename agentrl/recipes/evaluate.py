@@ -2,14 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from random import Random
 
 from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
-from agentrl.flow import Flow, Turnstile, now
+from agentrl.flow import Flow, Turnstile
 from agentrl.hosting.wrappers import address
 from agentrl.observe.evaluation import Evaluation, score_values
 from agentrl.observe.reports import (
@@ -19,7 +19,10 @@ from agentrl.observe.reports import (
     EvaluationReport,
     PlayedTask,
 )
-from agentrl.rollout.episode import Episode, EpisodeRunner
+from agentrl.rollout.assignment import Assignment, EpisodeOver, MemberReport
+from agentrl.rollout.attempts import NO_RETRIES, Attempts
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
@@ -28,10 +31,8 @@ from agentrl.tasks.suite_tasks import suite_episodes
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.trajectory import Failed, Score, Task, Trajectory
 
-LAST = 1 << 30
-"""The priority of an evaluation's requests: those of training, if there are any, are served before
-them.
-"""
+EVALUATION_PRIORITY = 1 << 30
+"""Of an evaluation's requests: those of training, if there are any, are served before them."""
 
 
 async def play_all(
@@ -40,41 +41,50 @@ async def play_all(
     config: RunConfig,
     turnstile: Turnstile | None = None,
 ) -> list[Trajectory]:
-    """Play each task once, at most `rollout.max_live_episodes` at a time. One trajectory for each
-    trained agent, in order of the tasks.
+    """Play each task once, and score nothing. One trajectory for each trained agent, in order of
+    the tasks. See `play_members`.
+    """
+    results = await play_members(Member(runner), tasks, config, turnstile)
+    return [trajectory for result in results for trajectory in result.trajectories]
+
+
+async def play_members(
+    member: Member,
+    tasks: Iterable[Task],
+    config: RunConfig,
+    turnstile: Turnstile | None = None,
+) -> list[MemberResult]:
+    """Play and score each task once, at most `rollout.max_live_episodes` at a time. The results are
+    in order of the tasks.
 
     An episode that fails is not played again, unless the environments' server could not be reached:
     it waits for up to `rollout.deadlines.outage`. If there is a turnstile, each episode passes it
     before it begins.
     """
     slots = asyncio.Semaphore(config.rollout.max_live_episodes)
-    outages = Outages(config.rollout.deadlines.outage)
+    attempts = Attempts(NO_RETRIES, Outages(config.rollout.deadlines.outage))
 
-    async def play(task: Task) -> Sequence[Trajectory]:
-        episode = Episode(
-            task.id, task, derive_seed(config.seed, "sampling", task.id), priority=LAST
-        )
+    async def play(assignment: Assignment) -> MemberResult:
+        await slots.acquire()
+
+        def take_report(report: MemberReport) -> None:
+            if isinstance(report, EpisodeOver):
+                slots.release()  # before it is scored
+
+        if turnstile is not None:
+            await turnstile.passes()
+        return await member.play(assignment, take_report)
+
+    async def play_until_over(task: Task) -> MemberResult:
+        seed = derive_seed(config.seed, "sampling", task.id)
+        assignment = Assignment(task.id, task, seed, priority=EVALUATION_PRIORITY)
         rng = Random(derive_seed(config.seed, "pause", task.id))
-        async with slots:
-            failures = 0
-            while True:
-                if turnstile is not None:
-                    await turnstile.passes()
-                started = now()
-                played = await runner.play(episode)
-                failed = next(
-                    (one.status for one in played if isinstance(one.status, Failed)), None
-                )
-                if failed is None:
-                    outages.episode_ended()
-                if failed is None or failed.final or not outages.caused(failed, started):
-                    return played
-                failures += 1
-                await outages.pause(failures, rng)
+        last = await attempts.repeat(lambda attempt: play(assignment), rng)
+        return last.result
 
     async with Flow("evaluation") as flow:
-        playing = [flow.start(play(task), name=task.id) for task in tasks]
-    return [trajectory for episode in playing for trajectory in episode.result()]
+        playing = [flow.start(play_until_over(task), name=task.id) for task in tasks]
+    return [task.result() for task in playing]
 
 
 async def evaluate(
@@ -126,25 +136,17 @@ async def _play_and_score(
     rollouts: RolloutAssembly, how: EvaluationSampling, tasks: Iterable[Task]
 ) -> tuple[tuple[tuple[Trajectory, Score], ...], tuple[Trajectory, ...]]:
     """(scored episodes, failed ones) of these tasks."""
-    trajectories = await play_all(rollouts.evaluating(how), tasks, rollouts.config)
-    _check_version(trajectories)
-    ended = [t for t in trajectories if not isinstance(t.status, Failed)]
-    async with Flow("scoring") as flow:
-        asked = [
-            flow.start(rollouts.reward.score(trajectory), name=trajectory.id)
-            for trajectory in ended
-        ]
-    scores = [score.result() for score in asked]
-    scored = [
-        pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)
-    ]
-    unscored = {
-        (t.id, t.agent): s.status
-        for t, s in zip(ended, scores, strict=True)
-        if isinstance(s.status, Failed)
-    }
-    lost = [replace(t, status=unscored.get((t.id, t.agent), t.status)) for t in trajectories]
-    return tuple(scored), tuple(t for t in lost if isinstance(t.status, Failed))
+    member = Member(rollouts.evaluating(how), rollouts.reward)
+    results = await play_members(member, tasks, rollouts.config)
+    _check_version(trajectory for result in results for trajectory in result.trajectories)
+    scored: list[tuple[Trajectory, Score]] = []
+    failed: list[Trajectory] = []
+    for result in results:
+        if result.failure is None:
+            scored += result.scored
+        else:
+            failed += [replace(one, status=result.failure) for one in result.trajectories]
+    return tuple(scored), tuple(failed)
 
 
 def _check_version(trajectories: Iterable[Trajectory]) -> None:

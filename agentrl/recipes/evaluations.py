@@ -72,7 +72,7 @@ class _InTurn:
 class _Overlapping:
     """Evaluates on the engines of training while it goes on, until they get new weights.
 
-    The requests of evaluations come last (`agentrl.recipes.evaluate.LAST`). A run that is killed
+    The requests of evaluations come last (`agentrl.recipes.evaluate.EVALUATION_PRIORITY`). A run that is killed
     meanwhile has no result for its newest weights, and evaluates them when it is resumed.
     """
 

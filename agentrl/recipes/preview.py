@@ -11,8 +11,9 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import agents_in, next_agent, system_prompt_in
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Failed, Message, Score, Task, succeeded
 
@@ -66,7 +67,7 @@ async def paid(
             runner = EnvEpisodeRunner(
                 policy, renderer, envs, Budget(turns=1), config.rollout.deadlines.episode
             )
-            trajectory, *_ = await runner.play(Episode(f"answer/{number}", task, 0))
+            trajectory, *_ = await runner.play(Assignment(f"answer/{number}", task, 0))
             failed = isinstance(trajectory.status, Failed)
             score = (
                 Score.failed(str(trajectory.status)) if failed else await reward.score(trajectory)

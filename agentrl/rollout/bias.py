@@ -7,8 +7,9 @@ episode would have been longer than it is, and counts as such (`agentrl/rollout/
 
 from dataclasses import dataclass, field
 
+from agentrl.rollout.assignment import EpisodeLength
 from agentrl.rollout.durations import Durations
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group
 
 
 @dataclass(slots=True)
@@ -20,10 +21,10 @@ class Bias:
     _trained_seconds: Durations = field(default_factory=Durations)
     _trained_tokens: Durations = field(default_factory=Durations)
 
-    def sampled(self, trajectory: Trajectory) -> None:
+    def sampled(self, length: EpisodeLength) -> None:
         """Count an episode that has ended."""
-        self._sampled_seconds.add(trajectory.seconds)
-        self._sampled_tokens.add(trajectory.num_tokens)
+        self._sampled_seconds.add(length.seconds)
+        self._sampled_tokens.add(length.tokens)
 
     def cut(self, seconds: float, tokens: int) -> None:
         """Count an episode that was cancelled after `seconds`, when it had answers of so many

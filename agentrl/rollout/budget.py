@@ -7,6 +7,9 @@ An episode that has used up any of these is truncated where it stands, and train
 of a single answer is `rollout.sampling.max_tokens`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 from pydantic import Field
 
 from agentrl.settings.base import Settings
@@ -53,3 +56,38 @@ class Budget(Settings):
         if self.tokens is not None and tokens >= self.tokens:
             return "tokens"
         return "seconds" if self.seconds is not None and seconds >= self.seconds else ""
+
+
+def _ignore(tokens: int) -> None:
+    """Takes the length of an answer, for callers that do not follow an episode."""
+
+
+@dataclass(eq=False, slots=True)
+class BudgetUsage:
+    """What an episode has used of its budget so far: one for all of its agents and calls."""
+
+    budget: Budget = field(default_factory=Budget)
+    """What it may use."""
+    sampled_tokens: int = 0
+    """Tokens of the models' answers so far."""
+    on_answer: Callable[[int], None] = _ignore
+    """Called with the number of tokens of each answer."""
+
+    def add_answer(self, tokens: int) -> None:
+        """Count an answer of so many tokens."""
+        self.sampled_tokens += tokens
+        self.on_answer(tokens)
+
+    def longest_answer(self, most: int) -> int:
+        """The tokens that the next answer may have: `most`, or fewer if less is left of the
+        budget.
+        """
+        if self.budget.tokens is None:
+            return most
+        return max(1, min(most, self.budget.tokens - self.sampled_tokens))
+
+    def spent(self, turns: int, seconds: float) -> str:
+        """The limit that the episode has reached after so many turns and seconds, as `Truncated`
+        names it; empty while it may go on.
+        """
+        return self.budget.spent(turns, self.sampled_tokens, seconds)

@@ -6,9 +6,8 @@ error)`. Any other exception is a defect and propagates.
 
 import json
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -42,7 +41,14 @@ from agentrl.rollout.agents import (
     system_prompt_in,
 )
 from agentrl.rollout.answers import checked_completion
-from agentrl.rollout.budget import Budget
+from agentrl.rollout.assignment import (
+    Assignment,
+    Report,
+    TokensSampled,
+    TurnsPlayed,
+    ignore_reports,
+)
+from agentrl.rollout.budget import Budget, BudgetUsage
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
@@ -60,66 +66,31 @@ from agentrl.trajectory import (
 )
 
 
-@dataclass(slots=True)
-class Progress:
-    """What an episode has played so far, for a rule that trains on parts of it while it goes on.
-
-    The episode's runner sets `played`, which returns a trajectory for each trained agent, of the
-    turns whose outcome is known. A runner that cannot tell leaves it alone: then the episode is
-    trained on when it is over.
-    """
-
-    played: Callable[[], Sequence[Trajectory]] = tuple
-    trained_turns: dict[str, int] = field(default_factory=dict)
-    """How many turns of each agent have been trained on."""
-    budget: Budget = field(default_factory=Budget)
-    """What the episode may use."""
-    sampled_tokens: int = 0
-    """Tokens of the models' answers so far, of all agents."""
-    trained_tokens: int = 0
-    """How many of them have been trained on."""
-
-    def begin(self, budget: Budget) -> None:
-        """Begin an episode that may use this."""
-        self.budget, self.sampled_tokens, self.trained_tokens = budget, 0, 0
-
-    def longest_answer(self, most: int) -> int:
-        """The tokens that the next answer may have: `most`, or fewer if less is left of the budget."""
-        return (
-            most
-            if self.budget.tokens is None
-            else max(1, min(most, self.budget.tokens - self.sampled_tokens))
-        )
-
-    def next_segments(self) -> list[Trajectory]:
-        """The part of each agent's episode since the last call, if it has any turn."""
-        marked = [self.mark(trajectory) for trajectory in self.played()]
-        segments = [trajectory for trajectory in marked if trajectory.new_turns]
-        self.trained_turns |= {segment.agent: len(segment.turns) for segment in segments}
-        self.trained_tokens += sum(
-            len(turn.completion.token_ids) for one in segments for turn in one.new_turns
-        )
-        return segments
-
-    def mark(self, trajectory: Trajectory) -> Trajectory:
-        """The same trajectory, with the number of its turns that have been trained on."""
-        trained = self.trained_turns.get(trajectory.agent, 0)
-        return replace(trajectory, trained_turns=trained) if trained else trajectory
-
-
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode to play, as this `member` of its task's group.
-
-    `seed` is for sampling; the environment's seed is the task's, the same for a whole group.
-    """
+    """An episode that is being played, as policies see it."""
 
     id: str
+    """Of its session with the engine: that of the assignment. Each agent of several has one of its
+    own, `ID/AGENT`."""
     task: Task
+    """The problem. Its seed is the environment's."""
     seed: int
+    """For sampling."""
     priority: int = 0
-    member: int = 0
-    progress: Progress = field(default_factory=Progress, compare=False)
+    """Of its requests to the engine; those with a lower number are served first."""
+    usage: BudgetUsage = field(default_factory=BudgetUsage, compare=False)
+    """What all of its agents have used of its budget together."""
+
+    @staticmethod
+    def of(assignment: Assignment, budget: Budget, report: Report) -> "Episode":
+        """The episode of an assignment, which reports each answer."""
+
+        def report_tokens(tokens: int) -> None:
+            report(TokensSampled(tokens))
+
+        usage = BudgetUsage(budget, on_answer=report_tokens)
+        return Episode(assignment.id, assignment.task, assignment.seed, assignment.priority, usage)
 
 
 class Policy(Protocol):
@@ -169,7 +140,7 @@ class EnginePolicy:
     ) -> Completion:
         """Sample a completion within the deadline, wherever the prompt comes from."""
         sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
-        longest = episode.progress.longest_answer(
+        longest = episode.usage.longest_answer(
             self.max_tokens.get(episode.task.env, sampling.max_tokens)
         )
         if longest != sampling.max_tokens:
@@ -192,7 +163,7 @@ class EnginePolicy:
             )
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
-        episode.progress.sampled_tokens += len(completion.token_ids)
+        episode.usage.add_answer(len(completion.token_ids))
         return completion
 
 
@@ -358,23 +329,32 @@ class _AgentState:
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """What has happened in an episode so far. `answers` counts the answers of all agents; `picture`
-    is that of the environment's present state. `begun` names what the environment showed at the
-    beginning.
-    """
+    """What has happened in an episode so far."""
 
+    episode: Episode
+    started: float
+    """When it began (`elapsed`)."""
+    report_turns: Report = ignore_reports
+    """Takes the turns played so far, if they are to be trained on before the episode is over."""
     agents: dict[str, _AgentState] = field(default_factory=dict)
     answers: int = 0
+    """Answers so far, of all agents."""
     picture: str = ""
+    """That of the environment's present state."""
     begun: str = ""
+    """A name of what the environment showed at the beginning."""
 
-    def segments(self, episode: Episode, started: float) -> list[Trajectory]:
-        """What each trained agent has played so far; see `Progress`."""
-        seconds, trained = (
-            elapsed() - started,
-            [state for state in self.agents.values() if state.role.trained],
-        )
-        return [replace(state.segment(episode, seconds), begun=self.begun) for state in trained]
+    def report_segments(self) -> None:
+        """Report what each trained agent has played so far."""
+        if self.report_turns is ignore_reports:
+            return
+        seconds = elapsed() - self.started
+        segments = [
+            replace(state.segment(self.episode, seconds), begun=self.begun)
+            for state in self.agents.values()
+            if state.role.trained
+        ]
+        self.report_turns(TurnsPlayed(tuple(segments)))
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
         """Credit the other agents for a step (the actor's turn has its reward already), and mark
@@ -390,11 +370,12 @@ class _EpisodeState:
 class EpisodeRunner(Protocol):
     """Plays episodes of any kind."""
 
-    async def play(self, episode: Episode) -> Sequence[Trajectory]:
-        """Play `episode` to its end, however it ends: a trajectory for each trained agent, at least
-        one.
+    async def play(self, assignment: Assignment, report: Report) -> Sequence[Trajectory]:
+        """Play an episode to its end, however it ends: a trajectory for each trained agent, at
+        least one.
 
-        All have the same status. Only cancellation and defects are raised.
+        All have the same status. Only cancellation and defects are raised. Each answer is reported,
+        and the turns so far if the assignment asks for them and the runner can tell.
         """
         ...
 
@@ -433,35 +414,38 @@ class EnvEpisodeRunner:
     picture_bytes: int = 0
     without_others: Collection[str] = ()
 
-    async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
-        """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects
-        are raised.
+    async def play(
+        self, assignment: Assignment, report: Report = ignore_reports
+    ) -> tuple[Trajectory, ...]:
+        """Play an episode to its end, however it ends. Only wrong settings, cancellation and
+        defects are raised.
         """
-        episode_state = _EpisodeState()
-        started = elapsed()
-        episode.progress.played = partial(episode_state.segments, episode, started)
-        episode.progress.begin(self.own_budgets.get(episode.task.env, self.budget))
+        task, started = assignment.task, elapsed()
+        episode = Episode.of(assignment, self.own_budgets.get(task.env, self.budget), report)
+        report_turns = report if assignment.reports_turns else ignore_reports
+        episode_state = _EpisodeState(episode, started, report_turns)
         try:
-            env = self.envs.acquire(episode.task.env)
+            env = self.envs.acquire(task.env)
             try:
                 with deadline("environment", "episode", self.deadline):
                     status = await self._take_turns(episode, episode_state, env)
             finally:
                 # From here on the last turn may have failed, or may earn the verdict on the whole.
-                episode.progress.played = tuple
+                report_turns(TurnsPlayed())
                 # An environment left in mid-episode, but not in mid-call, is reusable: the next
                 # episode resets it.
-                await self.envs.release(episode.task.env, env)
+                await self.envs.release(task.env, env)
         except RolloutError as error:
             status = Failed.by(error)
         seconds = elapsed() - started
-        if not episode_state.agents:
-            return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)
-        states = [state for state in episode_state.agents.values() if state.role.trained]
-        whole = [
-            state.trajectory(episode, status, seconds, episode_state.picture) for state in states
-        ]
-        return tuple([replace(one, begun=episode_state.begun) for one in whole])
+        if not episode_state.agents:  # the environment has not even begun
+            return (Trajectory(episode.id, task, (), status, (), seconds, started=started),)
+        whole = []
+        for state in episode_state.agents.values():
+            if state.role.trained:
+                trajectory = state.trajectory(episode, status, seconds, episode_state.picture)
+                whole.append(replace(trajectory, begun=episode_state.begun))
+        return tuple(whole)
 
     async def _take_turns(
         self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv
@@ -564,6 +548,8 @@ class EnvEpisodeRunner:
                 else _too_long(len(prompt.ids), policy.max_context)
             )
         asked, state.asked = elapsed(), prompt
+        # The outcome of every turn before this prompt is known now.
+        episode_state.report_segments()
         completion = await policy.answer(state.episode, episode_state.answers, prompt, env)
         episode_state.answers += 1
         answered = elapsed()
@@ -572,11 +558,7 @@ class EnvEpisodeRunner:
 
 def _spent(episode: Episode, turns: int, began: float) -> str:
     """The limit of its budget that an episode has reached, if any. Its first turn is always played."""
-    return (
-        episode.progress.budget.spent(turns, episode.progress.sampled_tokens, now() - began)
-        if turns
-        else ""
-    )
+    return episode.usage.spent(turns, now() - began) if turns else ""
 
 
 def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:

@@ -1,25 +1,34 @@
-"""`GroupRunner`: plays the members of one group, with retries, until the group is complete.
+"""`GroupRunner`: the controller's half of a group: slots, attempts, the ledger, the accounts.
 
-The layer at fault decides how many retries there are (`rollout.retries`). A failed reward is
-retried on the same trajectory (`agentrl/scoring/pipeline.py`); after any other failure the member's
-episode is played again, with the same environment seed and new sampling.
+Each member is played and scored by a `Member` (`agentrl/rollout/member.py`), which may be in
+another process: it gets an `Assignment`, reports what happens meanwhile, and returns its result.
+`agentrl/rollout/attempts.py` decides whether a failed episode is played again.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from random import Random
 
 from agentrl.errors import AgentRLError, DeadlineError, Layer
 from agentrl.flow import EventLog, Flow, elapsed, now
 from agentrl.ledger.ledger import Ledger
+from agentrl.rollout.assignment import (
+    Assignment,
+    EpisodeLength,
+    EpisodeOver,
+    MemberReport,
+    RewardRetried,
+    TokensSampled,
+    TurnsPlayed,
+)
+from agentrl.rollout.attempts import Attempts, LastAttempt
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import Episode, EpisodeRunner
-from agentrl.rollout.outage import LONGEST_PAUSE, Outages, jittered
+from agentrl.rollout.member import Member, MemberResult
+from agentrl.rollout.outage import LONGEST_PAUSE
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.underway import OpenGroup
@@ -39,51 +48,98 @@ class MembersLostError(AgentRLError):
 
 
 @dataclass(eq=False, slots=True)
+class _LiveEpisode:
+    """An episode that a member plays or scores, as far as it has reported."""
+
+    attempt: int
+    began: float = field(default_factory=elapsed)
+    is_over: bool = False
+    """Its slot is free again."""
+    lengths: tuple[EpisodeLength, ...] = ()
+    """Those of its trajectories that came to an end, once it is over."""
+    sampled_tokens: int = 0
+    segments: tuple[Trajectory, ...] = ()
+    """Its turns so far, if it reports them."""
+    trained_turns: dict[str, int] = field(default_factory=dict)
+    """How many turns of each agent have been trained on."""
+    trained_tokens: int = 0
+    """How many of the sampled tokens have been trained on."""
+
+    @property
+    def untrained_tokens(self) -> int:
+        return self.sampled_tokens - self.trained_tokens
+
+    def take_segments(self) -> list[Trajectory]:
+        """The part of each agent's episode since the last call, if it has any turn."""
+        segments = []
+        for trajectory in map(self.mark_trained, self.segments):
+            if trajectory.new_turns:
+                segments.append(trajectory)
+                self.trained_turns[trajectory.agent] = len(trajectory.turns)
+                self.trained_tokens += sum(
+                    len(turn.completion.token_ids) for turn in trajectory.new_turns
+                )
+        return segments
+
+    def mark_trained(self, trajectory: Trajectory) -> Trajectory:
+        """The same trajectory, with the number of its turns that have been trained on."""
+        trained = self.trained_turns.get(trajectory.agent, 0)
+        return replace(trajectory, trained_turns=trained) if trained else trajectory
+
+
+@dataclass(eq=False, slots=True)
 class _GroupState:
-    """One running group. `reserved_slots` counts its reserved slots that no member uses yet."""
+    """One running group."""
 
     ticket: Ticket
     number: int
     task: Task
     flow: Flow
     reserved_slots: int
+    """Slots that are reserved for the group, and that no member uses yet."""
     clock: asyncio.Timeout
     began: float
-    outage_seconds: float  # of the run, when the group began
+    outage_seconds: float
+    """Those of the run when the group began."""
     loop: asyncio.AbstractEventLoop
-    attempts: dict[int, int] = field(default_factory=dict)  # the last attempt of each member
-    live: dict[int, Episode] = field(default_factory=dict)  # the open attempt of each member
+    live: dict[int, _LiveEpisode] = field(default_factory=dict)
+    """The open attempt of each member."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """The number of each member's last attempt."""
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    # what those that play are cut off for: unless the group ends itself, it was given up
-    why: Reason = "stale"
+    """Why each of the lost members was lost."""
+    reason: Reason = "stale"
+    """Why those that play are cancelled: unless the group ends itself, it was given up."""
 
     @property
-    def thrown_away_as(self) -> Reason:
-        """Why what is cut off now is thrown away."""
-        return "failed" if self.clock.expired() else self.why
+    def discard_reason(self) -> Reason:
+        """The reason recorded for members that are cancelled now."""
+        return "failed" if self.clock.expired() else self.reason
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Plays the groups of a run. `episode_ended` is called whenever an episode has released its
-    slot.
-
-    `group_size_of`: how many members the group of a task has.
-    """
+    """Plays the groups of a run."""
 
     config: RolloutConfig
-    runner: EpisodeRunner
+    member: Member
     reward: RewardPipeline
+    """Scores what a member alone cannot: whole groups, and turns of episodes that go on."""
     ledger: Ledger
     events: EventLog
     slots: EpisodeSlots
     bias: Bias
     waste: Waste
     seed: int
+    """The run's."""
     episode_ended: Callable[[], None]
-    outages: Outages
+    """Called whenever an episode has released its slot."""
+    attempts: Attempts
     group_size_of: Callable[[Task], int]
+    """The number of members in the group of a task."""
+    reports_turns: bool
+    """Parts of episodes that go on are trained on."""
     playing: dict[int, _GroupState] = field(default_factory=dict)
     """The groups of which parts can be trained on, by the numbers of their tasks."""
     untrained: UntrainedEpisodes = field(default_factory=lambda: UntrainedEpisodes(0))
@@ -109,35 +165,33 @@ class GroupRunner:
             return None
         taken: list[tuple[Trajectory, Score]] = []
         for member in sorted({*state.live, *state.played}):
-            if member in state.played:
-                segments = [pair for pair in state.played[member] if pair[0].new_turns]
-                state.played[member] = tuple(
-                    (replace(whole, trained_turns=len(whole.turns)), score)
-                    for whole, score in state.played[member]
-                )
-            else:
-                progress = state.live[member].progress
-                segments = [
-                    (part, self.reward.score_turns(part)) for part in progress.next_segments()
-                ]
+            segments = self._take_segments_of(state, member)
             for part, _ in segments:
-                first, attempt = part.trained_turns, state.attempts[member]
                 self.ledger.segment(
                     step,
                     number,
                     member,
-                    attempt,
+                    state.attempts[member],
                     agent=part.agent,
-                    first=first,
+                    first=part.trained_turns,
                     turns=len(part.new_turns),
                 )
             taken += segments
-        parts, scores = tuple(part for part, _ in taken), tuple(score for _, score in taken)
-        return (
-            Group(state.task, parts, scores, state.ticket.admitted_version, partial=True)
-            if taken
-            else None
+        if not taken:
+            return None
+        parts, scores = zip(*taken, strict=True)
+        return Group(state.task, parts, scores, state.ticket.admitted_version, partial=True)
+
+    def _take_segments_of(self, state: _GroupState, member: int) -> list[tuple[Trajectory, Score]]:
+        if member in state.live:
+            segments = state.live[member].take_segments()
+            return [(part, self.reward.score_turns(part)) for part in segments]
+        # A member that is done waits for the others: what is left of its episode is trained on now.
+        scored = state.played[member]
+        state.played[member] = tuple(
+            (replace(whole, trained_turns=len(whole.turns)), score) for whole, score in scored
         )
+        return [(whole, score) for whole, score in scored if whole.new_turns]
 
     async def play(self, ticket: Ticket, number: int, task: Task, reserved_slots: int) -> Group:
         """The group of `task`: the first `group_size` members to finish, in order of member.
@@ -157,13 +211,13 @@ class GroupRunner:
                     reserved_slots,
                     clock,
                     now(),
-                    self.outages.seconds,
+                    self.attempts.outages.seconds,
                     asyncio.get_running_loop(),
                 )
                 try:
                     return await self._play(state)
                 except BaseException as error:
-                    why = "failed" if isinstance(error, MembersLostError) else state.thrown_away_as
+                    why = "failed" if isinstance(error, MembersLostError) else state.discard_reason
                     self.waste.episodes(
                         why, (one for played in state.played.values() for one, _ in played)
                     )
@@ -224,109 +278,123 @@ class GroupRunner:
         self.events.record("reward failed", trajectory_id)
 
     async def _play_member(self, state: _GroupState, member: int) -> None:
-        """Repeat attempts until one is played and scored or the retries are spent; then end the
-        group if decided.
-        """
-        failures: Counter[Layer] = Counter()
-        in_outages = 0
+        """Play a member to its last attempt; then end the group if decided."""
+
+        async def play(attempt: int) -> MemberResult:
+            return await self._play_attempt(state, member, attempt)
+
         rng = Random(derive_seed(self.seed, "pause", state.task.id, member))
-        for attempt in count():
-            started = now()
-            outcome = await self._attempt(state, member, attempt)
-            if not isinstance(outcome, Failed):
-                self.outages.episode_ended()
-                state.played[member] = outcome
-                break
-            if not outcome.final and self.outages.caused(outcome, started):
-                in_outages += 1
-                self._stop_the_clock(state)
-                await self.outages.pause(in_outages, rng)
-                continue
-            failures[outcome.layer] += 1
-            # A failed reward has already spent its retries on this trajectory: see
-            # `RewardPipeline`.
-            spent = failures[outcome.layer] > self.config.retries.of(outcome.layer)
-            if spent or outcome.final or outcome.layer == "reward":
-                state.lost.append(
-                    f"member {member} failed {failures.total()} times, finally by {outcome.layer}:"
-                    f" {outcome.error}"
-                )
-                break
-            if outcome.layer in ("engine", "environment"):
-                await asyncio.sleep(jittered(failures[outcome.layer], rng))
+        last = await self.attempts.repeat(play, rng, lambda: self._stop_the_clock(state))
+        if last.result.failure is None:
+            state.played[member] = last.result.scored
+        else:
+            state.lost.append(_describe_loss(member, last))
         complete = len(state.played) == self.group_size_of(state.task)
         if complete or len(state.lost) > self.config.extra_members:
-            state.why = "surplus" if complete else "failed"
+            state.reason = "surplus" if complete else "failed"
             state.flow.cancel()
 
     def _stop_the_clock(self, state: _GroupState) -> None:
         """Give the group the time of the outages since it began."""
-        outages = self.outages.seconds - state.outage_seconds + LONGEST_PAUSE
+        outages = self.attempts.outages.seconds - state.outage_seconds + LONGEST_PAUSE
         state.clock.reschedule(state.began + self.config.deadlines.group + outages)
 
-    async def _attempt(self, state: _GroupState, member: int, attempt: int) -> _Scored | Failed:
+    async def _play_attempt(self, state: _GroupState, member: int, attempt: int) -> MemberResult:
+        """Have an episode played in a slot, and record what becomes of it."""
         if state.reserved_slots:
             state.reserved_slots -= 1
         else:
             await self.slots.acquire(state.ticket)
-        task, number, started = state.task, state.number, elapsed()
-        episode = Episode(
+        episode = _LiveEpisode(attempt)
+        try:
+            self.ledger.begin(state.number, member, attempt)
+            state.attempts[member], state.live[member] = attempt, episode
+            result = await self._play_in_slot(self._assign(state, member, attempt), episode)
+        except asyncio.CancelledError:
+            self._count_cancelled(state, episode)
+            raise
+        del state.live[member]
+        trajectories = tuple(map(episode.mark_trained, result.trajectories))
+        result = replace(result, trajectories=trajectories)
+        if result.failure is not None:
+            self._count_failed(state, member, episode, result, result.failure)
+            return result
+        for trajectory in trajectories:
+            self.bias.sampled(EpisodeLength(trajectory.seconds, trajectory.num_tokens))
+            self.ledger.unused(state.number, member, attempt, trajectory.dropped)
+        return result
+
+    def _assign(self, state: _GroupState, member: int, attempt: int) -> Assignment:
+        task, ticket = state.task, state.ticket
+        return Assignment(
             id=f"{task.id}/{member}/{attempt}",
             task=task,
             seed=derive_seed(self.seed, "sampling", task.id, member, attempt),
-            priority=state.ticket.deadline,
+            priority=ticket.deadline,
             member=member,
+            attempt=attempt,
+            admitted_version=ticket.admitted_version,
+            reports_turns=self.reports_turns,
         )
-        played: list[Trajectory] = []
-        try:
-            self.ledger.begin(number, member, attempt)
-            state.attempts[member], state.live[member] = attempt, episode
-            played = [episode.progress.mark(t) for t in await self._played(episode)]
-            outcome = await self._scored(played)
-        except asyncio.CancelledError:
-            if played:  # it had ended, and was being scored
-                self._count_played(played)
-            else:
-                self.bias.cut(elapsed() - started, episode.progress.sampled_tokens)
-            self.waste.episode(state.thrown_away_as, episode.progress)
-            raise
-        del state.live[member]
-        if isinstance(outcome, Failed):
-            self.waste.episode("failed", episode.progress)
-            self.failures[outcome.layer] += 1
-            self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
-            self.events.record("episode failed", episode.id)
-            failed = Score.failed(outcome.error, outcome.layer)
-            self.untrained.keep(outcome.layer, [(trajectory, failed) for trajectory in played])
-            return outcome
-        for trajectory, _ in outcome:
-            self.bias.sampled(trajectory)
-            self.ledger.unused(number, member, attempt, trajectory.dropped)
-        return outcome
 
-    def _count_played(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the length of an episode that came to its end, if it did not fail."""
-        for trajectory in trajectories:
-            if not isinstance(trajectory.status, Failed):
-                self.bias.sampled(trajectory)
+    async def _play_in_slot(self, assignment: Assignment, episode: _LiveEpisode) -> MemberResult:
+        """The member's result. The slot is free as soon as the episode is over, scored or not."""
 
-    async def _played(self, episode: Episode) -> Sequence[Trajectory]:
-        """The episode's trajectories. Releases its slot, so that a slow reward holds none."""
+        def take_report(report: MemberReport) -> None:
+            match report:
+                case TokensSampled(tokens):
+                    episode.sampled_tokens += tokens
+                case TurnsPlayed(segments):
+                    episode.segments = segments
+                case RewardRetried(trajectory_id):
+                    self._reward_failed(trajectory_id)
+                case EpisodeOver(lengths):
+                    episode.lengths = lengths
+                    self._release_slot(episode)
+
         try:
-            return await self.runner.play(episode)
+            return await self.member.play(assignment, take_report)
         finally:
+            self._release_slot(episode)  # the member may have died without a report
+
+    def _release_slot(self, episode: _LiveEpisode) -> None:
+        if not episode.is_over:
+            episode.is_over = True
             self.slots.release()
             self.episode_ended()
 
-    async def _scored(self, trajectories: Sequence[Trajectory]) -> _Scored | Failed:
-        """An episode's trajectories with their scores, or the failure that keeps it from training."""
-        scored = []
-        for trajectory in trajectories:
-            if isinstance(trajectory.status, Failed):
-                return trajectory.status
-            began = elapsed()
-            score = await self.reward.score(trajectory, self._reward_failed)
-            if isinstance(score.status, Failed):
-                return score.status
-            scored.append((trajectory, replace(score, worked=((began, elapsed()),))))
-        return tuple(scored)
+    def _count_cancelled(self, state: _GroupState, episode: _LiveEpisode) -> None:
+        for length in episode.lengths:  # it had ended, and was being scored
+            self.bias.sampled(length)
+        if not episode.lengths:
+            self.bias.cut(elapsed() - episode.began, episode.sampled_tokens)
+        self.waste.episode(state.discard_reason, episode.untrained_tokens)
+
+    def _count_failed(
+        self,
+        state: _GroupState,
+        member: int,
+        episode: _LiveEpisode,
+        result: MemberResult,
+        failure: Failed,
+    ) -> None:
+        self.waste.episode("failed", episode.untrained_tokens)
+        self.failures[failure.layer] += 1
+        self.ledger.end(
+            state.number,
+            member,
+            episode.attempt,
+            "failed",
+            f"{failure.layer}: {failure.error}",
+        )
+        self.events.record("episode failed", f"{state.task.id}/{member}/{episode.attempt}")
+        score = Score.failed(failure.error, failure.layer)
+        self.untrained.keep(failure.layer, [(one, score) for one in result.trajectories])
+
+
+def _describe_loss(member: int, last: LastAttempt) -> str:
+    failure = last.result.failure
+    assert failure is not None
+    return (
+        f"member {member} failed {last.failures} times, finally by {failure.layer}: {failure.error}"
+    )

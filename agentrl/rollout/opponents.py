@@ -23,7 +23,8 @@ from pydantic import Field
 from agentrl.errors import WeightsError
 from agentrl.flow import deadline, run_to_completion
 from agentrl.protocols import Engine, SupportsStageWeights
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode, Role
+from agentrl.rollout.assignment import Assignment, Report, ignore_reports
+from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.results import Results, results_of
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.base import Settings
@@ -173,21 +174,23 @@ class SelfPlay:
     _met: Sequence[Opponent] = ()
     _metrics: Mapping[str, float] = field(default_factory=dict)
 
-    async def play(self, episode: Episode) -> Sequence[Trajectory]:
+    async def play(
+        self, assignment: Assignment, report: Report = ignore_reports
+    ) -> Sequence[Trajectory]:
         """See `EpisodeRunner`. Only the policy's agents have trajectories, which name their
         opponent.
         """
-        rng = Random(derive_seed(self.seed, "opponent", episode.task.id))
+        rng = Random(derive_seed(self.seed, "opponent", assignment.task.id))
         if rng.random() < self.matches.config.latest or not self._met:
-            return await self.runner.play(episode)
+            return await self.runner.play(assignment, report)
         opponent, seats = rng.choice(self._met), self.matches.own
-        own = seats[(rng.randrange(len(seats)) + episode.member) % len(seats)]
+        own = seats[(rng.randrange(len(seats)) + assignment.member) % len(seats)]
         others = {
             **self.runner.others,
             **{agent: opponent.role for agent in self.matches.agents if agent != own},
         }
         async with opponent.game() as version:
-            played = await replace(self.runner, others=others).play(episode)
+            played = await replace(self.runner, others=others).play(assignment, report)
         return [replace(trajectory, opponent=version) for trajectory in played]
 
     def observe(self, groups: Sequence[Group]) -> None:

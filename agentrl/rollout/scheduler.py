@@ -25,11 +25,13 @@ from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedErr
 from agentrl.flow import Channel, EventLog, Flow
 from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import Curriculum, Engine, GroupReward, MixesEnvironments, Reward, TaskSource
+from agentrl.rollout.attempts import Attempts
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EpisodeRunner, ObservesBatches
 from agentrl.rollout.group import GroupRunner, MembersLostError
+from agentrl.rollout.member import Member
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
@@ -133,10 +135,11 @@ class Rollouts:
         self._batch: list[Group] = []  # that nothing has been recorded of yet
         self._bias, self._waste = Bias(), Waste()
         self._generated = 0  # tokens, when the metrics were last asked for
+        pipeline = RewardPipeline.of(reward, config.deadlines.reward, config.retries)
         self._groups = GroupRunner(
             config,
-            runner,
-            RewardPipeline.of(reward, config.deadlines.reward, config.retries),
+            Member(runner, pipeline),
+            pipeline,
             ledger,
             self._events,
             self._slots,
@@ -144,8 +147,9 @@ class Rollouts:
             self._waste,
             seed,
             self._episode_ended,
-            Outages(config.deadlines.outage),
+            Attempts(config.retries, Outages(config.deadlines.outage)),
             self._group_size,
+            reports_turns=config.staleness_rule == "segment",
             untrained=UntrainedEpisodes(keep_untrained),
         )
 

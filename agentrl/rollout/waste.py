@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agentrl.rollout.episode import Progress
 from agentrl.trajectory import Group, Trajectory
 
 Reason = Literal["failed", "surplus", "stale", "filtered"]
@@ -28,9 +27,9 @@ class Waste:
     _thrown_away: Counter[Reason] = field(default_factory=Counter)
     _trained: int = 0
 
-    def episode(self, why: Reason, progress: Progress) -> None:
-        """Count an episode that was cut off or has failed."""
-        self._thrown_away[why] += progress.sampled_tokens - progress.trained_tokens
+    def episode(self, why: Reason, tokens: int) -> None:
+        """Count the sampled tokens of an episode that was cut off or has failed."""
+        self._thrown_away[why] += tokens
 
     def episodes(self, why: Reason, trajectories: Iterable[Trajectory]) -> None:
         """Count episodes that came to an end."""

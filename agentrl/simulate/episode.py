@@ -11,7 +11,7 @@ import numpy as np
 from agentrl.arrays import floats, ints
 from agentrl.errors import DeadlineError
 from agentrl.flow import deadline, now
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.simulate.engine import FILLER
 from agentrl.simulate.latency import Latency
 from agentrl.trajectory import Completion, Failed, Terminated, Trajectory, Turn
@@ -42,18 +42,22 @@ class SpanEpisodeRunner:
             tuple(seconds.sample(rng) for _ in range(_POPULATION)), version, deadline
         )
 
-    async def play(self, episode: Episode) -> tuple[Trajectory]:
+    async def play(
+        self, assignment: Assignment, report: Report = ignore_reports
+    ) -> tuple[Trajectory]:
         """Wait as long as the episode takes."""
         started, first = now(), self.version()
-        length = self.lengths[episode.seed % _POPULATION]
+        length = self.lengths[assignment.seed % _POPULATION]
         try:
             with deadline("environment", "episode", self.deadline):
                 await asyncio.sleep(length)
         except DeadlineError as error:
             failed = Failed.by(error)
-            return (Trajectory(episode.id, episode.task, (), failed, (), now() - started),)
-        turns = (_turn(first, self.version(), episode.seed & 1),)
-        return (Trajectory(episode.id, episode.task, turns, Terminated(), (), now() - started),)
+            return (Trajectory(assignment.id, assignment.task, (), failed, (), now() - started),)
+        turns = (_turn(first, self.version(), assignment.seed & 1),)
+        return (
+            Trajectory(assignment.id, assignment.task, turns, Terminated(), (), now() - started),
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -19,8 +19,9 @@ from agentrl.observe.trajectories import write_trajectories
 from agentrl.protocols import GenerateRequest
 from agentrl.rewards.rules.tags import Tags
 from agentrl.rewards.rules.tool_use import ToolUse
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
@@ -51,7 +52,7 @@ def played(*replies: str, context: ContextPolicy = FULL, **options: Any) -> Traj
             )
             host = EnvPool({"qa": QuestionAnswer}, EnvDeadlines())
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(), 900.0, context)
-            (trajectory,) = await runner.play(Episode("e", Task("qa", 0, options), 0))
+            (trajectory,) = await runner.play(Assignment("e", Task("qa", 0, options), 0))
             await host.close()
         return trajectory
 
@@ -125,7 +126,7 @@ def test_a_history_that_is_no_chat_fails_the_episode_with_the_reason() -> None:
             host = EnvPool({"qa": Odd}, EnvDeadlines())
             policy = EnginePolicy(engine, SamplingParams(max_tokens=8), 60.0)
             (trajectory,) = await EnvEpisodeRunner(policy, RENDERER, host, Budget(), 9.0).play(
-                Episode("e", Task("qa", 0), 0)
+                Assignment("e", Task("qa", 0), 0)
             )
             return trajectory
 

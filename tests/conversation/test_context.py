@@ -14,9 +14,10 @@ from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.models.tiny import create_tiny_model
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import END, ByteTokenizer
@@ -68,7 +69,7 @@ def played(
                 600,
                 context,
             )
-            (trajectory,) = await player.play(Episode("e", Task("env", 0), 0))
+            (trajectory,) = await player.play(Assignment("e", Task("env", 0), 0))
         return trajectory, [renderer.decode(request.prompt_ids) for request in engine.requests]
 
     return run_virtual(main)

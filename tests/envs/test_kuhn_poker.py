@@ -25,8 +25,9 @@ from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.testing import check_env
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message, Task
@@ -191,7 +192,7 @@ def test_the_questions_are_what_agents_are_shown_when_they_play():
         )
         for seed in range(300):
             for played in await runner.play(
-                Episode("e", Task("kuhn", seed, {"strict": True}), seed)
+                Assignment("e", Task("kuhn", seed, {"strict": True}), seed)
             ):
                 seen |= {
                     played.messages[:n]

@@ -11,7 +11,7 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
 from agentrl.rollout.budget import Budget
@@ -32,7 +32,7 @@ class Scripted:
     desk: Desk
     sessions: list[AgentSession] = field(default_factory=list)
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         session = self.desk.session(assignment.api_key)
         self.sessions.append(session)
         try:

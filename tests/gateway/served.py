@@ -12,12 +12,13 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
-from agentrl.gateway.program import AgentProgram, Assignment
+from agentrl.gateway.program import AgentProgram, ProgramAssignment
 from agentrl.gateway.server import serving
 from agentrl.gateway.session import AgentSession
 from agentrl.protocols import Engine
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.episode import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
@@ -43,11 +44,11 @@ CALL = ToolCall("add", {"a": 2, "b": 3}).render()
 class Calling:
     """A program that is a function of its assignment."""
 
-    play: Callable[[Assignment], Awaitable[Any]]
+    play: Callable[[ProgramAssignment], Awaitable[Any]]
     desk: Desk
     sessions: list[AgentSession] = field(default_factory=list)
 
-    async def run(self, assignment: Assignment) -> AgentOutcome:
+    async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         self.sessions.append(self.desk.session(assignment.api_key))
         return outcome_of(await self.play(assignment), "play")
 
@@ -79,7 +80,7 @@ def runner_on(
 
 
 def served(
-    play: Callable[[Assignment], Awaitable[Any]],
+    play: Callable[[ProgramAssignment], Awaitable[Any]],
     engine: Engine,
     *,
     config: GatewayConfig | None = None,
@@ -98,7 +99,7 @@ def served(
             desk, engine, program, seconds, trained=trained, formats=formats, renderer=renderer
         )
         async with engine, serving(desk):
-            (trajectory,) = await runner.play(Episode(episode, Task("agent", 0), 0))
+            (trajectory,) = await runner.play(Assignment(episode, Task("agent", 0), 0))
         return trajectory, program.sessions[0]
 
     return asyncio.run(main())

@@ -12,7 +12,7 @@ from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.gateway.address import AgentAddress
 from agentrl.gateway.desk import Desk
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.trajectory import Task
 
 ROOT = Path(__file__).parents[2]
@@ -73,5 +73,7 @@ def test_another_interpreter_finds_the_function_beside_the_config(monkeypatch, t
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     program = AgentAddress("lone_agent:run").program(Desk(), "process", sys.executable, tmp_path)
     assert program.more == {"PYTHONPATH": f"{tmp_path}{os.pathsep}/somewhere"}
-    ended = asyncio.run(program.run(Assignment(Task("agent:x", 0), "http://127.0.0.1:1", "key")))
+    ended = asyncio.run(
+        program.run(ProgramAssignment(Task("agent:x", 0), "http://127.0.0.1:1", "key"))
+    )
     assert ended.reward == 1.0

@@ -13,13 +13,13 @@ from agentrl.gateway.call import ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.refusal import CallRefusedError
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Failed, Message, Score, Task, Terminated, Truncated
 from tests.gateway.scripted import abandoned, runner_of, said, user
 
-EPISODE = Episode("e", Task("agent", 0), 0)
+EPISODE = Assignment("e", Task("agent", 0), 0)
 
 
 def saying(text: str = "left", **fields) -> ScriptedEngine:

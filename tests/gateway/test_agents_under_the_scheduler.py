@@ -183,7 +183,7 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
                     pass
         if trouble == "disconnect":
             raise EnvError("the connection is lost")
-        return AgentOutcome(float(session.episode.member + 1))
+        return AgentOutcome(float(int(session.episode.id.split("/")[1]) + 1))
 
     desk, ledger, engine = (
         Desk(GatewayConfig(idle_seconds=400)),

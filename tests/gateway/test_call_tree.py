@@ -14,7 +14,7 @@ from agentrl.batch import to_samples
 from agentrl.flow import Flow, run_virtual
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.wire import assistant
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Message, Task, Terminated, ToolCall
 from tests.gateway.scripted import RENDERER, abandoned, runner_of, said, user
@@ -157,7 +157,7 @@ def played(seed: int, steps: int, kind: type[RandomProgram] = RandomProgram):
 
     async def main():
         async with engine:
-            return await runner.play(Episode("e", Task("agent", 0), 0))
+            return await runner.play(Assignment("e", Task("agent", 0), 0))
 
     (trajectory,) = run_virtual(main)
     return engine, runner.program.sessions[0], trajectory
@@ -275,7 +275,7 @@ def kinds(*asked: list[Message]) -> list[str]:
 
     async def main():
         async with engine:
-            await runner.play(Episode("e", Task("agent", 0), 0))
+            await runner.play(Assignment("e", Task("agent", 0), 0))
 
     run_virtual(main)
     return [call.kind for call in runner.program.sessions[0].tree.calls]
@@ -363,7 +363,7 @@ def test_requests_of_one_conversation_go_to_one_session_of_the_engine():
 
     async def main():
         async with engine:
-            await runner_of(play, engine).play(Episode("e", Task("agent", 0), 0))
+            await runner_of(play, engine).play(Assignment("e", Task("agent", 0), 0))
 
     run_virtual(main)
     first, second, third = engine.requests

@@ -19,9 +19,9 @@ from agentrl.gateway.address import scheme
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.server import serving
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment
 from agentrl.trajectory import Failed, Task, Terminated
 from tests.gateway.served import runner_on, saying, until
 from tests.processes import PATIENCE_SECONDS, processes_with
@@ -62,7 +62,7 @@ def played(command: str, network: str, url: str | None = None):
             desk, engine, scheme(f"command {command}").program(desk, None, None), PATIENCE_SECONDS
         )
         async with engine, serving(desk):
-            return (await runner.play(Episode("e", Task("agent:x", 7), 0)))[0]
+            return (await runner.play(Assignment("e", Task("agent:x", 7), 0)))[0]
 
     return asyncio.run(main())
 
@@ -135,7 +135,7 @@ def test_all_processes_of_a_contained_command_end_with_it(tmp_path):
         async with serving(desk):
             agent = CommandAgent(command, {"AGENTRL_TEST_STARTED": str(started)}, desk)
             playing = asyncio.get_running_loop().create_task(
-                agent.run(Assignment(Task("agent:x", 7), desk.url, key))
+                agent.run(ProgramAssignment(Task("agent:x", 7), desk.url, key))
             )
             await until(started.exists)
             assert len(processes_with(key)) >= 5
@@ -152,14 +152,14 @@ import asyncio
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.server import serving
 from agentrl.trajectory import Task
 
 async def main():
     desk = Desk(GatewayConfig(network="gateway"))
     async with serving(desk):
-        await CommandAgent("touch STARTED; sleep 600", None, desk).run(Assignment(Task("x", 0), desk.url, "KEY"))
+        await CommandAgent("touch STARTED; sleep 600", None, desk).run(ProgramAssignment(Task("x", 0), desk.url, "KEY"))
 
 asyncio.run(main())
 """

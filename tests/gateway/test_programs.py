@@ -19,10 +19,10 @@ from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.server import serving
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment
 from agentrl.runs.temp import RunTemp
 from agentrl.trajectory import Failed, Task, Terminated
 from tests.gateway.served import runner_on, saying, until
@@ -43,7 +43,7 @@ def played(
         desk, engine = Desk(GatewayConfig()), saying(text)
         runner = runner_on(desk, engine, scheme(address).program(desk, isolation, None), seconds)
         async with engine, serving(desk):
-            return (await runner.play(Episode("e", task, 0)))[0]
+            return (await runner.play(Assignment("e", task, 0)))[0]
 
     return asyncio.run(main())
 
@@ -82,7 +82,9 @@ def test_a_function_that_hangs_is_cancelled_at_the_deadline():
 
 
 def run_command(command: str, **variables: str) -> AgentOutcome:
-    assignment = Assignment(TASK, "http://127.0.0.1:1", f"agentrl-key-{os.getpid()}-of-a-test")
+    assignment = ProgramAssignment(
+        TASK, "http://127.0.0.1:1", f"agentrl-key-{os.getpid()}-of-a-test"
+    )
     return asyncio.run(CommandAgent(command, variables).run(assignment))
 
 
@@ -140,7 +142,7 @@ def test_all_processes_of_a_command_end_with_it(tmp_path):
 
     async def main():
         agent = CommandAgent(child, {"AGENTRL_TEST_STARTED": str(started)})
-        assignment = Assignment(TASK, "http://127.0.0.1:1", key)
+        assignment = ProgramAssignment(TASK, "http://127.0.0.1:1", key)
         playing = asyncio.get_running_loop().create_task(agent.run(assignment))
         await until(started.exists)
         assert len(processes_with(key)) >= 3
@@ -175,12 +177,12 @@ def test_no_daemon_outlives_its_episode_or_the_run(what_ends, tmp_path):
     driver = f"""
 import asyncio, sys
 from agentrl.gateway.command_agent import CommandAgent
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.trajectory import Task
 
 async def main():
     command = {DAEMON.format(mark=mark)!r} + "touch {started}; while :; do sleep 600; done"
-    agent = CommandAgent(command).run(Assignment(Task("x", 0), "http://127.0.0.1:1", "k-of-a-daemon"))
+    agent = CommandAgent(command).run(ProgramAssignment(Task("x", 0), "http://127.0.0.1:1", "k-of-a-daemon"))
     playing = asyncio.get_running_loop().create_task(agent)
     await asyncio.to_thread(sys.stdin.read)
     playing.cancel()
@@ -217,11 +219,12 @@ def test_processes_end_when_the_run_is_killed_and_the_next_start_removes_their_f
 import asyncio
 from pathlib import Path
 from agentrl.gateway.command_agent import CommandAgent
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.program import ProgramAssignment
 from agentrl.runs.temp import RunTemp
 from agentrl.trajectory import Task
 with RunTemp(Path({str(run)!r})):
-    asyncio.run(CommandAgent("touch {started}; sleep 600").run(Assignment(Task("x", 0), "http://127.0.0.1:1", {key!r})))
+    given = ProgramAssignment(Task("x", 0), "http://127.0.0.1:1", {key!r})
+    asyncio.run(CommandAgent("touch {started}; sleep 600").run(given))
 """
 
     async def main():
@@ -250,7 +253,7 @@ def remotely(agent, config=None, token=None, needs_reward=True):
             headers = {"authorization": f"Bearer {token}"} if token else {}
             assert (await client.post("/v1/tasks", headers=headers)).status_code == 204
             async with asyncio.TaskGroup() as group:
-                playing = group.create_task(runner.play(Episode("e", TASK, 0)))
+                playing = group.create_task(runner.play(Assignment("e", TASK, 0)))
                 while (taken := await client.post("/v1/tasks", headers=headers)).status_code == 204:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 await agent(client, taken.json())

@@ -11,7 +11,7 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.player import PlayerEngine
 from agentrl.gateway.server import serving
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment
 from agentrl.trajectory import Task, Terminated, Trajectory
 from tests.gateway.served import RENDERER, runner_on
 from tests.gateway.vendors import ROOT, VENDORS, Vendor, folder_of_programs
@@ -40,9 +40,9 @@ def play(
 
         async def one(seed: int) -> Trajectory:
             async with slots:
-                return (await runner.play(Episode(f"e{seed}", Task("agent:command", seed), seed)))[
-                    0
-                ]
+                return (
+                    await runner.play(Assignment(f"e{seed}", Task("agent:command", seed), seed))
+                )[0]
 
         async with engine, serving(desk), asyncio.TaskGroup() as group:
             playing = [group.create_task(one(seed)) for seed in range(episodes)]

@@ -17,8 +17,9 @@ from agentrl.hosting.wrappers import Wrapper
 from agentrl.remote.client import RemoteEnv
 from agentrl.rewards.monitor import Monitor
 from agentrl.rewards.rules.tool_use import ToolUse
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.testing.rewards import trajectory
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import MadeCall, Message, Score, Task, ToolCall, Trajectory
@@ -72,7 +73,7 @@ def played(messages, *, short, factory=Hotel, isolation=None) -> Trajectory:
             Budget(turns=len(messages)),
             60.0,
         )
-        (found,) = await runner.play(Episode("e", Task("env", 3, {"short": short}), 1))
+        (found,) = await runner.play(Assignment("e", Task("env", 3, {"short": short}), 1))
         await host.close()
         return found
 

@@ -15,8 +15,9 @@ from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pictures import PICTURE, taken
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.process_env import ProcessEnv
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, Trajectory
 
@@ -32,7 +33,7 @@ def played(
         runner = EnvEpisodeRunner(
             policy, RENDERER, host, Budget(turns=4), 60.0, picture_bytes=picture_bytes
         )
-        (trajectory,) = await runner.play(Episode("e", Task("env", 3), 1))
+        (trajectory,) = await runner.play(Assignment("e", Task("env", 3), 1))
         await host.close()
         return trajectory
 

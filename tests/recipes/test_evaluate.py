@@ -10,7 +10,7 @@ from agentrl.config import RunConfig, load_config
 from agentrl.flow import now, run_virtual
 from agentrl.observe.evaluation import Evaluation
 from agentrl.recipes.evaluate import evaluate, play_all
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment, Report
 from agentrl.trajectory import Failed, Score, Task, Terminated, Trajectory
 
 
@@ -29,14 +29,14 @@ class Runner:
         self.broken = broken
         self.attempts = 0
 
-    async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
+    async def play(self, assignment: Assignment, report: Report) -> tuple[Trajectory, ...]:
         self.attempts += 1
         status = Terminated()
         if now() < self.outage:
             status = Failed("environment", "http://games:8800 cannot be reached", outage=True)
-        elif episode.task.id in self.broken:
+        elif assignment.task.id in self.broken:
             status = Failed("environment", "KeyError")
-        return (Trajectory(episode.id, episode.task, (), status),)
+        return (Trajectory(assignment.id, assignment.task, (), status),)
 
 
 def play(config: RunConfig, runner: Runner) -> tuple[list[Trajectory], float]:
@@ -75,7 +75,7 @@ def test_episodes_that_failed_or_could_not_be_scored_are_kept_with_the_reason(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Reward:
-        async def score(self, trajectory: Trajectory) -> Score:
+        async def score(self, trajectory: Trajectory, failed: Any) -> Score:
             return Score.failed("no answer from the judge") if trajectory.id == "2" else Score(1.0)
 
     tasks = [Task("guess_number", seed, id=str(seed)) for seed in range(4)]

@@ -19,6 +19,7 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import Env, Isolation, Prompt
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.seeds import derive_seed
@@ -92,7 +93,9 @@ def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
 
         async def one(task: Task) -> Trajectory:
             async with places:
-                (trajectory,) = await player.play(Episode(task.id, task, derive_seed(7, task.id)))
+                (trajectory,) = await player.play(
+                    Assignment(task.id, task, derive_seed(7, task.id))
+                )
             return trajectory
 
         async with asyncio.TaskGroup() as group:

@@ -26,9 +26,10 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.remote.server import EnvServer
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode, Role, ScriptedPolicy
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
@@ -136,7 +137,7 @@ def test_what_each_agent_saw_said_and_earned_is_in_its_own_trajectory(seed, agen
         async with talking() as engine:
             task = Task("env", seed, {"agents": agents, "steps": steps})
             played = await player(engine, lambda: table, context=context).play(
-                Episode("e", task, seed)
+                Assignment("e", task, seed)
             )
             assert [trajectory.agent for trajectory in played] == [
                 f"a{number}" for number in range(agents)
@@ -200,7 +201,9 @@ def telling(*infos, reset=None) -> type[Told]:
 def play_once(engine, make_env, **settings):
     async def main():
         async with engine:
-            return await player(engine, make_env, **settings).play(Episode("e", Task("env", 0), 0))
+            return await player(engine, make_env, **settings).play(
+                Assignment("e", Task("env", 0), 0)
+            )
 
     return run_virtual(main)
 
@@ -265,7 +268,7 @@ def test_an_agent_that_another_plays_is_not_trained_and_a_wrong_name_ends_the_ru
             for role in (frozen, scripted):
                 task = Task("env", 1, {"hands": 4})
                 (north,) = await player(engine, KuhnPoker, others={"south": role}).play(
-                    Episode("e", task, 0)
+                    Assignment("e", task, 0)
                 )
                 assert north.agent == "north"
                 assert {request.id.split("/")[1] for request in engine.requests} == {"north"}
@@ -273,13 +276,15 @@ def test_an_agent_that_another_plays_is_not_trained_and_a_wrong_name_ends_the_ru
             with pytest.raises(
                 ConfigError, match="names east, which the environment does not have"
             ):
-                await player(engine, KuhnPoker, others={"east": frozen}).play(Episode("e", task, 0))
+                await player(engine, KuhnPoker, others={"east": frozen}).play(
+                    Assignment("e", task, 0)
+                )
             everybody = {"north": frozen, "south": frozen}
             with pytest.raises(ConfigError, match="leaves no agent to the policy"):
-                await player(engine, KuhnPoker, others=everybody).play(Episode("e", task, 0))
+                await player(engine, KuhnPoker, others=everybody).play(Assignment("e", task, 0))
             alone = telling((0.0, {}), reset={"agent": "somebody"})
             with pytest.raises(ConfigError, match="it has no agents with names"):
-                await player(engine, alone, others={"east": frozen}).play(Episode("e", task, 0))
+                await player(engine, alone, others={"east": frozen}).play(Assignment("e", task, 0))
 
     run_virtual(main)
 
@@ -396,7 +401,7 @@ def test_every_transport_carries_the_agents(transport):
             )
             task = Task("env", 3, {"hands": 5})
             played = await EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=50), 60).play(
-                Episode("e", task, 1)
+                Assignment("e", task, 1)
             )
         await host.close()
         return [

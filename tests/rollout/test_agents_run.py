@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
 from agentrl.protocols import Trainer
 from agentrl.rollout.agents import FrozenRoute, PolicyRoute, ScriptedRoute
-from agentrl.rollout.episode import Episode
+from agentrl.rollout.assignment import Assignment
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Task
 from agentrl.weights.config import WeightsConfig
@@ -146,7 +146,9 @@ def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_re
             assert (parts.engine.policy_version, frozen.policy_version) == (1, 0)
             await parts.weights.publish(parts.trainer, 2)
             assert (parts.engine.policy_version, frozen.policy_version) == (2, 2)
-            (north,) = await parts.runner.play(Episode("e", Task("kuhn_poker", 2, {"hands": 4}), 0))
+            (north,) = await parts.runner.play(
+                Assignment("e", Task("kuhn_poker", 2, {"hands": 4}), 0)
+            )
             assert north.agent == "north"
             assert frozen.stats().generated_tokens > 0
             assert {
@@ -160,7 +162,9 @@ def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_re
     async def against_a_script() -> None:
         async with assemble_training(scripted, Grpo(), tiny_model_dir) as parts:
             assert parts.frozen == {}
-            (north,) = await parts.runner.play(Episode("e", Task("kuhn_poker", 2, {"hands": 4}), 0))
+            (north,) = await parts.runner.play(
+                Assignment("e", Task("kuhn_poker", 2, {"hands": 4}), 0)
+            )
             assert north.trainable
 
     asyncio.run(against_a_script())

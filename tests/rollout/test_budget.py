@@ -11,9 +11,10 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget, OwnBudget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.config import SimulationConfig
 from agentrl.simulate.stages import workload
@@ -51,7 +52,7 @@ def played(budget: Budget, own: Budget | None = None, context: ContextPolicy = F
             runner = EnvEpisodeRunner(
                 policy, RENDERER, host, budget, 900.0, context, own_budgets=budgets
             )
-            (trajectory,) = await runner.play(Episode("e", Task("endless", 0, {}), 0))
+            (trajectory,) = await runner.play(Assignment("e", Task("endless", 0, {}), 0))
             await host.close()
         return trajectory
 

@@ -13,8 +13,9 @@ from agentrl.flow import run_virtual
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.settings.sampling import SamplingParams
@@ -69,7 +70,7 @@ def played(max_turns: int = 8, max_context: int = 2048, **options: object) -> Tr
             host = EnvPool({"rooms": Rooms}, DEADLINES)
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=max_turns), 600.0)
             try:
-                (trajectory,) = await runner.play(Episode("e", Task("rooms", 0, options), 0))
+                (trajectory,) = await runner.play(Assignment("e", Task("rooms", 0, options), 0))
             finally:
                 await host.close()
         return trajectory

@@ -7,8 +7,9 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import SteadyLoop, elapsed, now
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
+from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
@@ -57,7 +58,7 @@ def test_the_times_of_an_episode_contain_the_pauses_that_its_deadlines_leave_out
             )
             host = EnvPool({"slow": Slow}, EnvDeadlines(step=PAUSE / 2))
             runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(), PAUSE / 2)
-            (trajectory,) = await runner.play(Episode("e", Task("slow", 0, {}), 0))
+            (trajectory,) = await runner.play(Assignment("e", Task("slow", 0, {}), 0))
             await host.close()
         return trajectory, begun, now()
 

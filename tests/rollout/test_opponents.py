@@ -13,7 +13,8 @@ import torch
 
 from agentrl.errors import WeightsError
 from agentrl.flow import Flow
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode, Role
+from agentrl.rollout.assignment import Assignment, Report, ignore_reports
+from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, OpponentsConfig, SelfPlay
 from agentrl.rollout.results import Results, results_of
 from agentrl.testing import ScriptedEngine
@@ -32,11 +33,14 @@ class Recorded(EnvEpisodeRunner):
 
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
+    async def play(
+        self, assignment: Assignment, report: Report = ignore_reports
+    ) -> tuple[Trajectory, ...]:
         await self.may_end.wait()
         agents = [agent for agent in AGENTS if agent not in self.others]
         return tuple(
-            Trajectory(episode.id, episode.task, (), Terminated(), agent=agent) for agent in agents
+            Trajectory(assignment.id, assignment.task, (), Terminated(), agent=agent)
+            for agent in agents
         )
 
 
@@ -94,7 +98,7 @@ class Table:
             tasks = [
                 flow.start(
                     self.play.play(
-                        Episode(f"{n}/{m}/0", Task("e", n, {}, f"train-{n}"), 0, member=m)
+                        Assignment(f"{n}/{m}/0", Task("e", n, {}, f"train-{n}"), 0, member=m)
                     ),
                     name=f"{n}",
                 )

@@ -692,7 +692,7 @@ def test_a_stall_ends_the_run_and_names_the_stage():
     class Silent:
         """A runner with no deadlines of its own."""
 
-        async def play(self, episode):
+        async def play(self, episode, report):
             with deadline("engine", "generate", 10**6):
                 await asyncio.Event().wait()
 
