@@ -142,6 +142,11 @@ def test_imports_go_one_way():
     assert not wrong
 
 
+def test_the_layers_are_in_the_docs():
+    layers = "\n".join(" ".join(sorted(layer)) for layer in LAYERS if layer != {"__main__"})
+    assert f"```\n{layers}\n```" in (ROOT / "docs" / "architecture.md").read_text()
+
+
 def test_plug_ins_import_only_the_seams_and_never_each_other():
     wrong = []
     for path in sources():
