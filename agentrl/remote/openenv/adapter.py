@@ -1,4 +1,4 @@
-"""The sessions of OpenEnv clients: each wraps a session of the server and adds the state that
+"""OpenEnv's dialect on the server: a client's session wraps one of the server and adds the state that
 OpenEnv expects.
 """
 
