@@ -114,7 +114,7 @@ class TrainingAssembly(RolloutAssembly):
             keep_untrained=self.config.observe.untrained_episodes,
             teaches=teaches,
         )
-        run.watch(rollouts.underway)
+        run.watch(rollouts.status)
         return rollouts
 
 

@@ -101,9 +101,9 @@ from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
 from agentrl.protocols import Renderer, Savable, Trainer
+from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.underway import Underway
 from agentrl.runs.checkpoint import Checkpoints, set_aside
 from agentrl.runs.lock import RunLock
 from agentrl.runs.task_sources import fingerprints
@@ -450,7 +450,7 @@ class Run:
             )
         return [(number, task) for number, task in pending if number not in gone]
 
-    def watch(self, underway: Callable[[], Underway]) -> None:
+    def watch(self, underway: Callable[[], SchedulerStatus]) -> None:
         """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by
         other threads.
         """
