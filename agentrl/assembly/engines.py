@@ -16,7 +16,7 @@ from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig
 from agentrl.plugins import Component
-from agentrl.protocols import SupportsScore
+from agentrl.protocols import EngineOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
 
@@ -152,13 +152,14 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
         "with engine=local or engine=vllm, or train with algorithm=distill, whose teacher a trainer"
         " computes"
     )
-    if not (isinstance(chosen.factory, type) and issubclass(chosen.factory, SupportsScore)):
+    offers = EngineOffers.of(chosen.factory)
+    if not offers.scores:
         raise ConfigError(
             f"recipe.teacher.engine.name: engine {chosen.name!r} has no method `score`, so it"
             f" cannot say how likely given tokens are: serve the teacher {way_out}"
         )
     temperature = config.rollout.sampling.temperature
-    if getattr(chosen.factory, "scores_at_one_only", False) and temperature != 1:
+    if offers.scores_at_one_only and temperature != 1:
         raise ConfigError(
             f"recipe.teacher.engine.name: engine {chosen.name!r} scores tokens at temperature 1"
             f" only, and rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the"
@@ -201,9 +202,8 @@ def _check_compares_routing(config: RunConfig) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if config.rollout.compare_routing and not getattr(
-        config.engine.factory, "reports_experts", False
-    ):
+    reports_experts = EngineOffers.of(config.engine.factory).reports_experts
+    if config.rollout.compare_routing and not reports_experts:
         raise ConfigError(
             f"rollout.compare_routing: engine {config.engine.name!r} does not say which experts it"
             " chose. Leave the setting out, or write engine=local"

@@ -12,16 +12,14 @@ from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_weights import Arrivals, reference_to
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
-from agentrl.placement.time_share import Sleeper
 from agentrl.plugins import Component
 from agentrl.protocols import (
     Engine,
+    EngineOffers,
     EngineStats,
     GenerateRequest,
     ScoreRequest,
     Scores,
-    SupportsScore,
-    SupportsStageWeights,
 )
 from agentrl.trajectory import Completion
 from agentrl.weights.bundle import Manifest, WeightBundle
@@ -72,7 +70,7 @@ class _EngineHost:
         return completion, self._report()
 
     async def score(self, request: ScoreRequest) -> tuple[Scores, _Report]:
-        if not isinstance(self._engine, SupportsScore):
+        if not EngineOffers.of(self._engine).scores:
             raise EngineError(
                 f"{type(self._engine).__name__} has no method `score`: it cannot score given tokens"
             )
@@ -105,7 +103,7 @@ class _EngineHost:
         await self._arrivals.finish(manifest)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
-        if isinstance(self._engine, SupportsStageWeights):
+        if EngineOffers.of(self._engine).stages_weights:
             try:
                 await self._engine.stage_weights(self._here(weights), version)
             except WeightsError:
@@ -121,15 +119,14 @@ class _EngineHost:
         return self._report()
 
     async def sleep(self) -> None:
-        await cast(Sleeper, self._engine).sleep()
+        await self._engine.sleep()
 
     async def wake(self) -> None:
-        await cast(Sleeper, self._engine).wake()
+        await self._engine.wake()
 
     async def probe(self) -> _Report:
-        probe = getattr(self._engine, "probe", None)
-        if probe is not None:
-            await probe()
+        if EngineOffers.of(self._engine).probes:
+            await self._engine.probe()
         return self._report()
 
     async def close(self) -> None:
@@ -143,7 +140,7 @@ class _EngineHost:
         return _Report(self._engine.policy_version, self._engine.stats())
 
 
-class RayEngine:
+class RayEngine(Engine):
     """`Engine` whose model is in a Ray actor; `options` are the actor's Ray options.
 
     `stats` are those of the last answer; requests sent since then are counted as waiting.
@@ -222,7 +219,7 @@ class RayEngine:
         return cast(Completion, completion)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `SupportsScore`."""
+        """See `Engine.score`."""
         import ray
 
         answer = self._running.score.remote(request)
@@ -238,7 +235,7 @@ class RayEngine:
         self._latest = await _answer_of(self._running.interrupt.remote(frozenset(self._asked)))
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. If the actor's machine can read a bundle's folder, only its
+        """See `Engine.stage_weights`. If the actor's machine can read a bundle's folder, only its
         path is sent.
         """
         await self._bring(weights)
@@ -258,7 +255,7 @@ class RayEngine:
         await _answer_of(self._running.wake.remote())
 
     async def probe(self) -> None:
-        """See `SupportsProbe`."""
+        """See `Engine.probe`."""
         self._latest = await _answer_of(self._running.probe.remote())
 
     def stats(self) -> EngineStats:

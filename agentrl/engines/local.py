@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -30,7 +30,14 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores
+from agentrl.protocols import (
+    Engine,
+    EngineOffers,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+)
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle
@@ -100,15 +107,14 @@ class _Live:
         )
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """The `Engine` for laptops and tests: no server, no other process.
 
     The token at position i of a request depends only on its seed, i and the logits, not on the rest
     of the batch.
     """
 
-    reports_experts = True
-    """See `GenerateRequest.keep_experts`."""
+    offers: ClassVar[EngineOffers] = EngineOffers(reports_experts=True)
 
     class Config(Settings):
         """Settings of `engine=local`."""
@@ -228,7 +234,7 @@ class LocalEngine:
             self._withdraw(live)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `SupportsScore`. All its tokens are computed between two steps, beside the KV cache."""
+        """See `Engine.score`. All its tokens are computed between two steps, beside the KV cache."""
         model = self._entered()
         check_score(request, max_context=self._max_context, vocab_size=model.vocab_size)
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
@@ -248,7 +254,7 @@ class LocalEngine:
             self._release(live)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. A bundle is verified in a thread while requests continue."""
+        """See `Engine.stage_weights`. A bundle is verified in a thread while requests continue."""
         self._check_newer(version)
         if isinstance(weights, WeightBundle):
             await asyncio.to_thread(weights.verify)

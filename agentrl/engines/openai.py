@@ -28,7 +28,7 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.net.http_client import proxy_note
 from agentrl.net.openai_wire import CompletionAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest
+from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
@@ -41,7 +41,7 @@ _BUSY = (429, 502, 503, 504)
 """Statuses with which the server, or a proxy in front of it, asks the client to retry later."""
 
 
-class OpenAIEngine:
+class OpenAIEngine(Engine):
     """The `Engine` over HTTP. It serves a single version, whose number only the config can state.
 
     The `model` folder that other engines load is not read: the server's model counts.

@@ -19,7 +19,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -28,16 +28,13 @@ from agentrl.cluster.restarts import RESTARTS, START_SECONDS, Restarts, starting
 from agentrl.cluster.roster import Crew
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
 from agentrl.flow import Flow, Retries, Suspect, Suspicion, notice, paused, span
-from agentrl.placement.time_share import Sleeper
 from agentrl.protocols import (
     Engine,
+    EngineOffers,
     EngineStats,
     GenerateRequest,
     ScoreRequest,
     Scores,
-    SupportsProbe,
-    SupportsScore,
-    SupportsStageWeights,
 )
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
@@ -86,12 +83,12 @@ class _Replica:
     seen: tuple[int, int] = (-1, -1)
 
 
-class Router:
+class Router(Engine):
     """See the module. Entering and leaving the router enters and leaves its replicas.
 
     `escape`: an episode leaves its replica if that has more than `escape` times the requests of the
     least busy one, and over eight more. `factory` makes the replacement of a dead engine; without
-    it, the other replicas carry on. `lease`: seconds that a replica with a probe (`SupportsProbe`)
+    it, the other replicas carry on. `lease`: seconds that a replica with a method `probe`
     may go without a sign of life. `restarts`: how often in a row a replica may be replaced without
     an answer in between. `start_seconds`: how long a replica may take to start.
 
@@ -205,7 +202,7 @@ class Router:
             done = completion if request.format is None else None
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `SupportsScore`. Any replica answers; if it dies, another one does, or its
+        """See `Engine.score`. Any replica answers; if it dies, another one does, or its
         replacement.
 
         Raises:
@@ -214,7 +211,7 @@ class Router:
         """
 
         def ask(engine: Engine) -> Awaitable[Scores]:
-            if not isinstance(engine, SupportsScore):
+            if not EngineOffers.of(engine).scores:
                 raise EngineError(
                     f"{type(engine).__name__} has no method `score`: it cannot score given tokens"
                 )
@@ -255,10 +252,10 @@ class Router:
         await self._everywhere("interrupt", lambda engine: engine.interrupt())
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. Replicas that cannot stage weights are skipped."""
+        """See `Engine.stage_weights`. Replicas that cannot stage weights are skipped."""
 
         async def stage(engine: Engine) -> None:
-            if isinstance(engine, SupportsStageWeights):
+            if EngineOffers.of(engine).stages_weights:
                 await engine.stage_weights(weights, version)
 
         await self._everywhere("stage", stage)
@@ -304,12 +301,12 @@ class Router:
             self._open.set()
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Applies to all live replicas."""
-        await self._everywhere("sleep", lambda engine: cast(Sleeper, engine).sleep())
+        """See `Engine.sleep`. Applies to all live replicas."""
+        await self._everywhere("sleep", lambda engine: engine.sleep())
 
     async def wake(self) -> None:
-        """See `Sleeper`."""
-        await self._everywhere("wake", lambda engine: cast(Sleeper, engine).wake())
+        """See `Engine.wake`."""
+        await self._everywhere("wake", lambda engine: engine.wake())
 
     def stats(self) -> EngineStats:
         """Sums over all live replicas; `kv_use` is that of the fullest KV cache."""
@@ -441,7 +438,7 @@ class Router:
         while True:
             await asyncio.sleep(min(_PROBE_SECONDS, lease / 3))
             engine = replica.engine
-            if replica.dead is not None or not isinstance(engine, SupportsProbe):
+            if replica.dead is not None or not EngineOffers.of(engine).probes:
                 continue
             death: EngineDeadError | None = None
             try:

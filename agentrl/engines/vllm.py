@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -24,7 +24,15 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatErro
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import AnswerFormat, EngineStats, GenerateRequest, ScoreRequest, Scores
+from agentrl.protocols import (
+    AnswerFormat,
+    Engine,
+    EngineOffers,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+)
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
@@ -56,14 +64,14 @@ support is kept.
 _INSTALL = f"{install_command('gpu')} (`cpu` without a GPU: see the README), or use engine=local"
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """The `Engine` for throughput: vLLM with priorities, prefix cache and exact version tags.
 
     A request's tokens depend only on its seed and the logits, not on the rest of the batch.
     """
 
-    scores_at_one_only = True
-    """See `SupportsScore`: vLLM does not divide the logits of given tokens by a temperature."""
+    offers: ClassVar[EngineOffers] = EngineOffers(scores_at_one_only=True)
+    """vLLM does not divide the logits of given tokens by a temperature."""
 
     class Config(Settings):
         """Settings of `engine=vllm`. Settings shared with `engine=local` have the same names."""
@@ -221,7 +229,7 @@ class VllmEngine:
             ended.set()
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `SupportsScore`. A score that an interrupt or new weights met is computed again.
+        """See `Engine.score`. A score that an interrupt or new weights met is computed again.
 
         Raises:
             EngineError: the temperature is not 1.
@@ -258,7 +266,7 @@ class VllmEngine:
                 ) from error
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. Between two steps, each vLLM worker reads a whole bundle and
+        """See `Engine.stage_weights`. Between two steps, each vLLM worker reads a whole bundle and
         checks it.
         """
         llm = self._entered()
@@ -341,7 +349,7 @@ class VllmEngine:
                 self._asleep = False
 
     async def probe(self) -> None:
-        """See `SupportsProbe`: vLLM's core answers between two steps."""
+        """See `Engine.probe`: vLLM's core answers between two steps."""
         llm = self._entered()
         try:
             await self._unless_dead(llm, llm.is_sleeping())

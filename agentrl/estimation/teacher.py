@@ -16,7 +16,7 @@ from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import EngineError, LethalRequestError
 from agentrl.flow import Flow, deadline
-from agentrl.protocols import ScoreRequest, SupportsScore
+from agentrl.protocols import Engine, ScoreRequest
 from agentrl.settings.base import Settings
 
 
@@ -54,7 +54,7 @@ class Teacher:
     """
 
     def __init__(
-        self, engine: SupportsScore, *, temperature: float, seconds: float, concurrency: int
+        self, engine: Engine, *, temperature: float, seconds: float, concurrency: int
     ) -> None:
         self._engine = engine
         self._temperature = temperature

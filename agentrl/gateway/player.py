@@ -14,7 +14,7 @@ import numpy as np
 from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import RAISED_BY_CODE, EngineError, describe, is_cancellation
-from agentrl.protocols import EngineStats, GenerateRequest
+from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class PlayerEngine:
+class PlayerEngine(Engine):
     """An `Engine` whose model is a function: `player(prompt, rng)` reads the text of a prompt and
     returns an answer.
 

@@ -22,13 +22,11 @@ from agentrl.protocols.algorithm import (
 from agentrl.protocols.engine import (
     AnswerFormat,
     Engine,
+    EngineOffers,
     EngineStats,
     GenerateRequest,
     ScoreRequest,
     Scores,
-    SupportsProbe,
-    SupportsScore,
-    SupportsStageWeights,
 )
 from agentrl.protocols.enumeration import (
     Credit,
@@ -38,6 +36,7 @@ from agentrl.protocols.enumeration import (
     Question,
 )
 from agentrl.protocols.env import Env, Isolation, OwnerOnly, ResetResult, ScriptedPlayer, StepResult
+from agentrl.protocols.offers import Offers
 from agentrl.protocols.renderer import Conversation, Prompt, Renderer
 from agentrl.protocols.reward import GroupReward, Reward, Rule, ScoresTurns
 from agentrl.protocols.tasks import (
@@ -75,6 +74,7 @@ __all__ = [
     "Credit",
     "Curriculum",
     "Engine",
+    "EngineOffers",
     "EngineStats",
     "Enumerable",
     "EnumeratesCredit",
@@ -97,6 +97,7 @@ __all__ = [
     "MemberAdvantage",
     "MixesEnvironments",
     "NormalizesAdvantages",
+    "Offers",
     "OwnerOnly",
     "PreparesBatch",
     "Prompt",
@@ -116,10 +117,7 @@ __all__ = [
     "Settings",
     "StepResult",
     "SupportsEnding",
-    "SupportsProbe",
     "SupportsSamples",
-    "SupportsScore",
-    "SupportsStageWeights",
     "TaskSource",
     "Tracker",
     "Trainer",

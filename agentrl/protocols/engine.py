@@ -1,11 +1,13 @@
 """Engines: token ids in, sampled token ids with their logprobs out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
+from agentrl.errors import ConfigError, EngineError
+from agentrl.protocols.offers import Offers
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
@@ -91,12 +93,47 @@ class EngineStats:
     preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """Given tokens whose logprobs are wanted. `id` is unique among live requests.
+
+    Wanted are those of `token_ids[start:]`, each after all the tokens before it, with logits
+    divided by `temperature`, over the whole vocabulary. `start` is at least 1, because nothing
+    predicts the first token.
+    """
+
+    id: str
+    token_ids: IntArray
+    start: int = 1
+    temperature: float = 1.0
+
+    __eq__ = same_fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ints(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """The logprobs that a `ScoreRequest` asked for, shape `len(token_ids) - start`, all of one
+    version of weights.
+    """
+
+    logprobs: FloatArray
+    policy_version: int
+
+    __eq__ = same_fields
+
+
 class Engine(Protocol):
     """Samples tokens: token ids in, token ids out. An async context manager: entering it loads the
     model, leaving it frees everything.
 
     Cancelling the task that awaits `generate` aborts the request and frees its place within one
     engine step.
+
+    The methods from `score` on are optional: an engine that lacks one does not offer it
+    (`EngineOffers`). Two more facts are its class attribute `offers`.
     """
 
     @property
@@ -111,9 +148,13 @@ class Engine(Protocol):
         """Largest prompt plus completion, in tokens."""
         ...
 
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        """Load the model."""
+        return self
 
-    async def __aexit__(self, *exc: object) -> None: ...
+    async def __aexit__(self, *exc: object) -> None:
+        """Free everything."""
+        return
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion.
@@ -152,85 +193,90 @@ class Engine(Protocol):
         """What the engine is doing now."""
         ...
 
-
-@runtime_checkable
-class SupportsProbe(Protocol):
-    """An engine in another process or on another machine, whose health can be checked."""
-
-    async def probe(self) -> None:
-        """Return as soon as the engine answers; the caller sets the deadline.
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Compute the logprobs of given tokens, as a teacher does. Weights that arrive meanwhile
+        never mix: all are of the version that the result names.
 
         Raises:
-            EngineDeadError: it is not running.
+            EngineError: the tokens do not fit into `max_context`, or the request is malformed, or
+                it scores no tokens, as by default.
+            EngineDeadError: the engine is not running; no request to it will be answered.
         """
-        ...
-
-
-@runtime_checkable
-class SupportsStageWeights(Protocol):
-    """An engine that checks new weights before it serves them: the first of two phases
-    (`WeightPublisher`).
-
-    When all engines have staged a version, `Engine.update_weights` commits it on each of them.
-    """
+        raise EngineError(
+            f"{type(self).__name__} has no method `score`: it cannot score given tokens"
+        )
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Fetch the weights and check whatever can be checked. The engine keeps serving its current
-        weights.
+        """Fetch the weights and check whatever can be checked, while the engine keeps serving its
+        current ones: the first of two phases (`WeightPublisher`). When all engines have staged a
+        version, `update_weights` commits it on each of them. By default, there is nothing to check.
 
         Raises:
             WeightsError: they are damaged, or cannot be read from here.
             EngineError: they are of another model, or not newer than the engine's own.
             EngineDeadError: the engine is not running.
         """
-        ...
+        return
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreRequest:
-    """Given tokens whose logprobs are wanted. `id` is unique among live requests.
-
-    Wanted are those of `token_ids[start:]`, each after all the tokens before it, with logits
-    divided by `temperature`, over the whole vocabulary. `start` is at least 1, because nothing
-    predicts the first token.
-    """
-
-    id: str
-    token_ids: IntArray
-    start: int = 1
-    temperature: float = 1.0
-
-    __eq__ = same_fields
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", ints(self.token_ids))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """The logprobs that a `ScoreRequest` asked for, shape `len(token_ids) - start`, all of one
-    version of weights.
-    """
-
-    logprobs: FloatArray
-    policy_version: int
-
-    __eq__ = same_fields
-
-
-@runtime_checkable
-class SupportsScore(Protocol):
-    """An engine that computes the logprobs of given tokens, as a teacher does.
-
-    If its class attribute `scores_at_one_only` is true, it can do so only at temperature 1.
-    """
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Compute logprobs. Weights that arrive meanwhile never mix: all are of the version that
-        the result names.
+    async def probe(self) -> None:
+        """Return as soon as an engine in another process or on another machine answers; the caller
+        sets the deadline. One in this process needs no probe.
 
         Raises:
-            EngineError: the tokens do not fit into `max_context`, or the request is malformed.
-            EngineDeadError: the engine is not running; no request to it will be answered.
+            EngineDeadError: it is not running.
         """
-        ...
+        return
+
+    async def sleep(self) -> None:
+        """Release all memory that can be released. Repeating it changes nothing. If this raises,
+        the engine is awake as before.
+
+        A sleeping engine answers no requests: new ones wait, and those in flight continue when it
+        wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile.
+
+        Raises:
+            ConfigError: it has no way to sleep here, as by default.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot sleep: give it devices of its own")
+
+    async def wake(self) -> None:
+        """Allocate the memory again; when this returns, the engine works. If this raises, it is
+        asleep as before.
+        """
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOffers(Offers):
+    """The abilities of an engine beyond `generate`. A class states the first two in its attribute
+    `offers`; the others follow from its methods.
+    """
+
+    reports_experts: bool = False
+    """It keeps the experts that a mixture of experts chose (`GenerateRequest.keep_experts`)."""
+    scores_at_one_only: bool = False
+    """It scores given tokens only at temperature 1."""
+    scores: bool = False
+    """It has a method `score`."""
+    stages_weights: bool = False
+    """It has a method `stage_weights`."""
+    probes: bool = False
+    """It has a method `probe`."""
+
+    @classmethod
+    def of(cls, plugin: object) -> Self:
+        """The offers of an engine, or of its class."""
+        stated = super(EngineOffers, cls).of(plugin)
+        kind = plugin if isinstance(plugin, type) else type(plugin)
+        return replace(
+            stated,
+            scores=_has_own(kind, "score"),
+            stages_weights=_has_own(kind, "stage_weights"),
+            probes=_has_own(kind, "probe"),
+        )
+
+
+def _has_own(kind: type, method: str) -> bool:
+    """Whether a class has this method, other than as `Engine` has it by default."""
+    inherited = vars(Engine)[method]
+    return getattr(kind, method, None) not in (None, inherited)

@@ -85,6 +85,7 @@ class Trainer(Savable, Protocol):
 
     async def __aexit__(self, *exc: object) -> None:
         """Free everything."""
+        return
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
         """The model's prediction for each loss token, in the order of the batch, shape N, without
@@ -150,6 +151,7 @@ class Trainer(Savable, Protocol):
 
     async def wake(self) -> None:
         """Allocate the memory again. If this raises, the trainer is asleep as before."""
+        return
 
     async def free(self) -> int:
         """Free bytes on the fullest of its devices.

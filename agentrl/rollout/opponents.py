@@ -22,7 +22,7 @@ from pydantic import Field
 
 from agentrl.errors import WeightsError
 from agentrl.flow import deadline, run_to_completion
-from agentrl.protocols import Engine, SupportsStageWeights
+from agentrl.protocols import Engine, EngineOffers
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.results import Results, results_of
@@ -142,7 +142,7 @@ class Opponent:
         try:
             with deadline("engine", "update_weights", self.deadline):
                 weights = self.snapshots.open(version)
-                if isinstance(self.engine, SupportsStageWeights):
+                if EngineOffers.of(self.engine).stages_weights:
                     await self.engine.stage_weights(weights, number)
                 await self.engine.update_weights(weights, number)
         except WeightsError as error:
@@ -219,6 +219,9 @@ class SelfPlay:
         self.snapshots.go_back_to(version)
         if 0 in self.snapshots.needed(version + 1):
             self.snapshots.write(0, LowRank(self.model.absolute(), {}))
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Nothing is checked before a snapshot is taken."""
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Follow the policy to a new version: keep a snapshot, if it is time, and draw opponents

@@ -26,7 +26,7 @@ import numpy as np
 from agentrl.arrays import floats
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import EngineStats, GenerateRequest
+from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.simulate.config import SimulatedEngineConfig
 from agentrl.simulate.latency import Latency
 from agentrl.trajectory import Completion, FinishReason
@@ -75,7 +75,7 @@ class _Live:
         return self.request.priority, self.arrival
 
 
-class SimulatedEngine:
+class SimulatedEngine(Engine):
     """An `Engine` on any loop's clock, cheap enough for millions of requests.
 
     Ends, interruptions, updates and cancellations take effect immediately; a token that is due at
@@ -243,7 +243,7 @@ class SimulatedEngine:
         self._arm()
 
     async def wake(self) -> None:
-        """See `Sleeper`: all KV is lost."""
+        """See `Engine.sleep`: all KV is lost."""
         await self._reach()
         self._advance()
         self._state = "alive"

@@ -18,7 +18,13 @@ from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import check_score, max_new_tokens
 from agentrl.engines.stop_texts import Decodes, StopTexts
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores
+from agentrl.protocols import (
+    Engine,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+)
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion, FinishReason
 
@@ -34,7 +40,7 @@ NextToken = Callable[[GenerateRequest, Sequence[int]], tuple[int, float, IntArra
 that it was sampled from (none: the whole vocabulary)."""
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """An `Engine` whose model is a function.
 
     `ScriptedEngine(next_logits)` samples from the function's logits as a real engine would:
@@ -174,7 +180,7 @@ class ScriptedEngine:
             del self._live[request.id]
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `SupportsScore`. Takes no time, and no place.
+        """See `Engine.score`. Takes no time, and no place.
 
         Raises:
             EngineError: it answers with given tokens, so it has no logprobs.

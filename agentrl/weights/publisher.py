@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import deadline, now, run_to_completion, span
-from agentrl.protocols import Engine, SupportsStageWeights, Trainer
+from agentrl.protocols import Engine, EngineOffers, Trainer
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.store import WeightStore, storage_folders
@@ -60,7 +60,11 @@ class Published:
 
 
 class TakesWeights(Protocol):
-    """What follows the policy's versions: an engine, or something that keeps them."""
+    """A follower of the policy's versions: an engine, or something that keeps them."""
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `Engine.stage_weights`."""
+        ...
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Take this version."""
@@ -160,7 +164,7 @@ class WeightPublisher:
     async def _stage(self, published: Published, engines: Sequence[TakesWeights]) -> None:
         with published.phase("stage"):
             for number, engine in enumerate(engines):
-                if not isinstance(engine, SupportsStageWeights):
+                if not EngineOffers.of(engine).stages_weights:
                     continue
                 try:
                     with deadline("engine", "update_weights", self._deadline):

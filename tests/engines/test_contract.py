@@ -28,11 +28,10 @@ from agentrl.plugins import Component
 from agentrl.protocols import (
     AnswerFormat,
     Engine,
+    EngineOffers,
     GenerateRequest,
     ScoreRequest,
     Scores,
-    SupportsProbe,
-    SupportsScore,
 )
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import NextLogits, ScriptedEngine
@@ -267,7 +266,7 @@ class Served:
         )  # what was asked of it before this is there now, and not only counted here
 
     async def probe(self) -> None:
-        if isinstance(self.engine, SupportsProbe):
+        if EngineOffers.of(self.engine).probes:
             await self.engine.probe()
 
     def assert_true(
@@ -1093,14 +1092,9 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(
     )  # the old KV was kept indeed
 
 
-def scored_by(engine: Engine) -> SupportsScore:
-    assert isinstance(engine, SupportsScore)
-    return engine
-
-
 async def scores_of(engine: Engine, requests: Sequence[ScoreRequest]) -> list[Scores]:
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(scored_by(engine).score(request)) for request in requests]
+        started = [tasks.create_task(engine.score(request)) for request in requests]
     return [task.result() for task in started]
 
 
@@ -1115,11 +1109,11 @@ def test_given_tokens_get_the_logprobs_of_a_plain_forward_pass(
         ScoreRequest(f"score-{n}", prompt_of(length, n), 1 + n * (length - 2) // 6, temperature)
         for n, length in enumerate(lengths)
     ]
-    if getattr(served.engine, "scores_at_one_only", False) and temperature != 1:
+    if EngineOffers.of(served.engine).scores_at_one_only and temperature != 1:
         with pytest.raises(
             EngineError, match=r"temperature 1 only: write rollout\.sampling\.temperature=1"
         ):
-            served.run(scored_by(served.engine).score(requests[0]))
+            served.run(served.engine.score(requests[0]))
         return
     for request, scores in zip(
         requests, served.run(scores_of(served.engine, requests)), strict=True
@@ -1153,9 +1147,7 @@ def test_scores_are_of_one_version_though_weights_change_meanwhile(served: Serve
 
     async def ask(number: int) -> None:
         while going:
-            found.append(
-                await scored_by(served.engine).score(ScoreRequest(f"caller-{number}", tokens))
-            )
+            found.append(await served.engine.score(ScoreRequest(f"caller-{number}", tokens)))
 
     async def main() -> None:
         nonlocal going
@@ -1198,9 +1190,7 @@ def test_tokens_that_cannot_be_scored_are_refused(served: Served, wrong: str) ->
         pytest.skip("its model may have any tokens")
     with pytest.raises(EngineError, match=r"context of|needs 1 <= start|outside of the vocabulary"):
         served.run(
-            scored_by(served.engine).score(
-                ScoreRequest("wrong", tokens.get(wrong, prompt_of(9)), start)
-            )
+            served.engine.score(ScoreRequest("wrong", tokens.get(wrong, prompt_of(9)), start))
         )
 
 
