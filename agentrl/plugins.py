@@ -32,7 +32,7 @@ from typing import Any
 from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import RAISED_BY_CODE, PluginError, describe
 from agentrl.net.credentials import refuse_credentials
-from agentrl.protocols import Env
+from agentrl.protocols.env import Env
 from agentrl.settings.base import Settings
 
 GROUPS = (

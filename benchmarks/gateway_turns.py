@@ -39,7 +39,7 @@ from agentrl.protocols import Engine
 from agentrl.remote.gate import idle_timeout
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Task
 

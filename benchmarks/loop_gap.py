@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 
 from overhead import MAX_CONTEXT, Game, MockEngine
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import batch_of
 from agentrl.arrays import floats, ints
@@ -43,7 +44,8 @@ from agentrl.protocols import GenerateRequest
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
+from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.conversation.tools import (
     ToolError,
     ToolSpec,
@@ -37,7 +38,6 @@ from agentrl.conversation.tools import (
     how_to_call_shortly,
     is_refusal,
     merged,
-    parse_tool_calls,
     read_short_call,
     short_call,
     tools_of,

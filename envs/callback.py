@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from agentrl.conversation.tools import ParsedReply, parse_tool_calls
+from agentrl.conversation.tool_calls import ParsedReply, parse_tool_calls
 from agentrl.envs import background
 from agentrl.errors import EnvError
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from agentrl.conversation.tools import ParsedReply
+from agentrl.conversation.tool_calls import ParsedReply
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.errors import ConfigError, EnvError

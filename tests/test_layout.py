@@ -174,6 +174,91 @@ def test_the_tests_folders_are_the_products():
     assert folders <= {name.removeprefix("agentrl.") for name in packages()}
 
 
+MAX_DEPTH = 20
+"""Files on the longest chain of imports."""
+SETTINGS_MODULES = {
+    "agents",
+    "algorithm",
+    "arrays",
+    "base",
+    "batch",
+    "budget",
+    "config",
+    "context",
+    "credentials",
+    "distribution",
+    "env_config",
+    "errors",
+    "faults",
+    "group_checks",
+    "latency",
+    "own_settings",
+    "plugins",
+    "retries",
+    "run_config",
+    "sampling",
+    "staleness",
+    "suites",
+    "trajectory",
+    "wrappers",
+    "yaml_values",
+}
+"""Names of modules that settings may need: settings themselves, values, and pure functions."""
+
+
+@cache
+def module_imports() -> dict[str, set[str]]:
+    """The modules that each module imports, at its top or within a function; those that it needs
+    for types alone do not count.
+    """
+    paths = {module_of(path).removesuffix(".__init__"): path for path in sources()}
+    graph = {}
+    for module, path in paths.items():
+        names = {
+            name if name in paths else name.rpartition(".")[0]
+            for name in imports_of(path) - imports_for_types(path)
+        }
+        graph[module] = (names & paths.keys()) - {module, "agentrl"}
+    return graph
+
+
+def imports_for_types(path: Path) -> set[str]:
+    """The imports of a module that stand under `if TYPE_CHECKING:`."""
+    names: set[str] = set()
+    for block in ast.parse(path.read_text()).body:
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            statements = [line for line in block.body if isinstance(line, ast.ImportFrom)]
+            names |= {f"{line.module}.{alias.name}" for line in statements for alias in line.names}
+    return names
+
+
+@cache
+def longest_chain(module: str) -> tuple[str, ...]:
+    """The longest chain of imports that begins with a module."""
+    chains = [longest_chain(name) for name in sorted(module_imports()[module])]
+    return (module, *max(chains, key=len, default=()))
+
+
+def test_no_module_is_deeper_than_twenty_files():
+    deepest = max(map(longest_chain, sorted(module_imports())), key=len)
+    assert len(deepest) <= MAX_DEPTH, (
+        f"a chain of {len(deepest)} imports, of which {MAX_DEPTH} are allowed; cut it where a module"
+        " needs only a value or a setting of the next one:\n" + "\n  -> ".join(deepest)
+    )
+
+
+def test_the_settings_of_a_run_import_no_machinery():
+    reached, left = set[str](), ["agentrl.config.run_config"]
+    while left:
+        module = left.pop()
+        is_seam = module.startswith("agentrl.protocols")
+        if module not in reached and not is_seam:
+            reached.add(module)
+            left += module_imports()[module]
+    machinery = [module for module in reached if module.rpartition(".")[2] not in SETTINGS_MODULES]
+    assert not machinery, "put the settings that the config needs into a module of their own"
+
+
 def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
     heavy = {"torch", "vllm", "ray", "transformers"}
     # One process for all: what one loads is said with its name, and starting each its own costs a

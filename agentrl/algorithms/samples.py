@@ -9,7 +9,8 @@ from itertools import chain, zip_longest
 from math import fsum
 from types import MappingProxyType
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.errors import TrainingError
 from agentrl.protocols import Algorithm, MemberAdvantage, NormalizesAdvantages

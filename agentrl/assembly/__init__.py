@@ -6,10 +6,12 @@
 The parts are started here and stopped in reverse order.
 """
 
-from agentrl.assembly.devices import PlacedCluster, device_sharing, open_cluster
+from agentrl.assembly.devices import device_sharing, open_cluster
 from agentrl.assembly.engines import check_trains, teacher_engine
+from agentrl.assembly.placed import PlacedCluster
 from agentrl.assembly.players import agent_player, env_host
-from agentrl.assembly.rollouts import RolloutAssembly, assemble_policy, assemble_rollouts, reward_of
+from agentrl.assembly.policy import assemble_policy, assemble_rollouts
+from agentrl.assembly.rollouts import RolloutAssembly, reward_of
 from agentrl.assembly.trainers import make_advisors, make_trainer
 from agentrl.assembly.training import TrainingAssembly, assemble_training
 

@@ -5,11 +5,12 @@ take turns.
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.workers import Cluster
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.time_share import (
@@ -18,20 +19,10 @@ from agentrl.placement.time_share import (
     Tenant,
     TimeSharing,
 )
-from agentrl.planner.plan import Plan, make_plan
+from agentrl.planner.plan import Plan
 from agentrl.planner.run_facts import model_of
+from agentrl.planner.search import make_plan
 from agentrl.protocols import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedCluster:
-    """An open cluster, its placement plan if any, and the config with the settings that follow from
-    the plan.
-    """
-
-    config: RunConfig
-    cluster: Cluster
-    plan: Plan | None = None
 
 
 @asynccontextmanager

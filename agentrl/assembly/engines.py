@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
-from agentrl.assembly.devices import PlacedCluster
+from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.roster import posted
 from agentrl.cluster.workers import Cluster
-from agentrl.config import RunConfig, component_like
+from agentrl.config.components import component_like
+from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig

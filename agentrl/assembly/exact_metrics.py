@@ -18,7 +18,7 @@ import numpy as np
 from agentrl import plugins
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.oracles.exact import spelling_probabilities

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl import plugins
 from agentrl.cluster.workers import Cluster, own_address
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.engines.router import Router
@@ -26,7 +26,8 @@ from agentrl.protocols import Engine, Renderer
 from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, Role, ScriptedPolicy
 from agentrl.scoring.config import name_of
 from agentrl.settings.sampling import SamplingParams
 

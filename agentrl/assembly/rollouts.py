@@ -6,17 +6,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.assembly.devices import PlacedCluster, open_cluster
 from agentrl.assembly.engines import engine_router, frozen_engines
+from agentrl.assembly.placed import PlacedCluster
 from agentrl.assembly.players import engine_policy, episode_player, other_roles
 from agentrl.cluster.workers import Cluster
-from agentrl.config import RunConfig
-from agentrl.conversation.renderer import TemplateRenderer, renderer_of
+from agentrl.config.run_config import RunConfig
+from agentrl.conversation.renderer import renderer_of
 from agentrl.engines.router import Router
-from agentrl.flow import spare_what_lives
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.rollout.agents import FrozenRoute
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
@@ -44,14 +43,6 @@ class RolloutAssembly:
             self.config, self.engine, self.model, self.runner.renderer, sampling, trained=False
         )
         return replace(self.runner, policy=policy)
-
-
-@asynccontextmanager
-async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[RolloutAssembly]:
-    """Start an engine that serves `model`, the environments and the reward."""
-    async with open_cluster(config) as placed, rollouts_on(placed, model) as rollouts:
-        spare_what_lives()
-        yield rollouts
 
 
 @asynccontextmanager
@@ -98,20 +89,6 @@ def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipelin
         by_env=config.rewards_by_env(),
         needed=needed,
     )
-
-
-@asynccontextmanager
-async def assemble_policy(
-    config: RunConfig, model: Path
-) -> AsyncIterator[tuple[EnginePolicy, TemplateRenderer]]:
-    """Start an engine that serves `model`, alone: the policy as evaluations sample it, and its
-    renderer.
-    """
-    async with open_cluster(config) as placed:
-        renderer = await asyncio.to_thread(renderer_of, model, placed.config.model)
-        async with engine_router(placed.config, placed.cluster, model) as engine:
-            sampling = config.evaluation.sampling(config.rollout.sampling)
-            yield engine_policy(config, engine, model, renderer, sampling, trained=False), renderer
 
 
 def _rules(config: RunConfig, cluster: Cluster) -> RulePool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from agentrl.assembly.devices import PlacedCluster
+from agentrl.assembly.placed import PlacedCluster
 from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.models.tokenizer import check_same_tokens

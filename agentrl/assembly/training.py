@@ -17,7 +17,7 @@ from agentrl.assembly.exact_metrics import ExactMetrics
 from agentrl.assembly.players import engine_policy
 from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.assembly.trainers import make_advisors, make_trainer
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
@@ -114,7 +114,7 @@ class TrainingAssembly(RolloutAssembly):
             keep_untrained=self.config.observe.untrained_episodes,
             teaches=teaches,
         )
-        run.watch(rollouts.status)
+        run.watch(rollouts.underway)
         return rollouts
 
 

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from agentrl.config import RunConfig, load_config
+from agentrl.config.from_file import load_config
 from agentrl.config.overrides import right_form, setting_of
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.settings.base import check_numbers, check_plain
 from agentrl.settings.yaml_values import read_yaml, value_of

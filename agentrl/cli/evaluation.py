@@ -13,7 +13,7 @@ from agentrl.cli.arguments import Overrides, Step
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.cli.stopping import run_or_stop
-from agentrl.config import load_config
+from agentrl.config.from_file import load_config
 from agentrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
     """Play held-out tasks and suites with one of a run's checkpoints, or with a config's model or
     endpoint.
     """
-    from agentrl.assembly import assemble_rollouts
+    from agentrl.assembly.policy import assemble_rollouts
     from agentrl.recipes.evaluate import evaluate_all, report_of
 
     loaded = load_config(run_config(run) if run.is_dir() else run, overrides or [])

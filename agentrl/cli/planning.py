@@ -7,7 +7,7 @@ import typer
 
 from agentrl.cli.arguments import ConfigPath, Overrides
 from agentrl.cli.console import console
-from agentrl.config import load_config
+from agentrl.config.from_file import load_config
 
 
 def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
@@ -54,8 +54,8 @@ def plan(  # noqa: PLR0917  typer calls it by name
     """
     from agentrl.placement.devices import Inventory, gpu_named, host, visible
     from agentrl.planner import measured, report
-    from agentrl.planner.plan import make_plan
     from agentrl.planner.run_facts import model_of
+    from agentrl.planner.search import make_plan
 
     loaded = load_config(config, overrides or []).config
     inventory = (

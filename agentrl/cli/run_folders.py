@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from agentrl import plugins
-from agentrl.config import LoadedConfig, load_config
+from agentrl.config.from_file import load_config
+from agentrl.config.loading import LoadedConfig
 from agentrl.errors import ConfigError
 from agentrl.files.durable import UNFINISHED
 from agentrl.models.source import model_folder

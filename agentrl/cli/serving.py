@@ -10,7 +10,7 @@ import typer
 from agentrl.cli.arguments import EnvPython, EnvRequires, Overrides, Step, env_options
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import model_to_evaluate, output, run_config
-from agentrl.config import load_config
+from agentrl.config.from_file import load_config
 from agentrl.flow import run_steadily
 from agentrl.flow.stop_signals import handled
 from agentrl.protocols import Isolation

@@ -13,7 +13,7 @@ from agentrl import __version__
 from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
-from agentrl.config import load_config
+from agentrl.config.from_file import load_config
 from agentrl.settings.yaml_values import in_yaml
 
 

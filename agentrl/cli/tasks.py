@@ -12,7 +12,8 @@ from rich.markup import escape
 
 from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
-from agentrl.config import RunConfig, load_config
+from agentrl.config.from_file import load_config
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.flow import run_steadily
 from agentrl.models.source import description_folder

@@ -16,7 +16,8 @@ from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
 from agentrl.cli.stopping import Stopping
-from agentrl.config import LoadedConfig, load_config
+from agentrl.config.from_file import load_config
+from agentrl.config.loading import LoadedConfig
 from agentrl.errors import AgentRLError, ConfigError, StorageError
 from agentrl.files.disk_errors import storage_problem
 from agentrl.files.output import lossy_output

@@ -7,8 +7,8 @@ taught nothing, or less than others. Otherwise the expected gradient is another 
 backwards.
 """
 
-from agentrl.algorithms.batch_processing import BatchProcessingConfig
-from agentrl.protocols import (
+from agentrl.algorithms.config import BatchProcessingConfig
+from agentrl.protocols.algorithm import (
     ActorCritic,
     Algorithm,
     LearnsFromBatches,

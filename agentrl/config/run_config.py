@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from agentrl.algorithms.batch_processing import BatchProcessingConfig
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.own_settings import without_effect
 from agentrl.config.group_checks import check_groups
 from agentrl.conversation.config import RendererConfig

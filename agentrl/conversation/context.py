@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from agentrl.protocols import Conversation
+from agentrl.protocols.renderer import Conversation
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Message
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from agentrl.conversation.declared import Declared, Tools, declared, value_of
 from agentrl.conversation.reading import Reading, Unread, Write
-from agentrl.conversation.tools import is_quoted
+from agentrl.conversation.tool_calls import is_quoted
 from agentrl.trajectory import ToolCall
 
 _MARK = re.compile(r"(\S+)<tool_call>")

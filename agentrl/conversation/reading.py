@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from agentrl.conversation.declared import Tools, declared
-from agentrl.conversation.tools import holds_calls, is_quoted
+from agentrl.conversation.tool_calls import holds_calls, is_quoted
 from agentrl.trajectory import NO_CALLS, ToolCall, quoted, unreadable
 
 

@@ -27,7 +27,7 @@ from functools import cached_property
 
 from agentrl.conversation.declared import Tools, declared, value_of
 from agentrl.conversation.reading import Reading, Unread, Write, call_of
-from agentrl.conversation.tools import is_quoted
+from agentrl.conversation.tool_calls import is_quoted
 from agentrl.trajectory import ToolCall
 
 Pieces = tuple[str, ...]

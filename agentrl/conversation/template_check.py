@@ -14,8 +14,8 @@ import numpy as np
 from agentrl.arrays import IntArray, ints
 from agentrl.conversation.reading import Marks
 from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.conversation.tool_formats import PROBE_CALL
-from agentrl.conversation.tools import parse_tool_calls
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Completion, Message, ToolCall
 

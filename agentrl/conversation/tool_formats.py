@@ -29,7 +29,7 @@ from agentrl.conversation.reading import (
     refused_by_parser,
 )
 from agentrl.conversation.tagged_calls import TaggedSyntax, learned, standard
-from agentrl.conversation.tools import is_quoted, parse_tool_calls
+from agentrl.conversation.tool_calls import is_quoted, parse_tool_calls
 from agentrl.conversation.vllm_parsers import find_vllm_reader, parser_names, vllm_reader
 from agentrl.errors import ConfigError
 from agentrl.trajectory import ToolCall

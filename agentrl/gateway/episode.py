@@ -22,7 +22,8 @@ from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.session import AgentSession, CallLimits
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.runner import Episode
 from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
 
 

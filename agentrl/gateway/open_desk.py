@@ -18,7 +18,8 @@ from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession, CallLimits
 from agentrl.rollout.budget import Budget, BudgetUsage
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Score, Task, Terminated, Trajectory
 

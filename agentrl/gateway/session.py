@@ -16,7 +16,7 @@ from typing import Any
 
 from agentrl.arrays import IntArray
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.conversation.tools import parse_tool_calls
+from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.errors import (
     ConfigError,
     DeadlineError,
@@ -31,7 +31,8 @@ from agentrl.gateway.call_tree import CallPlace, CallTree
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.protocols import Prompt
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Message, ToolCall
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols import Env, StepResult
+from agentrl.protocols.env import Env, StepResult
 from agentrl.trajectory import MadeCall, ToolCall
 
 CALLS = "calls_made"

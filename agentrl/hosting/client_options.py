@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper, address
 from agentrl.plugins import Component
-from agentrl.protocols import Env, OwnerOnly, ResetResult
+from agentrl.protocols.env import Env, OwnerOnly, ResetResult
 from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 

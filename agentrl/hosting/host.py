@@ -22,9 +22,10 @@ from agentrl.errors import (
     describe,
     is_cancellation,
 )
-from agentrl.flow import deadline, span
+from agentrl.flow.deadline import deadline
+from agentrl.flow.spans import span
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols import Env, ScriptedPlayer
+from agentrl.protocols.env import Env, ScriptedPlayer
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.hosting.host import call_env, consult_player, has_async, inner_env, log_failure
-from agentrl.protocols import Env, ScriptedPlayer
+from agentrl.protocols.env import Env, ScriptedPlayer
 
 
 class InlineHost:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from pydantic_core import to_json
 
 from agentrl.errors import EnvProcessDiedError, LethalTaskError
-from agentrl.flow import Suspicion
+from agentrl.flow.suspicion import Suspicion
 
 T = TypeVar("T")
 

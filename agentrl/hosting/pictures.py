@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from agentrl.errors import RAISED_BY_CODE
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.protocols.env import Env, ResetResult, StepResult
 
 PICTURE = "render_html"
 """The key of an info with the picture of the state, as HTML. An environment may also fill it in

@@ -9,7 +9,7 @@ from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process_env import ProcessEnv
-from agentrl.protocols import Env, Isolation
+from agentrl.protocols.env import Env, Isolation
 
 
 class EnvPool:

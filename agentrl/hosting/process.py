@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 from agentrl.errors import EnvError
+from agentrl.hosting.call_thread import CallThread
 from agentrl.hosting.host import EXPLAINED, call_env, log_failure
 from agentrl.hosting.lethal_requests import LethalRequests
 from agentrl.hosting.process_env import ProcessEnv
-from agentrl.hosting.thread import CallThread
-from agentrl.protocols import ScriptedPlayer
+from agentrl.protocols.env import ScriptedPlayer
 
 
 class ProcessHost:

@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError
 from agentrl.hosting.worker_handle import WorkerHandle
 from agentrl.hosting.wrappers import inner_name
-from agentrl.protocols import ResetResult, ScriptedPlayer, StepResult
+from agentrl.protocols.env import ResetResult, ScriptedPlayer, StepResult
 
 LARGEST_ANSWER_BYTES = 64 << 20
 """Largest answer; a worker that sends more is killed."""

@@ -15,7 +15,7 @@ from agentrl import plugins
 from agentrl.errors import ConfigError, describe
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.pictures import pictured
-from agentrl.protocols import Env
+from agentrl.protocols.env import Env
 
 
 def serve(fd: int, address: str, scratch: str) -> None:

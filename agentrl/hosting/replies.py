@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import EnvError
-from agentrl.protocols import ResetResult, StepResult
+from agentrl.protocols.env import ResetResult, StepResult
 
 
 def checked_reset(name: str, reply: Any) -> ResetResult:

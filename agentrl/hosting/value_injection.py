@@ -20,7 +20,7 @@ from pydantic import Field
 
 from agentrl.errors import EnvError
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 

@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError, field_validator
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import faults
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.cluster.roster import Crew, roster
 from agentrl.files.durable import remove_left, unfinished
 from agentrl.flow import PendingWait, PeriodicThread, notices, waits
-from agentrl.rollout.accounts import SchedulerStatus
+from agentrl.rollout.underway import Underway
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LiveState:
     workers: tuple[Crew, ...] = ()
     waits: tuple[PendingWait, ...] = ()
     notices: tuple[str, ...] = ()
-    underway: SchedulerStatus | None = None
+    underway: Underway | None = None
 
 
 _FORMAT = TypeAdapter(LiveState)
@@ -59,7 +59,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         self._path = run / FILE
         self._every = every
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._underway: Callable[[], SchedulerStatus] | None = None
+        self._underway: Callable[[], Underway] | None = None
         self._thread = PeriodicThread(self._write, name="live status")
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         """A phase of the run begins on this event loop, whose waits are shown from now on."""
         self._loop = asyncio.get_running_loop()
 
-    def watch(self, underway: Callable[[], SchedulerStatus]) -> None:
+    def watch(self, underway: Callable[[], Underway]) -> None:
         """Show what a scheduler does from now on. `underway` is called by the thread that writes."""
         self._underway = underway
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl import plugins
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import device_maps

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.placement.devices import GIB, Inventory, visible
 from agentrl.placement.footprint import USABLE, trainer_footprint

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from agentrl.config import RunConfig, load_config
+from agentrl.config.from_file import load_config
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.metrics import MetricsFile
 from agentrl.placement.device_map import DeviceMap, device_maps

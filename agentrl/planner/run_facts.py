@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.models.source import description_folder
@@ -13,7 +13,7 @@ from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.footprint import EngineLayout, TrainerLayout
 from agentrl.plugins import Component
 from agentrl.rollout.agents import FrozenRoute
-from agentrl.rollout.opponents import OpponentsConfig
+from agentrl.rollout.config import OpponentsConfig
 from agentrl.simulate.stages import Stages
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import ConfigError
-from agentrl.flow import run_to_completion
+from agentrl.flow.completion import run_to_completion
 from agentrl.protocols.algorithm import Loss
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agentrl.assembly import check_trains
-from agentrl.config import RunConfig
+from agentrl.assembly.engines import check_trains
+from agentrl.config.run_config import RunConfig
 from agentrl.estimation.advisors import CriticTraining
 from agentrl.estimation.episode_buffer import Replay
 from agentrl.recipes.demonstrations import DemonstrationsConfig

@@ -16,9 +16,13 @@ from pydantic import Field
 
 from agentrl import plugins
 from agentrl.algorithms.sft import Sft
-from agentrl.assembly import agent_player, env_host, make_trainer, open_cluster, reward_of
+from agentrl.assembly.devices import open_cluster
+from agentrl.assembly.players import agent_player, env_host
+from agentrl.assembly.rollouts import reward_of
+from agentrl.assembly.trainers import make_trainer
 from agentrl.batch import collate, to_samples
-from agentrl.config import RunConfig, notes_of_warm_up
+from agentrl.config.learning_rates import notes_of_warm_up
+from agentrl.config.run_config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
@@ -26,7 +30,8 @@ from agentrl.gateway.player import PlayerEngine
 from agentrl.protocols import ScriptedPlayer
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.recordings import RecordingsConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import task_source

@@ -12,8 +12,8 @@ import asyncio
 from typing import ClassVar
 
 from agentrl.algorithms.distill import Distill, DistillLoss
-from agentrl.assembly import check_trains, teacher_engine
-from agentrl.config import RunConfig
+from agentrl.assembly.engines import check_trains, teacher_engine
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.models.tokenizer import check_same_tokens

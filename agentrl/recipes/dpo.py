@@ -20,9 +20,11 @@ from pydantic import Field
 
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.arrays import FloatArray, floats, ints
-from agentrl.assembly import make_trainer, open_cluster
+from agentrl.assembly.devices import open_cluster
+from agentrl.assembly.trainers import make_trainer
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.config import PLAYED, RunConfig, notes_of_warm_up
+from agentrl.config.learning_rates import notes_of_warm_up
+from agentrl.config.run_config import PLAYED, RunConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished

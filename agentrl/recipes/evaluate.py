@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from random import Random
 
-from agentrl.assembly import RolloutAssembly
-from agentrl.config import RunConfig
+from agentrl.assembly.rollouts import RolloutAssembly
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile
 from agentrl.hosting.wrappers import address
@@ -21,9 +21,9 @@ from agentrl.observe.reports import (
 )
 from agentrl.rollout.assignment import Assignment, EpisodeOver, MemberReport
 from agentrl.rollout.attempts import NO_RETRIES, Attempts
-from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.outage import Outages
+from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import held_out_tasks

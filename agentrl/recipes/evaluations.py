@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from agentrl.assembly import RolloutAssembly, TrainingAssembly
+from agentrl.assembly.rollouts import RolloutAssembly
+from agentrl.assembly.training import TrainingAssembly
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, run_to_completion

@@ -33,9 +33,10 @@ from agentrl.algorithms.dpo import (
     ranked_pairs,
 )
 from agentrl.algorithms.policy_loss import scored
-from agentrl.assembly import TrainingAssembly, assemble_training, check_trains
+from agentrl.assembly.engines import check_trains
+from agentrl.assembly.training import TrainingAssembly, assemble_training
 from agentrl.batch import collate, to_samples
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.flow import loop_metrics
 from agentrl.observe.step_report import StepReport
 from agentrl.protocols import Savable

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.assembly import assemble_training, check_trains
+from agentrl.assembly.engines import check_trains
+from agentrl.assembly.training import assemble_training
 from agentrl.estimation.advisors import ON_NEWEST, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import elapsed, loop_metrics

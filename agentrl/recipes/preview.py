@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.assembly import env_host, reward_of
-from agentrl.config import RunConfig
+from agentrl.assembly.players import env_host
+from agentrl.assembly.rollouts import reward_of
+from agentrl.config.run_config import RunConfig
 from agentrl.conversation.chats import history_in
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.hosting.pool import EnvPool

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, ClassVar
 
-from agentrl.config import PLAYED
+from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished

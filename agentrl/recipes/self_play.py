@@ -6,14 +6,16 @@ The loop is that of `policy_gradient`; `agentrl/rollout/opponents.py` draws who 
 
 from collections.abc import Sequence
 
-from agentrl.assembly import check_trains, env_host
-from agentrl.config import RunConfig
+from agentrl.assembly.engines import check_trains
+from agentrl.assembly.players import env_host
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.agents import ALONE, PolicyRoute, agents_in, check_routes
-from agentrl.rollout.opponents import Matches, OpponentsConfig
+from agentrl.rollout.config import OpponentsConfig
+from agentrl.rollout.opponents import Matches
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import task_source
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.assembly import assemble_policy
-from agentrl.config import RunConfig
+from agentrl.assembly.policy import assemble_policy
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.files.durable import write_whole
 from agentrl.flow import Flow, run_to_completion

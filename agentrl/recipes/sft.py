@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 
 from agentrl.algorithms.sft import RejectionSampling
-from agentrl.assembly import check_trains
-from agentrl.config import PLAYED
+from agentrl.assembly.engines import check_trains
+from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.files.durable import finish_folder, new_unfinished
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn

@@ -8,8 +8,8 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from agentrl.assembly import agent_player, env_host
-from agentrl.config import RunConfig
+from agentrl.assembly.players import agent_player, env_host
+from agentrl.config.run_config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EnvError, RolloutError
 from agentrl.files.durable import finish_folder, new_unfinished
@@ -17,7 +17,7 @@ from agentrl.gateway.player import PlayerEngine
 from agentrl.models.tiny import SIZES, create_tiny_model
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
 from agentrl.recipes.evaluate import play_all
-from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.next_task import next_task
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import task_source

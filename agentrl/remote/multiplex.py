@@ -1,11 +1,14 @@
-"""The server's end of agentrl's dialect: frames of requests in, frames of answers out."""
+"""The server's end of a WebSocket that carries many sessions: frames of requests in, frames of
+answers out.
+"""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from typing import Any
 
-from fastapi import WebSocket
+from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import ValidationError
 from pydantic_core import to_json
 
@@ -22,7 +25,6 @@ from agentrl.remote.protocol import (
     Stepped,
     packed,
 )
-from agentrl.remote.served_socket import ServedSocket
 from agentrl.remote.sessions import Sessions
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,7 @@ class Multiplexed:
     """
 
     def __init__(self, client: WebSocket, sessions: Sessions, flow: Flow) -> None:
-        self._websocket = client
-        self._client = ServedSocket(client)
+        self._client = client
         self._name = client.query_params.get("client", "")[:64] or secrets.token_urlsafe(16)
         self._sessions = sessions
         self._flow = flow
@@ -50,14 +51,17 @@ class Multiplexed:
 
     async def serve(self) -> None:
         """Answer requests until the client disconnects."""
-        await self._websocket.accept()
+        await self._client.accept()
         with self._sessions.connected(self._name):
             await self._converse()
 
     async def _converse(self) -> None:
-        while (message := await self._client.receive()) is not None:
+        while True:
+            message = await self._client.receive()
+            if message["type"] == "websocket.disconnect":
+                return
             try:
-                frames = FRAMES.validate_json(message)
+                frames = FRAMES.validate_json(message.get("text") or message.get("bytes") or "")
             except ValidationError as error:
                 await self._room.acquire()
                 self._send(self._refused(None, Refusal(422, str(error))))
@@ -117,8 +121,10 @@ class Multiplexed:
         """
         answers, self._answers = self._answers, []
         try:
-            for frame in packed(answers, _FRAME_BYTES):
-                await self._client.send(frame)
+            # The client may be gone; Starlette raises RuntimeError if this side has closed already.
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                for frame in packed(answers, _FRAME_BYTES):
+                    await self._client.send_text(frame.decode())
         finally:
             for _ in answers:
                 self._room.release()

@@ -18,7 +18,7 @@ from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clie
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.process_env import ProcessEnv
-from agentrl.protocols import Env, Isolation
+from agentrl.protocols.env import Env, Isolation
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.remote.multiplex import Multiplexed

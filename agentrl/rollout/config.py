@@ -1,17 +1,20 @@
 """The settings of the rollouts."""
 
-from typing import Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl.conversation.context import FULL, Context
-from agentrl.flow import Retries
+from agentrl.flow.retries import Retries
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.scoring.config import RulePoolConfig
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    pass
 
 SECONDS_PER_SAMPLED_TOKEN = 0.2
 """Slower engines count as hanging: those of full batches sample ten times as fast."""
@@ -168,3 +171,33 @@ class RolloutConfig(Settings):
                 " learned. Write it in the section evaluation, or leave more tokens"
             )
         return sampling
+
+
+class OpponentsConfig(Settings):
+    """Which opponents the policy meets in self-play."""
+
+    latest: float = Field(0.5, ge=0, le=1)
+    """Share of the tasks that the policy plays against itself as it is now, learning from all
+    seats. With 1 there are no other opponents (SPIRAL, arXiv:2506.24119)."""
+    every: int = Field(10, ge=1)
+    """Steps between snapshots of the policy. The first snapshot is the model that the run began
+    with.
+    """
+    pool: int = Field(10, ge=1)
+    """How many of the latest snapshots opponents are drawn from. Each is a copy of the weights in
+    the run's folder.
+    """
+    draw: Literal["uniform", "prioritised"] = "uniform"
+    """How often each snapshot is drawn: equally, or the more often the less the policy wins against
+    it (prioritised fictitious self-play, weight (1 - success)^2)."""
+    engines: int = Field(1, ge=1)
+    """Engines for opponents: so many snapshots are met at a time. Each needs as much memory as the
+    policy's own.
+    """
+    seats: tuple[str, ...] = ()
+    """The agents that the policy plays against snapshots, equally often each; by default all."""
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines the opponents need."""
+        return 0 if self.latest == 1 else min(self.engines, self.pool)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,17 +17,14 @@ from agentrl.arrays import IntArray, floats, ints
 from agentrl.conversation.chats import history_in
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.errors import EngineError, RolloutError
+from agentrl.errors import RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pictures import taken
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import (
-    AnswerFormat,
     Conversation,
-    Engine,
-    GenerateRequest,
     Prompt,
     Renderer,
     ScriptedPlayer,
@@ -40,57 +37,26 @@ from agentrl.rollout.agents import (
     success_of,
     system_prompt_in,
 )
-from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.assignment import (
     Assignment,
     Report,
-    TokensSampled,
     TurnsPlayed,
     ignore_reports,
 )
-from agentrl.rollout.budget import Budget, BudgetUsage
+from agentrl.rollout.budget import Budget
+from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
-from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
     SEGMENT,
     Completion,
     Failed,
-    Group,
     Message,
     Status,
-    Task,
     Terminated,
     Trajectory,
     Truncated,
     Turn,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """An episode that is being played, as policies see it."""
-
-    id: str
-    """Of its session with the engine: that of the assignment. Each agent of several has one of its
-    own, `ID/AGENT`."""
-    task: Task
-    """The problem. Its seed is the environment's."""
-    seed: int
-    """For sampling."""
-    priority: int = 0
-    """Of its requests to the engine; those with a lower number are served first."""
-    usage: BudgetUsage = field(default_factory=BudgetUsage, compare=False)
-    """What all of its agents have used of its budget together."""
-
-    @staticmethod
-    def of(assignment: Assignment, budget: Budget, report: Report) -> "Episode":
-        """The episode of an assignment, which reports each answer."""
-
-        def report_tokens(tokens: int) -> None:
-            report(TokensSampled(tokens))
-
-        usage = BudgetUsage(budget, on_answer=report_tokens)
-        return Episode(assignment.id, assignment.task, assignment.seed, assignment.priority, usage)
 
 
 class Policy(Protocol):
@@ -104,67 +70,6 @@ class Policy(Protocol):
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
         """The answer of one turn, as tokens."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePolicy:
-    """The model that an engine serves. `trained`: on these answers, so what they were sampled from
-    is kept.
-
-    `max_tokens`: longest answer in the environments of a mixture that have a limit of their own.
-    `keep_experts`: keep the experts that a mixture of experts chose, too
-    (`rollout.compare_routing`). `formats`: the engine can constrain answers. `vocab_size`: an
-    answer with an id that is not below it is a failure of the engine.
-    """
-
-    engine: Engine
-    sampling: SamplingParams
-    deadline: float
-    trained: bool = True
-    max_tokens: Mapping[str, int] = field(default_factory=dict)
-    keep_experts: bool = False
-    formats: bool = False
-    vocab_size: int | None = None
-
-    @property
-    def max_context(self) -> int:
-        """The engine's limit."""
-        return self.engine.max_context
-
-    async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
-        """Sample a completion within the deadline."""
-        return await self.sample(episode, turn, prompt)
-
-    async def sample(
-        self, episode: Episode, turn: int, prompt: Prompt, answer_format: AnswerFormat | None = None
-    ) -> Completion:
-        """Sample a completion within the deadline, wherever the prompt comes from."""
-        sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
-        longest = episode.usage.longest_answer(
-            self.max_tokens.get(episode.task.env, sampling.max_tokens)
-        )
-        if longest != sampling.max_tokens:
-            sampling = sampling.model_copy(update={"max_tokens": longest})
-        request = GenerateRequest(
-            id=f"{episode.id}/{turn}",
-            prompt_ids=prompt.ids,
-            sampling=sampling,
-            seed=derive_seed(episode.seed, turn),
-            priority=episode.priority,
-            session=episode.id,
-            known=len(prompt.ids) - len(prompt.new_ids),
-            keep_support=self.trained and self.sampling.truncated,
-            keep_experts=self.trained and self.keep_experts,
-            format=answer_format,
-        )
-        with deadline("engine", "generate", self.deadline):
-            completion = checked_completion(
-                await self.engine.generate(request), request, self.vocab_size
-            )
-        if completion.finish_reason == "abort":
-            raise EngineError(f"the engine aborted request {request.id}")
-        episode.usage.add_answer(len(completion.token_ids))
-        return completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,32 +270,6 @@ class _EpisodeState:
                 self.agents[agent].earn(float(earned))
         for agent, state in self.agents.items():
             state.mark_success(success_of(info, agent))
-
-
-class EpisodeRunner(Protocol):
-    """Plays episodes of any kind."""
-
-    async def play(self, assignment: Assignment, report: Report) -> Sequence[Trajectory]:
-        """Play an episode to its end, however it ends: a trajectory for each trained agent, at
-        least one.
-
-        All have the same status. Only cancellation and defects are raised. Each answer is reported,
-        and the turns so far if the assignment asks for them and the runner can tell.
-        """
-        ...
-
-
-@runtime_checkable
-class ObservesBatches(EpisodeRunner, Protocol):
-    """A runner that depends on how earlier episodes went."""
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        """These groups are the next batch: called before they are trained on."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from agentrl.rollout.assignment import (
     RewardRetried,
     ignore_reports,
 )
-from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.runner import EpisodeRunner
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Score, Trajectory, Unscored
 

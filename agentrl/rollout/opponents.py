@@ -16,54 +16,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from agentrl.errors import WeightsError
 from agentrl.flow import deadline, run_to_completion
 from agentrl.protocols import Engine, EngineOffers
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
+from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.results import Results, results_of
 from agentrl.rollout.seeds import derive_seed
-from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, Trajectory
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class OpponentsConfig(Settings):
-    """Which opponents the policy meets in self-play."""
-
-    latest: float = Field(0.5, ge=0, le=1)
-    """Share of the tasks that the policy plays against itself as it is now, learning from all
-    seats. With 1 there are no other opponents (SPIRAL, arXiv:2506.24119)."""
-    every: int = Field(10, ge=1)
-    """Steps between snapshots of the policy. The first snapshot is the model that the run began
-    with.
-    """
-    pool: int = Field(10, ge=1)
-    """How many of the latest snapshots opponents are drawn from. Each is a copy of the weights in
-    the run's folder.
-    """
-    draw: Literal["uniform", "prioritised"] = "uniform"
-    """How often each snapshot is drawn: equally, or the more often the less the policy wins against
-    it (prioritised fictitious self-play, weight (1 - success)^2)."""
-    engines: int = Field(1, ge=1)
-    """Engines for opponents: so many snapshots are met at a time. Each needs as much memory as the
-    policy's own.
-    """
-    seats: tuple[str, ...] = ()
-    """The agents that the policy plays against snapshots, equally often each; by default all."""
-
-    @property
-    def num_engines(self) -> int:
-        """How many engines the opponents need."""
-        return 0 if self.latest == 1 else min(self.engines, self.pool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,18 +54,10 @@ from rich.markup import escape
 
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.cluster.roster import restart_metrics
-from agentrl.config import (
-    ConfigHistory,
-    LoadedConfig,
-    RunConfig,
-    SettingChange,
-    check_installed,
-    check_options,
-    jumps_of_schedules,
-    notes_of_schedules,
-    refuse_another_run,
-    unused_by,
-)
+from agentrl.config.history import ConfigHistory, SettingChange, refuse_another_run
+from agentrl.config.learning_rates import jumps_of_schedules, notes_of_schedules
+from agentrl.config.loading import LoadedConfig, check_installed, check_options
+from agentrl.config.run_config import RunConfig, unused_by
 from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import AgentRLError, ConfigError, describe
 from agentrl.estimation.advisors import CRITIC_FOLDER
@@ -101,9 +93,9 @@ from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
 from agentrl.protocols import Renderer, Savable, Trainer
-from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.underway import Underway
 from agentrl.runs.checkpoint import Checkpoints, set_aside
 from agentrl.runs.lock import RunLock
 from agentrl.runs.task_sources import fingerprints
@@ -450,7 +442,7 @@ class Run:
             )
         return [(number, task) for number, task in pending if number not in gone]
 
-    def watch(self, underway: Callable[[], SchedulerStatus]) -> None:
+    def watch(self, underway: Callable[[], Underway]) -> None:
         """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by
         other threads.
         """

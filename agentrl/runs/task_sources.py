@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from agentrl.config import RunConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.next_task import next_task

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from agentrl.config import LoadedConfig, load_config
+from agentrl.config.from_file import load_config
+from agentrl.config.loading import LoadedConfig
 from agentrl.flow import run_steadily
 from agentrl.runs.run import Run
 

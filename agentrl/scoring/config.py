@@ -19,7 +19,7 @@ from pydantic import Field, create_model
 
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component, NoSettings, unbound
-from agentrl.protocols import Isolation
+from agentrl.protocols.env import Isolation
 from agentrl.settings.base import Settings
 
 _METHODS = ("score", "score_group", "evaluate")

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 from agentrl.errors import ConfigError, RuleLimitError
 from agentrl.plugins import unbound
-from agentrl.protocols import GroupReward, Isolation, Rule
+from agentrl.protocols.env import Isolation
+from agentrl.protocols.reward import GroupReward, Rule
 from agentrl.scoring.returned import as_score, as_scores
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Score, Trajectory

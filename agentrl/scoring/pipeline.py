@@ -16,7 +16,7 @@ from typing import Any, Self
 from agentrl.arrays import settled
 from agentrl.errors import RAISED_BY_CODE, ConfigError, RewardError, describe, is_cancellation
 from agentrl.flow import Flow, Retries, deadline, span
-from agentrl.protocols import GroupReward, Reward, ScoresTurns
+from agentrl.protocols.reward import GroupReward, Reward, ScoresTurns
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.returned import finite, own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool

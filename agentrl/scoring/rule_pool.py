@@ -39,7 +39,7 @@ from agentrl.errors import (
     RuleLimitError,
     describe,
 )
-from agentrl.flow import Suspicion
+from agentrl.flow.suspicion import Suspicion
 from agentrl.scoring.config import RulePoolConfig
 
 

@@ -25,7 +25,9 @@ from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeS
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Reward, TaskSource
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, EpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.sampling import SamplingParams

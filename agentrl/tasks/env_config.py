@@ -23,7 +23,7 @@ from pydantic import (
 from agentrl.errors import ConfigError
 from agentrl.hosting.wrappers import wrapper
 from agentrl.plugins import Component
-from agentrl.protocols import Isolation
+from agentrl.protocols.env import Isolation
 from agentrl.rollout.agents import AgentRoute
 from agentrl.rollout.budget import OwnBudget
 from agentrl.scoring.config import RewardsConfig

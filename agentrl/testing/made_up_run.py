@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import floats, ints

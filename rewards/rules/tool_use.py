@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.conversation.tools import is_refusal, parse_tool_calls
+from agentrl.conversation.tool_calls import parse_tool_calls
+from agentrl.conversation.tools import is_refusal
 from agentrl.settings.base import Settings
 from agentrl.trajectory import MadeCall, Message, Score, ToolCall, Trajectory, Turn
 

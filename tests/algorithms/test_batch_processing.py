@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algorithms.advantages import normalised
-from agentrl.algorithms.batch_processing import (
-    BatchProcessing,
-    BatchProcessingConfig,
-    Constraint,
-    length_penalties,
-    most_varying,
-)
+from agentrl.algorithms.batch_processing import BatchProcessing, length_penalties, most_varying
+from agentrl.algorithms.config import BatchProcessingConfig, Constraint
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.reinforce import Reinforce

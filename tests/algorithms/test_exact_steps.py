@@ -5,7 +5,8 @@ older policies.
 import pytest
 import torch
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Rloo
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.ppo import Ppo

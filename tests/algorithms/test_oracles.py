@@ -14,7 +14,8 @@ import torch
 
 from agentrl.algorithms.advantages import compared_by_state, group_std, returns_to_go
 from agentrl.algorithms.archer import Archer
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo, Rloo

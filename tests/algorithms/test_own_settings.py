@@ -12,7 +12,8 @@ import pytest
 from pydantic import Field
 
 from agentrl import plugins
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.policy_loss import PolicyLoss
 from agentrl.algorithms.rae import RoleAdvantage

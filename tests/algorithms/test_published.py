@@ -21,7 +21,8 @@ from agentrl.algorithms.advantages import (
     compared_by_turn,
     group_std,
 )
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.policy_loss import PolicyLoss

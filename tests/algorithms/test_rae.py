@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.rae import RoleAdvantage
 from agentrl.algorithms.samples import samples_of
 from agentrl.testing.rewards import trajectory

@@ -16,8 +16,8 @@ from agentrl.conversation.declared import declared, value_of
 from agentrl.conversation.family import find_family
 from agentrl.conversation.harmony import read_harmony
 from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.conversation.tool_calls import ParsedReply, parse_tool_calls
 from agentrl.conversation.tool_formats import of_schema
-from agentrl.conversation.tools import ParsedReply, parse_tool_calls
 from agentrl.conversation.vllm_parsers import vllm_reader
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of

@@ -21,7 +21,8 @@ from agentrl.rewards.rules.tags import Tags
 from agentrl.rewards.rules.tool_use import ToolUse
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer

@@ -17,7 +17,8 @@ from agentrl.models.tiny import create_tiny_model
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import END, ByteTokenizer

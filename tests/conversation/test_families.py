@@ -27,7 +27,7 @@ from agentrl.conversation.reading import (
     without_reasoning,
 )
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
-from agentrl.conversation.tools import parse_tool_calls
+from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.errors import ConfigError, PluginError
 from agentrl.models.tiny import create_tiny_model
 from agentrl.trajectory import Completion, Message, ToolCall

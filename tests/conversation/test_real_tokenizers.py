@@ -19,7 +19,7 @@ from agentrl.arrays import ints
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import ControlTokens
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
-from agentrl.conversation.tools import parse_tool_calls
+from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.models.tiny import create_tiny_model
 from agentrl.models.tokenizer import load_tokenizer
 from agentrl.trajectory import Completion, Message, ToolCall

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from agentrl.conversation.tools import ToolError, ToolSpec, find_tool, parse_tool_calls, tools_of
+from agentrl.conversation.tool_calls import parse_tool_calls
+from agentrl.conversation.tools import ToolError, ToolSpec, find_tool, tools_of
 from agentrl.errors import ConfigError
 from agentrl.trajectory import ToolCall
 

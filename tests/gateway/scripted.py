@@ -15,7 +15,7 @@ from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer

@@ -18,7 +18,7 @@ from agentrl.gateway.session import AgentSession
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer

@@ -28,7 +28,8 @@ from agentrl.plugins import NoSettings
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks

@@ -14,7 +14,7 @@ from agentrl.gateway.open_desk import OpenDesk
 from agentrl.gateway.server import serving
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.serve_policy import Recordings, write_regularly
-from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
 from tests.gateway.served import RENDERER, saying
 from tests.processes import PATIENCE_SECONDS

@@ -5,7 +5,8 @@ tokens.
 import numpy as np
 import pyarrow.parquet as pq
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import floats

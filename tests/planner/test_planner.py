@@ -23,8 +23,9 @@ from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
 from agentrl.planner.check import check_placement
 from agentrl.planner.measured import measured, with_measured
 from agentrl.planner.memory import loads, problems
-from agentrl.planner.plan import Plan, make_plan
+from agentrl.planner.plan import Plan
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
+from agentrl.planner.search import make_plan
 from agentrl.simulate.stages import workload
 from tests.properties import examples
 

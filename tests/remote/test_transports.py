@@ -21,7 +21,8 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import Env, Isolation, Prompt
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.testing import check_env
 from agentrl.testing.tokenizer import ByteTokenizer

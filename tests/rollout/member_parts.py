@@ -10,7 +10,8 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.rollout.assignment import Assignment, MemberReport
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.member import Member, MemberResult
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.settings.sampling import SamplingParams

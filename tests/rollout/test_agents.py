@@ -29,7 +29,8 @@ from agentrl.remote.server import EnvServer
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner, Role, ScriptedPolicy
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks

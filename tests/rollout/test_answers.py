@@ -11,7 +11,8 @@ from agentrl.errors import CompletionError, EngineError
 from agentrl.models.source import vocabulary_size
 from agentrl.protocols import GenerateRequest, Prompt
 from agentrl.rollout.answers import checked_completion
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.runner import Episode
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion, Task
 

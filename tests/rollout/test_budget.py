@@ -14,7 +14,8 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget, OwnBudget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.settings.sampling import SamplingParams
 from agentrl.simulate.config import SimulationConfig
 from agentrl.simulate.stages import workload

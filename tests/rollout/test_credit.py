@@ -15,7 +15,8 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.settings.sampling import SamplingParams

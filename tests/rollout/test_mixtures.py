@@ -17,7 +17,8 @@ from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
-from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.mixture import Mixture, Share

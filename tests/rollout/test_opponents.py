@@ -14,8 +14,9 @@ import torch
 from agentrl.errors import WeightsError
 from agentrl.flow import Flow
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
+from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
-from agentrl.rollout.opponents import Matches, Opponent, OpponentsConfig, SelfPlay
+from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.results import Results, results_of
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.sft import RejectionSampling
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError

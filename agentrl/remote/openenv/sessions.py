@@ -1,4 +1,4 @@
-"""OpenEnv's dialect on the server: a client's session wraps one of the server and adds the state that
+"""The sessions of OpenEnv clients: each wraps a session of the server and adds the state that
 OpenEnv expects.
 """
 

@@ -1,0 +1,168 @@
+"""The plan of a run before it starts: what runs on which device, whether it fits, the time of a
+step, and the reasons.
+
+    facts = model_of(config)
+    plan = make_plan(config, Inventory(gpu_named("H100"), per_node=8), facts)
+
+Nothing is loaded: memory and times are computed from the model's shape, and the rollout is
+simulated.
+"""
+
+from dataclasses import replace
+from statistics import fmean
+
+from agentrl.config.run_config import RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.models.facts import ModelFacts
+from agentrl.placement.device_map import DeviceMap, device_maps
+from agentrl.placement.devices import Inventory
+from agentrl.planner.advice import what_fits
+from agentrl.planner.memory import loads, overfull, problems
+from agentrl.planner.plan import Candidate, Plan, StepEstimate
+from agentrl.planner.run_facts import layouts, placement_request_of, stages_of, with_defaults
+from agentrl.simulate.stages import Stages, Workload, workload
+from agentrl.simulate.world import World
+
+_SIMULATED = 4
+"""Most candidates to simulate: the fastest by a rough estimate."""
+_STEPS = 2
+"""Steps to simulate after the first `rollout.max_staleness` ones, which do not count."""
+
+
+def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Plan:
+    """The fastest map that the config allows and that fits.
+
+    Raises:
+        ConfigError: none fits; says what is missing where, and which settings would fit. Or the
+            engine's context is longer than the model's.
+    """
+    _check_context(config, facts)
+    config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
+    stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
+    looked_at = [
+        _looked_at(config, stages, work, devices)
+        for devices in device_maps(config.placement, placement_request_of(config), inventory)
+    ]
+    fitting = sorted(
+        (found for found in looked_at if not found.problems), key=lambda found: found.rough
+    )
+    if not fitting:
+        raise ConfigError(_refusal(config, inventory, facts, looked_at))
+    simulated = [_simulated(config, stages, work, found) for found in fitting[:_SIMULATED]]
+    simulated.sort(key=lambda found: found.step.seconds if found.step else float("inf"))
+    chosen = simulated[0]
+    if chosen.step is None:
+        raise ConfigError(
+            f"no step could be simulated on {chosen.devices}: {'; '.join(chosen.problems)}"
+        )
+    unfit = [found for found in looked_at if found.problems]
+    return Plan(
+        facts,
+        work,
+        chosen.devices,
+        loads(stages, work, chosen.devices),
+        chosen.step,
+        _reason(config, simulated, len(fitting), len(looked_at)),
+        (*simulated, *fitting[_SIMULATED:], *unfit),
+    )
+
+
+def _check_context(config: RunConfig, facts: ModelFacts) -> None:
+    context = layouts(config)[0].max_context
+    if context is not None and context > facts.max_positions:
+        raise ConfigError(
+            f"engine.max_context={context}, but {facts.name} knows {facts.max_positions} positions:"
+            f" write engine.max_context={facts.max_positions}, or take a model whose config extends"
+            " them (rope_scaling)"
+        )
+
+
+def _looked_at(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
+    found = tuple(problems(stages, work, devices))
+    return Candidate(
+        devices,
+        overfull(stages, work, devices),
+        found,
+        0.0 if found else _rough(config, stages, work, devices),
+    )
+
+
+def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> float:
+    """Seconds of a step, with all replicas of the engine decoding full batches all the time."""
+    busy = stages.train(work, devices).total
+    extra = stages.update_seconds(devices) + stages.switch_seconds(devices)
+    replicas = len(devices.of("engine"))
+    if not replicas:
+        return busy + extra
+    engine = stages.simulated_engine(work, devices, config.simulation.engine)
+    live = max(1.0, min(engine.slots, work.episodes / replicas))
+    step = engine.seconds_per_token * (1 + engine.slowdown * (live - 1))
+    rollout = work.episodes * work.sampled / replicas / live * step
+    overlap = config.rollout.max_staleness > 0 and not devices.time_shared
+    return (max(busy, rollout) if overlap else busy + rollout) + extra
+
+
+def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candidate) -> Candidate:
+    """The candidate with its step, simulated with the scheduler."""
+    devices = found.devices
+    simulation = stages.simulation(work, devices, config.simulation)
+    bound = config.rollout.max_staleness
+    if not devices.of("engine"):
+        simulation = config.simulation.model_copy(
+            update={
+                "train_seconds": simulation.train_seconds,
+                "update_seconds": simulation.update_seconds,
+            }
+        )
+    try:
+        report = World(
+            stages.share(config.rollout, devices),
+            simulation,
+            _STEPS + bound,
+            config.seed,
+            weight_update=config.weights.update,
+        ).run()
+    except AgentRLError as error:
+        return replace(found, problems=(f"its simulation ended: {error}",))
+    seconds = report.step_seconds[bound:]
+    train, weights = stages.train(work, devices).total, stages.update_seconds(devices)
+    switch = stages.switch_seconds(devices)
+    rollout = max(0.0, fmean(seconds) - train - weights - switch)
+    rate = max(1, len(devices.of("engine"))) * report.tokens / report.seconds
+    return replace(
+        found, step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness)
+    )
+
+
+def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int) -> str:
+    if config.placement.lists:
+        return "the config lists the devices"
+    if all_maps == 1:
+        return f"the only way for placement={config.placement.name} on these devices"
+    if fitting == 1:
+        return f"the only one of {all_maps} maps that fits into memory"
+    first, second = simulated[0].step, simulated[1].step
+    if first is None or second is None:
+        return "the only one that could be simulated"
+    return (
+        f"the fastest of {fitting} maps that fit into memory ({all_maps} considered):"
+        f" {first.seconds:.1f} s a step; the next one ({simulated[1].devices}) takes"
+        f" {second.seconds:.1f} s"
+    )
+
+
+def _refusal(
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]
+) -> str:
+    """The error message: what does not fit on the closest map, and what would."""
+    closest = min(looked_at, key=lambda found: found.filled)
+    listed = (
+        "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
+        or "  a smaller model, or devices with more memory"
+    )
+    mode = config.placement.name if not config.placement.lists else "its lists"
+    return (
+        f"{facts.name} ({facts.parameters / 1e9:.2f} billion parameters) does not fit on"
+        f" {inventory} with placement={mode}. Closest is {closest.devices}:"
+        f" {'; '.join(closest.problems)}.\nWhat would fit:\n{listed}"
+    )

@@ -1,0 +1,70 @@
+"""The seam between a member of a group and what plays its episodes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from agentrl.rollout.assignment import (
+    Assignment,
+    Report,
+    TokensSampled,
+)
+from agentrl.rollout.budget import Budget, BudgetUsage
+from agentrl.trajectory import (
+    Group,
+    Task,
+    Trajectory,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An episode that is being played, as policies see it."""
+
+    id: str
+    """Of its session with the engine: that of the assignment. Each agent of several has one of its
+    own, `ID/AGENT`."""
+    task: Task
+    """The problem. Its seed is the environment's."""
+    seed: int
+    """For sampling."""
+    priority: int = 0
+    """Of its requests to the engine; those with a lower number are served first."""
+    usage: BudgetUsage = field(default_factory=BudgetUsage, compare=False)
+    """What all of its agents have used of its budget together."""
+
+    @staticmethod
+    def of(assignment: Assignment, budget: Budget, report: Report) -> "Episode":
+        """The episode of an assignment, which reports each answer."""
+
+        def report_tokens(tokens: int) -> None:
+            report(TokensSampled(tokens))
+
+        usage = BudgetUsage(budget, on_answer=report_tokens)
+        return Episode(assignment.id, assignment.task, assignment.seed, assignment.priority, usage)
+
+
+class EpisodeRunner(Protocol):
+    """Plays episodes of any kind."""
+
+    async def play(self, assignment: Assignment, report: Report) -> Sequence[Trajectory]:
+        """Play an episode to its end, however it ends: a trajectory for each trained agent, at
+        least one.
+
+        All have the same status. Only cancellation and defects are raised. Each answer is reported,
+        and the turns so far if the assignment asks for them and the runner can tell.
+        """
+        ...
+
+
+@runtime_checkable
+class ObservesBatches(EpisodeRunner, Protocol):
+    """A runner that depends on how earlier episodes went."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """These groups are the next batch: called before they are trained on."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last batch."""
+        ...
