@@ -1,14 +1,15 @@
-"""Counts the hops from `main` to new weights in the engine, while training steps run.
+"""Counts the hops of the training half and of the playing half of a run.
 
     python benchmarks/hops.py [--root OTHER_CHECKOUT]
 
-A hop is a call from one of our classes or modules into another, on the paths from the command to
-the trainer's update of the weights and to the load of the weights in the engine. Calls inside a
-class or module do not count, and hops on both paths count once. The hops are also counted without
-`agentrl/flow`, which only passes calls on, as asyncio does. A small model trains three steps with
-the local engine, while every call is recorded with its caller, also across tasks and threads. The
-output is the hops, the files that they touch, and how many of our functions, in how many files, are
-entered from one batch to the next. `--root` counts in another checkout, to compare.
+A hop is a call from one of our classes or modules into another. The training half is the paths from
+the command to the trainer's update of the weights and to the load of the weights in the engine; the
+playing half those to the environment's step, the engine's answer and the reward. Calls inside a
+class or module do not count, and hops on several paths of a half count once. The hops are also
+counted without `agentrl/flow`, which only passes calls on, as asyncio does. A small model trains
+three steps with the local engine, while every call is recorded with its caller, also across tasks
+and threads. The output is the hops, the files that they touch, and how many of our functions, in
+how many files, are entered from one batch to the next. `--root` counts in another checkout.
 """
 
 import argparse
@@ -24,8 +25,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-UPDATED = "OneDevice.update"
-LOADED = "PackedModel.load_weights"
+HALVES = {
+    "training": ("OneDevice.update", "PackedModel.load_weights"),
+    "playing": ("FrozenLake.step", "LocalEngine.generate", "EnvironmentReward.score"),
+}
+"""The functions to which the paths of each half lead."""
 STEP = "Rollouts.next_batch"
 OVERRIDES = (
     "steps=3",
@@ -69,7 +73,8 @@ class Recorder:
             FrameType, Call | None
         ] = {}  # frames of coroutines that tasks will run
         self._thread = threading.local()
-        self.found: dict[str, list[Call]] = {UPDATED: [], LOADED: []}
+        targets = [name for half in HALVES.values() for name in half]
+        self.found: dict[str, list[Call]] = {name: [] for name in targets}
         self.steps: list[set[CodeType]] = []
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -136,9 +141,9 @@ def chain(call: Call | None, left_out: str) -> list[Unit]:
     return units[::-1]
 
 
-def hops_of(recorder: Recorder, left_out: str = "\0") -> list[tuple[Unit, Unit]]:
-    """The hops of both paths, each once."""
-    ways = [chain(calls[-1], left_out) for calls in recorder.found.values()]
+def hops_of(recorder: Recorder, half: str, left_out: str = "\0") -> list[tuple[Unit, Unit]]:
+    """The hops of all paths of a half, each once."""
+    ways = [chain(recorder.found[name][-1], left_out) for name in HALVES[half]]
     return list(dict.fromkeys(hop for way in ways for hop in pairwise(way)))
 
 
@@ -194,9 +199,12 @@ def main() -> None:
         print(f"\nto {name}:")
         for file, owner in chain(calls[-1], "\0"):
             print(f"    {Path(file).relative_to(root)} {owner}".rstrip())
-    for text, left_out in (("", "\0"), (" without those of agentrl/flow", "/agentrl/flow/")):
-        hops = hops_of(recorder, left_out)
-        print(f"{len(hops)} hops in {len({unit[0] for hop in hops for unit in hop})} files{text}")
+    print()
+    for half in HALVES:
+        for text, left_out in (("", "\0"), (" without those of agentrl/flow", "/agentrl/flow/")):
+            hops = hops_of(recorder, half, left_out)
+            files = {unit[0] for hop in hops for unit in hop}
+            print(f"{half}: {len(hops)} hops in {len(files)} files{text}")
     one_step = recorder.steps[1]
     entered = {code.co_filename for code in one_step}
     print(
