@@ -241,6 +241,7 @@ def test_leaving_ends_who_has_a_connection_and_who_waits_for_one() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -248,6 +248,7 @@ def test_models_that_vllm_computes_otherwise_are_refused_by_name(tmp_path: Path)
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
     script.write_text(SERVE)

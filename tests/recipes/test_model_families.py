@@ -173,7 +173,9 @@ async def gaps_of_vllm(folder: Path) -> list[float]:
     return gaps
 
 
-@each(["DeepSeek-V3"], pytest.mark.vllm)
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_vllm_serves_a_family_and_takes_up_its_weights(name: str, folder_of: Any) -> None:
     try:
         gaps = asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), PATIENCE_SECONDS))

@@ -24,7 +24,7 @@ from agentrl.models.tiny import create_tiny_model
 from tests.commands import Command
 from tests.ledger.ledger_queries import trained_tasks
 from tests.model_families import make_model
-from tests.processes import PATIENCE_SECONDS, still_alive
+from tests.processes import PATIENCE_SECONDS, open_to_others, still_alive
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -420,8 +420,25 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_the_same_config_trains_on_vllm(tmp_path, bound, monkeypatch):
+def test_the_same_config_trains_on_vllm_which_does_not_outlive_it(tmp_path):
+    settings = ["engine=vllm", "engine.max_batch=16", "steps=1000", "rollout.max_staleness=0"]
+    command = start(*SMALL, "run_dir=run", *settings, "evaluation.tasks=0", cwd=tmp_path)
+    wait_for_a_step(command, tmp_path / "run" / "metrics.jsonl")
+    driver = psutil.Process(command.pid)
+    assert open_to_others([driver, *driver.children(recursive=True)]) == []
+    kill_during(command, tmp_path / "run", steps=3, extra=0)
+    assert command.poll() == -signal.SIGKILL, command.output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if "reward" in row]
+    assert len(steps) >= 3
+    assert max(row["logprob_gap_max"] for row in steps) < 1e-3
+    assert max(row["grad_norm"] for row in steps) > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_whole_run_on_vllm_keeps_the_bound_and_the_logprobs(tmp_path, bound, monkeypatch):
     monkeypatch.delenv(
         "TORCHDYNAMO_DISABLE"
     )  # as users have it: what vLLM compiles agrees with the trainer
