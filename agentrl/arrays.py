@@ -125,7 +125,7 @@ class Ragged:
 
 
 class Growing(Generic[N]):
-    """An append-only array: appending n values costs O(n) in total, however often `values` is read."""
+    """An append-only array: appending n values costs O(n) in all, for any reads of `values`."""
 
     __slots__ = ("_length", "_memory")
 

@@ -329,7 +329,7 @@ class TrainBatch:
         )
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
-        """Split into parts of `counts` consecutive samples; the parts are views of the same memory."""
+        """Split into parts of `counts` consecutive samples, which are views of the same memory."""
         lasts = np.cumsum(counts)
         ends_S, ends_N = (
             np.cumsum(self.lengths_M)[lasts - 1],

@@ -14,7 +14,7 @@ def install_command(*extras: str) -> str:
 
 
 def installed_version() -> str:
-    """The version of this installation; "unknown" where agentrl only lies in the path of modules."""
+    """The version of this installation; "unknown" where agentrl is only on the module path."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:

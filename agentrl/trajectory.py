@@ -474,7 +474,7 @@ class Trajectory:
 
     @property
     def trainable(self) -> bool:
-        """Whether the episode can be trained on: terminated or truncated, with at least one turn."""
+        """True if the episode can be trained on: terminated or truncated, with a turn."""
         return isinstance(self.status, Terminated | Truncated) and bool(self.turns)
 
     @property
@@ -503,7 +503,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled a token of the new turns; `None` without tokens."""
+        """The oldest policy version among the tokens of the new turns; `None` without tokens."""
         stamps = [turn.completion.policy_versions for turn in self.new_turns]
         return min((int(versions.min()) for versions in stamps if len(versions)), default=None)
 
@@ -517,7 +517,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """No part of the reward scores an episode on its own, and it has not been compared with others."""
+    """No part of the reward scores a single episode, and it was not compared with others."""
 
     name: ClassVar[str] = "unscored"
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 def start(data: str, first: int, count: int, written: str) -> None:
-    """Open the tasks, draw `count` of them from `first` on, and append the row of each to a file."""
+    """Open the tasks, draw `count` of them from `first` on, and append their rows to a file."""
     from agentrl.rewards.rules.exact import Exact
     from agentrl.tasks.dataset import DatasetTasks
 

@@ -33,7 +33,7 @@ from agentrl.settings.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Work:
-    """`batch` episodes of `turns` turns: a prompt of `prompt` new tokens, then `new` sampled ones."""
+    """`batch` episodes of `turns` turns: `prompt` new tokens, then `new` sampled ones."""
 
     batch: int
     turns: int

@@ -2,9 +2,9 @@
 
     python benchmarks/house.py [--beside OTHER_CHECKOUT] [--folders]
 
-A *room* is a module or a folder at the top of `agentrl`; an *arrow* leads from a room to one that it
-imports. A folder's *doors* are its modules that other rooms import, its *names* those that they take
-from them. A *literal probe* is `getattr` or `hasattr` with a name that stands in the code. All
+A *room* is a module or a folder at the top of `agentrl`; an *arrow* leads from a room to one that
+it imports. A folder's *doors* are its modules that other rooms import, its *names* those that they
+take from them. A *literal probe* is `getattr` or `hasattr` with a name that stands in the code. All
 figures are read from the sources; nothing is imported.
 """
 

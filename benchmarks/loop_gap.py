@@ -86,7 +86,7 @@ class SlowEngine(MockEngine):
 
 @dataclass
 class Gaps:
-    """How late the heartbeat was, and how long Python's garbage collections took, in milliseconds."""
+    """The heartbeat's delays and the durations of garbage collections, in milliseconds."""
 
     late: list[float] = field(default_factory=list)
     collections: list[float] = field(default_factory=lambda: [0.0])

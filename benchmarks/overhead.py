@@ -222,7 +222,7 @@ async def play(
     trajectories: int,
     live: int,
 ) -> list[list[tuple[int, float]]]:
-    """Play one batch with the real scheduler. Only this function knows how the parts fit together."""
+    """Play one batch with the real scheduler. Only this function joins the parts."""
     config = RolloutConfig(
         groups_per_step=trajectories // GROUP,
         group_size=GROUP,

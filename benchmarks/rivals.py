@@ -111,7 +111,7 @@ def _mean_seconds(w: Workload) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rule achieved on a workload. `stalled_after`: steps done before it stalled, or None."""
+    """A rule's result on a workload. `stalled_after`: steps done before it stalled, or None."""
 
     rule: str
     seconds_per_step: float
@@ -188,7 +188,7 @@ class Floor:
             heapq.heappush(self._timers, (self.now + seconds, self._count, what))
 
     def next(self) -> object | None:
-        """The next episode that ended, or alarm that is due; None if nothing will happen any more."""
+        """The next ended episode or due alarm; None if nothing will happen any more."""
         while True:
             if self._ended:
                 return self._ended.popleft()
@@ -511,7 +511,7 @@ def lockstep(workload: Workload) -> Result:
 
 
 def workers(workload: Workload, count: int = 64) -> Result:
-    """`count` workers, each of which plays one episode at a time, from its first turn to its last."""
+    """`count` workers, each of which plays one episode at a time, from start to end."""
 
     def play_all(floor: Floor, episodes: list[Episode]) -> bool:
         waiting = deque(episodes)

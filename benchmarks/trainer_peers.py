@@ -157,7 +157,7 @@ def padded(batch: TrainBatch) -> dict[str, torch.Tensor]:
 
 
 def run_plain(model_dir: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
-    """What one writes first: rows padded to the longest of them, logits of all their tokens, AdamW."""
+    """The naive version: rows padded to the longest, logits of all their tokens, AdamW."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -286,7 +286,7 @@ def measured(folder: Path, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def compare(steps: int, groups: int = GROUPS) -> None:
-    """Print a table for conversations that share their beginnings, and one for those that do not."""
+    """Print a table for conversations with shared beginnings, and one for others."""
     console = Console()
     for shared in (True, False):
         with tempfile.TemporaryDirectory() as given:

@@ -39,7 +39,7 @@ GIB = 2**30
 
 
 class Source(Trainer):
-    """The part of a trainer that publishing needs: weights that change. Tied weights have one name."""
+    """The part of a trainer that publishing needs: changing weights. Tied ones have one name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights = {name: p.detach() for name, p in model.named_parameters()}

@@ -167,7 +167,7 @@ class ToolResult:
 
     @property
     def step(self) -> StepResult:
-        """This result as the return value of an environment's `step`; `success` goes into the info."""
+        """This result as an environment's `step` returns it; `success` goes into the info."""
         info = {} if self.success is None else {"success": self.success}
         return self.observation, self.reward, self.terminated, self.truncated, info
 

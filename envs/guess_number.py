@@ -77,7 +77,7 @@ class GuessNumber(TextEnv):
 
 @plays(GuessNumber)
 def weak_player(env: GuessNumber, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` halve the remaining range, else guess any number. For warm starts."""
+    """Halve the remaining range with probability `skill`, else guess. For warm starts."""
     if rng.random() < skill:
         return str((env.low + env.high) // 2)
     return str(rng.randint(*env.range))

@@ -411,7 +411,7 @@ def _with_highlight(drawing: str) -> str:
 
 
 def _without_colours(drawing: str) -> str:
-    """Strip ANSI colours, and put the highlighted cell, which is the player's, in square brackets."""
+    """Strip ANSI colours, and put the highlighted cell, the player's, in square brackets."""
     text: list[str] = []
     highlighted = False
     at = 0

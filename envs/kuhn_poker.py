@@ -161,7 +161,7 @@ class KuhnPoker(TextEnv):
 
 
 def chips_won(cards: Sequence[str], history: tuple[str, ...]) -> int | None:
-    """Chips that the player who acts first wins, by the cards of both; None while the hand goes on."""
+    """Chips that the first player wins, by the cards of both; None while the hand goes on."""
     if history in LEGAL:
         return None
     if history[-1] == "fold":

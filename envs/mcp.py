@@ -82,7 +82,7 @@ class McpToolEnv(ToolEnv, no_tools=True):
     _session: "_Session | None" = None
 
     def __init_subclass__(cls, no_tools: bool = False) -> None:
-        """Every subclass is async, even if its own tools are sync: each step waits for the server."""
+        """Every subclass is async, even with sync tools of its own: steps wait for the server."""
         super().__init_subclass__(no_tools=no_tools)
         cls._is_async = True
 
@@ -152,7 +152,7 @@ class McpToolEnv(ToolEnv, no_tools=True):
 
 
 class McpEnv(McpToolEnv):
-    """An MCP server by its address. The episode ends when the model answers without calling a tool."""
+    """An MCP server by its address. An answer without a tool call ends the episode."""
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
@@ -263,7 +263,7 @@ class _Session:
         return text, content if isinstance(content, Mapping) else {}
 
     async def close(self) -> None:
-        """End the session. If the server does not react, cancelling the caller cancels the session."""
+        """End the session. If the server hangs, cancelling the caller cancels the session."""
         if self._task is None:
             return
         if self._client is None:  # it has not connected: wait no longer

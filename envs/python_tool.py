@@ -391,7 +391,8 @@ def _multiples(rng: random.Random) -> PythonProblem:
     low, high = rng.randint(1, 500), rng.randint(1000, 9999)
     one, other = rng.sample(range(3, 20), 2)
     return PythonProblem(
-        f"What is the sum of all numbers from {low} to {high} that are divisible by {one} or by {other}?",
+        f"What is the sum of all numbers from {low} to {high} that are divisible by {one} or by "
+        f"{other}?",
         multiples,
         (low, high, one, other),
     )
@@ -412,7 +413,8 @@ def _primes(rng: random.Random) -> PythonProblem:
 def _change(rng: random.Random) -> PythonProblem:
     amount, coins = rng.randint(100, 500), sorted(rng.sample(range(2, 60), rng.randint(4, 6)))
     return PythonProblem(
-        f"In how many ways can {amount} cents be paid with coins of {_listed(coins)} cents? The order does not count.",
+        f"In how many ways can {amount} cents be paid with coins of {_listed(coins)} cents? The "
+        "order does not count.",
         change,
         (amount, coins),
     )
@@ -422,7 +424,8 @@ def _recurrence(rng: random.Random) -> PythonProblem:
     first, second, a, b = (rng.randint(2, 9) for _ in range(4))
     n, modulus = rng.randint(1000, 9999), rng.randint(10**5, 10**6)
     return PythonProblem(
-        f"x(1) = {first}, x(2) = {second}, and x(n) = ({a} * x(n-1) + {b} * x(n-2)) mod {modulus}. What is x({n})?",
+        f"x(1) = {first}, x(2) = {second}, and x(n) = ({a} * x(n-1) + {b} * x(n-2)) mod "
+        f"{modulus}. What is x({n})?",
         recurrence,
         ((first, second), (a, b), n, modulus),
     )
@@ -445,8 +448,8 @@ def _knapsack(rng: random.Random) -> PythonProblem:
         [f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)]
     )
     return PythonProblem(
-        f"A bag holds a weight of {room}. Of these things, as (weight, value): {things}, what is the greatest total "
-        "value that fits? There is one of each.",
+        f"A bag holds a weight of {room}. Of these things, as (weight, value): {things}, what is "
+        "the greatest total value that fits? There is one of each.",
         knapsack,
         (room, weights, values),
     )
@@ -471,8 +474,9 @@ def _paths(rng: random.Random) -> PythonProblem:
     cells = [(row, column) for row in range(size) for column in range(size)][1:-1]
     walls = rng.sample(cells, size)
     return PythonProblem(
-        f"A grid of {size} x {size} cells, rows and columns from 0. These cells (row, column) are blocked: "
-        f"{_listed(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), going only right and down?",
+        f"A grid of {size} x {size} cells, rows and columns from 0. These cells (row, column) are "
+        f"blocked: {_listed(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), "
+        "going only right and down?",
         paths,
         (size, walls),
     )
@@ -482,8 +486,8 @@ def _subsets(rng: random.Random) -> PythonProblem:
     numbers = [rng.randint(10, 60) for _ in range(rng.randint(18, 24))]
     total = sum(rng.sample(numbers, len(numbers) // 2))
     return PythonProblem(
-        f"In how many ways can some of these numbers be chosen, so that they sum to {total}: {_listed(numbers)}? "
-        "Equal numbers at different places are different choices.",
+        f"In how many ways can some of these numbers be chosen, so that they sum to {total}: "
+        f"{_listed(numbers)}? Equal numbers at different places are different choices.",
         subsets,
         (numbers, total),
     )

@@ -161,7 +161,7 @@ class Sokoban(TextEnv):
         return observation, reward, self._solved, False, {"success": self._solved}
 
     def render_html(self) -> str:
-        """The room: walls, goals (pink), boxes (squares, green on a goal), and the player (a dot)."""
+        """The room: walls, goals (pink), boxes (squares, green on a goal), the player (a dot)."""
         return board_html([row[1::2] for row in self._grid().split("\n")], _COLOURS, _SIGNS)
 
     def known_moves(self) -> list[str]:
@@ -222,13 +222,13 @@ class Sokoban(TextEnv):
 
 @plays(Sokoban)
 def strong_player(env: Sokoban, rng: random.Random) -> str:
-    """A word of the known solution, or any legal word once a push has left it. For demonstrations."""
+    """A word of the known solution, or a legal word once a push left it. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
 @plays(Sokoban)
 def weak_player(env: Sokoban, rng: random.Random, skill: float = 0.6) -> str:
-    """With probability `skill` a word of the known solution, else any legal word. For warm starts."""
+    """A word of the known solution with probability `skill`, else a legal one. For warm starts."""
     known = env.known_moves() if rng.random() < skill else []
     return rng.choice(known or list(MOVES))
 
@@ -304,7 +304,7 @@ def _beside(cell: Cell, word: str) -> Cell:
 
 
 def _way(start: Cell, end: Cell) -> str:
-    """The steps down or up, and right or left, from one cell to another: `2 up 1 left`, or `here`."""
+    """The steps down or up, and right or left, between two cells: `2 up 1 left`, or `here`."""
     down, right = end[0] - start[0], end[1] - start[1]
     parts = [
         (abs(down), "down" if down > 0 else "up"),

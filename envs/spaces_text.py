@@ -114,7 +114,7 @@ class WordReader:
 
 @dataclass(frozen=True, slots=True)
 class NumberReader:
-    """Actions of several numbers, or of one that is not whole: `low` and `high` bound each of them."""
+    """Actions of several numbers, or one that is not whole: `low` and `high` bound each."""
 
     space: Space[Any]
     low: Sequence[float]

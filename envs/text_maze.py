@@ -246,7 +246,7 @@ def strong_player(env: TextMaze, rng: random.Random) -> str:
 
 @plays(TextMaze)
 def weak_player(env: TextMaze, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` the word of `strong_player`, else any legal word. For warm starts."""
+    """The word of `strong_player` with probability `skill`, else a legal one. For warm starts."""
     return env.way_on() if rng.random() < skill else rng.choice(list(MOVES))
 
 

@@ -77,7 +77,7 @@ class VerdictCache:
         return None if row is None else str(row[0])
 
     def put(self, question: bytes, verdict: str) -> None:
-        """Store a verdict. If two runs get a verdict on the same question, the later one is kept."""
+        """Store a verdict. Of two runs' verdicts on the same question, the later one is kept."""
         self._open.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [question, verdict])
 
     @property

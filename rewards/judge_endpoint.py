@@ -52,7 +52,7 @@ class Verdict(BaseModel):
 
 
 class _NoVerdictError(AgentRLError):
-    """A request that gave no verdict and may be sent again, after `pause` seconds at the earliest."""
+    """A request without a verdict that may be retried after at least `pause` seconds."""
 
     def __init__(self, kind: Trouble, message: str, pause: float = 0.0) -> None:
         super().__init__(message)

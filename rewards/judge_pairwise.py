@@ -141,7 +141,7 @@ class PairwiseJudge:
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """As `RubricJudge.metrics`, and the share of pairs whose verdict changed with their order."""
+        """As `RubricJudge.metrics`, and the share of pairs whose order changed the verdict."""
         orders, self._orders = self._orders, _Orders()
         return {
             **self._endpoint.tally.take(),

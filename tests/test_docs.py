@@ -1,4 +1,4 @@
-"""The documents say what is so: their commands parse, their code runs, and what they name exists."""
+"""The documents are true: their commands parse, their code runs, their names exist."""
 
 import datetime
 import importlib.util

@@ -292,7 +292,9 @@ def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
 
 
 def test_what_imports_for_seconds_is_not_called_by_the_event_loop():
-    """The first import of transformers, or of the rules of families, takes seconds, in which nothing else happens."""
+    """The first import of transformers, or of the rules of families, takes seconds, in which
+    nothing else happens.
+    """
     slow = {"renderer_of", "create_tiny_model"}
     wrong = []
     for path in sources():

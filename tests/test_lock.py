@@ -1,4 +1,6 @@
-"""The versions that `make install` installs: of every dependency one that is allowed, wherever packages come from."""
+"""The versions that `make install` installs: of every dependency one that is allowed, wherever
+packages come from.
+"""
 
 import re
 import tomllib

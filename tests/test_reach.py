@@ -1,4 +1,6 @@
-"""Which tests a change reaches: along imports, names of modules, plug-ins and files, and data; else all of them."""
+"""Which tests a change reaches: along imports, names of modules, plug-ins and files, and data; else
+all of them.
+"""
 
 import signal
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The pages of reference are what the code says, and every metric that a run writes has a meaning."""
+"""The reference pages follow the code, and every metric that a run writes has a meaning."""
 
 import importlib.util
 from pathlib import Path

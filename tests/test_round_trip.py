@@ -1,4 +1,4 @@
-"""The options of a run come to its environments, programs, ledger and readers as they were written."""
+"""A run's options reach its environments, programs, ledger and readers as written."""
 
 import asyncio
 import json

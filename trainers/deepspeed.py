@@ -13,7 +13,7 @@ from agentrl.trainers.settings import TrainerSettings
 
 
 class DeepSpeedTrainer(GroupTrainer):
-    """DeepSpeed on `world_size` ranks, each a worker of the cluster. Needs the extra `deepspeed`."""
+    """DeepSpeed on `world_size` ranks, each a cluster's worker. Needs the extra `deepspeed`."""
 
     sharding: ClassVar[str] = "agentrl.trainers.rank.zero:open_sharding"
 

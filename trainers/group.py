@@ -354,7 +354,7 @@ class GroupTrainer(Trainer):
         return ranks
 
     async def _loaded(self, ranks: WorkerGroup) -> tuple[int, Path] | None:
-        """Let new ranks find each other and load the model, and the checkpoint that this returns."""
+        """Connect new ranks; they load the model, and the checkpoint that this returns."""
         async with starting(f"the {self._role}", self._recovery.start_seconds):
             one_machine = len(set(await ranks.all("machine"))) == 1
             await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))

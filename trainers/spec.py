@@ -40,7 +40,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank's number among `world_size` ranks, which meet at `address`, the "host:port" of rank 0."""
+    """A rank's number among `world_size` ranks, who meet at `address`, rank 0's "host:port"."""
 
     rank: int
     world_size: int

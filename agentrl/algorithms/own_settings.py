@@ -52,7 +52,7 @@ def without_effect(
 
 
 def _asked(algorithm: Algorithm) -> list[list[Sequence[MemberAdvantage]]]:
-    """The advantages of two groups, and those of the same when the algorithm has learned from them."""
+    """The advantages of two groups, before and after the algorithm has learned from them."""
     groups = [_group(f"{number}", rewards) for number, rewards in enumerate(_REWARDS)]
     found = [[algorithm.advantages(group) for group in groups]]
     if isinstance(algorithm, LearnsFromBatches):

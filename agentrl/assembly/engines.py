@@ -117,7 +117,7 @@ async def opponent_engines(
 async def teacher_served(
     placed: PlacedCluster, model: Path, teacher: TeacherConfig | None, longest: int
 ) -> AsyncIterator[Router | None]:
-    """Start the engine of the teacher, if there is one. It must take sequences of `longest` tokens."""
+    """Start the teacher's engine, if there is one. It must take sequences of `longest` tokens."""
     if teacher is None:
         yield None
         return

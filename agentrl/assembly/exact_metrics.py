@@ -176,7 +176,7 @@ def _laid_out(
 
 
 def _enumeration(config: RunConfig) -> Enumeration | None:
-    """What the run's environment offers, if it runs as it is: unwrapped, and by this interpreter."""
+    """The offers of the run's environment, if it is unwrapped and runs in this interpreter."""
     if config.env.mixture or config.env.foreign or config.env.all_wrappers:
         return None
     factory = plugins.load("envs", config.env.name)

@@ -1,4 +1,4 @@
-"""What plays the episodes of a run: its environments or its program, and the policy of each role."""
+"""The players of a run's episodes: its environments or program, and each role's policy."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager

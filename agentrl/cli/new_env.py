@@ -1,4 +1,6 @@
-"""`agentrl new-env NAME`: a package to start from, with an environment, its test, its entry point and a config."""
+"""`agentrl new-env NAME`: a package to start from, with an environment, its test, its entry point
+and a config.
+"""
 
 import importlib.util
 import keyword
@@ -194,7 +196,8 @@ _KINDS = {
 def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
     """Write the package `name` into a new folder of that name in `parent`, and return the folder.
 
-    Its environment is a game of text, or one with `tools`. Its config trains a tiny model that learns it.
+    Its environment is a game of text, or one with `tools`. Its config trains a tiny model that
+    learns it.
 
     Raises:
         ConfigError: the name is not valid for a module, is taken, or the folder exists.

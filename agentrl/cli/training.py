@@ -192,7 +192,7 @@ def _failed(episodes: float | None) -> str:
 
 
 def _share(value: float | None) -> str:
-    """A share, which is unknown where all episodes failed, or nothing tells whether they succeeded."""
+    """A share; unknown where all episodes failed, or their success is unknown."""
     return "unknown" if value is None or math.isnan(value) else f"{value:.1%}"
 
 

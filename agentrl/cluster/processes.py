@@ -169,7 +169,7 @@ class ProcessWorker:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended. Its exit status can still be collected afterwards."""
+    """True if a child of this process has ended. Its exit status can still be collected."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:

@@ -164,7 +164,9 @@ class ClusterSettings(Settings):
 
     @property
     def has_others(self) -> bool:
-        """Whether it has machines that other people set up: what is installed here says nothing of those."""
+        """Whether it has machines that other people set up: what is installed here says nothing of
+        those.
+        """
         return False
 
 

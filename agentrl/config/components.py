@@ -167,7 +167,7 @@ def entries_of(
 
 
 def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") -> RewardsConfig:
-    """Read the section `reward`: a mapping of settings, or of part numbers to the parts' settings."""
+    """Read the section `reward`: a mapping of settings, or of part numbers to settings."""
     numbers = [key for key in raw if key.isdecimal()] if isinstance(raw, dict) else []
     if not numbers:
         if isinstance(raw, list):

@@ -59,7 +59,7 @@ def _compares(algorithm: Algorithm) -> bool:
 
 
 def _cannot_leave_out(algorithm: Algorithm) -> str:
-    """Why a group alone does not tell what the algorithm would learn from it; nothing if it does."""
+    """The reasons why a group alone does not tell what the algorithm learns from it."""
     if isinstance(algorithm, ActorCritic):
         return "asks a critic for them, so the group does not tell"
     if isinstance(algorithm, LearnsFromBatches):

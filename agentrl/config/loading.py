@@ -118,7 +118,8 @@ def check_options(loaded: LoadedConfig) -> None:
 def check_installed(config: RunConfig) -> None:
     """Check that what the cluster, the engine and the trainers import is installed.
 
-    The engine and the trainers are not looked at where the cluster may have them on machines of others.
+    The engine and the trainers are not looked at where the cluster may have them on machines of
+    others.
 
     Raises:
         ConfigError: something is not; says what to write.

@@ -147,7 +147,8 @@ class RunConfig(Settings):
     tasks: ComponentField
     """Where the tasks come from: `seeded` (a new seed of the environment for each), a file, a
     folder or a dataset (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or
-    `package.module:Name`, a `TaskSource` or `Curriculum` (agentrl/protocols/tasks.py) with its settings.
+    `package.module:Name`, a `TaskSource` or `Curriculum` (agentrl/protocols/tasks.py) with its
+    settings.
     """
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField

@@ -152,7 +152,7 @@ class ControlTokens:
     # Tokenising guarded text
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of rendered text: control tokens where there is no guard, and text elsewhere."""
+        """The tokens of rendered text: control tokens where there is no guard, else text."""
         if self._core is None:
             return self._in_pieces(text)
         twin, ids, names = self._twin

@@ -5,9 +5,10 @@
     <|constrain|>json<|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The first header begins in the prompt, and by the library's rules the channel `analysis` is opened there. Text on that
-channel is reasoning, a message to a function is a call, whatever ends it, and all other text is the answer's: on
-another channel, on none, or outside of messages. The vendor's parser leaves that out.
+The first header begins in the prompt, and by the library's rules the channel `analysis` is opened
+there. Text on that channel is reasoning, a message to a function is a call, whatever ends it, and
+all other text is the answer's: on another channel, on none, or outside of messages. The vendor's
+parser leaves that out.
 """
 
 import re
@@ -41,7 +42,9 @@ class _Block(NamedTuple):
 
 
 def read_harmony(tokenizer: Any, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Reading:
-    """An answer, taken apart. The first header begins in the prompt, which may name the channel, too."""
+    """An answer, taken apart. The first header begins in the prompt, which may name the channel,
+    too.
+    """
     reasoning, said = list[str](), list[str]()
     calls, unread = list[ToolCall](), list[Unread]()
     cut = False

@@ -86,7 +86,7 @@ class Reading:
 
 
 def refused_by_parser(found: Reading, error: BaseException) -> Reading:
-    """An answer at which a parser of others raises, so that nobody knows what was meant as a call."""
+    """An answer at which a vendor's parser raises, so that its calls are unknown."""
     if found.cut or not found.content.strip():
         return found
     said = f"{type(error).__name__}: {error}".removesuffix(": ")

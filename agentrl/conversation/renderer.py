@@ -444,8 +444,8 @@ class TemplateRenderer:
             )
 
     def _shows_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a text that no parser can read may hold a call: something that stands before a call's name, or the
-        name of a tool.
+        """Whether a text that no parser can read may hold a call: something that stands before a
+        call's name, or the name of a tool.
         """
         written = self._template.calls([PROBE_CALL]) if tools else ""
         before = written.partition(PROBE_CALL.name)[0].split("\n")

@@ -220,7 +220,7 @@ class TaggedSyntax:
         return self._end_of_bad(text, mark.start()) if mark[0] == self.begin[0] else len(text)
 
     def _end_of_bad(self, text: str, start: int) -> int:
-        """Where reading goes on after a bad call: after its end, with all calls that stand in it."""
+        """The position after a bad call, where reading continues: past all calls in it."""
         depth, at = 0, start
         ends = re.compile("|".join(map(re.escape, (self.begin[0], self.end[-1]))))
         while (mark := ends.search(text, at)) is not None:

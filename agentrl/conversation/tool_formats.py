@@ -188,7 +188,7 @@ def read_tags(text: str) -> Reading:
 
 
 def reads_canonically(text: str, call: ToolCall) -> bool:
-    """Whether a text holds this call, and no other, in a form that the environment reads by itself."""
+    """True if a text holds this call alone, in a form that the environment reads itself."""
     found = parse_tool_calls(text)
     return not found.errors and [(one.name, dict(one.arguments)) for one in found.calls] == [
         (call.name, call.arguments)

@@ -273,7 +273,7 @@ _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """The text before the first section, and each parameter's description in the `Args:` section."""
+    """The text before the first section, and each parameter's description under `Args:`."""
     section = ""
     description: list[str] = []
     arguments: dict[str, str] = {}

@@ -338,7 +338,7 @@ class PackedModel:
         return [by_slot[row.slot] for row in rows if row.sample]
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[FloatArray]:
-        """The logprobs that the requests ask for. The KV of their tokens is forgotten afterwards."""
+        """The logprobs that the requests ask for. The KV of their tokens is then dropped."""
         layers = [_SlotKv() for _ in self._layers]
         capacity = len(requests), max(len(request.token_ids) for request in requests)
         budget = min(_SCORED_TOKENS, max(64, _SCORED_LOGITS // self.vocab_size))
@@ -606,7 +606,7 @@ def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:
 
 
 def _chunks(requests: Sequence[ScoreRequest], budget: int) -> Iterator[list[StepRow]]:
-    """The tokens of the requests, in slots by their numbers, in chunks of at most `budget` tokens."""
+    """The tokens of requests, in slots by number, in chunks of at most `budget` tokens."""
     rows: list[StepRow] = []
     room = budget
     for slot, request in enumerate(requests):

@@ -130,7 +130,7 @@ class _DirectCopies:
         return found
 
     def replaced(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the form that reaches their layers, without the sinks, which are copied."""
+        """The weights in the form that reaches their layers, without the copied sinks."""
         for name, weight in weights:
             own = self._mapper and self._mapper.map_name(name)
             if own in self._sinks:

@@ -83,7 +83,7 @@ class WeightStream:
 
 
 class _Client:
-    """vLLM's `VLLMWeightSyncClient`: the calls that its senders make to the engine, from a thread."""
+    """vLLM's `VLLMWeightSyncClient`: its senders' calls to the engine, from a thread."""
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm = llm

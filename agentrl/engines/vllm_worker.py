@@ -57,7 +57,7 @@ class BundleInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[misc]
-    """Loads weights from a memory-mapped `WeightBundle`, whose bytes `WorkerExtension` has checked."""
+    """Loads weights from a memory-mapped `WeightBundle` that `WorkerExtension` has checked."""
 
     init_info_cls = NoInit
     update_info_cls = BundleInfo

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """The folder `agentrl` in `$XDG_CACHE_HOME`, or in `~/.cache`. It can be deleted at any time."""
+    """The folder `agentrl` in `$XDG_CACHE_HOME`, or in `~/.cache`. It may be deleted any time."""
     return _caches() / "agentrl"
 
 

@@ -1,4 +1,4 @@
-"""Building blocks of concurrency: clocks, structured tasks, bounded channels, deadlines, retries."""
+"""Building blocks of concurrency: clocks, structured tasks, channels, deadlines, retries."""
 
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual

@@ -23,7 +23,7 @@ class VirtualDeadlockError(AgentRLError):
 
 
 class _JumpingSelector(selectors.BaseSelector):
-    """Polls real file descriptors without waiting, and turns every wait into a jump of the clock."""
+    """Polls real file descriptors without waiting, and turns waits into jumps of the clock."""
 
     def __init__(self) -> None:
         self._real = selectors.DefaultSelector()

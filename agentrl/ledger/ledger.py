@@ -397,7 +397,7 @@ class LedgerReader:
         return [SegmentRecord(*row) for row in self._rows(query, number)]
 
     def tallies(self, kind: Literal["tasks", "episodes"]) -> list[Tally]:
-        """How many tasks or episodes have each fate, with an example; the most common fate first."""
+        """The number of tasks or episodes of each fate, and an example; the commonest first."""
         return [Tally(*row) for row in self._rows(_TALLY[kind].format(why="''"))]
 
     def reasons(self, kind: Literal["tasks", "episodes"], limit: int) -> list[Tally]:

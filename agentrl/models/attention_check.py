@@ -122,7 +122,7 @@ def check_context(config: Any, tokens: int, setting: str) -> None:
 
 
 def not_handed_on(attention: Any) -> ConfigError:
-    """For a model whose layers call attention without the arguments that the model was called with."""
+    """For a model whose layers call attention without the model's own arguments."""
     return ConfigError(
         f"{type(attention).__name__} of transformers does not hand on the arguments of the model's"
         " call to attention, which would know no borders between sequences: evaluate the model"

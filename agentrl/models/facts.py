@@ -141,15 +141,15 @@ def facts_of(config: Any, name: str) -> ModelFacts:
             layers.append(made[shapes])
     if not layers:
         raise ConfigError(
-            f"{name}: {type(model).__name__} does not say which of its modules are layers, so its memory "
-            "cannot be planned for"
+            f"{name}: {type(model).__name__} does not say which of its modules are layers, so its "
+            "memory cannot be planned for"
         )
     experts = max(layer.experts for layer in layers)
     declared = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), 0)
     if declared and not experts:
         raise ConfigError(
-            f"{name}: {type(model).__name__} keeps its experts in a form that is not known here, so its "
-            "memory cannot be planned for"
+            f"{name}: {type(model).__name__} keeps its experts in a form that is not known here, "
+            "so its memory cannot be planned for"
         )
     kept = [layer.kept for layer in layers]
     heads = Heads.of(config)

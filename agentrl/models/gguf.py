@@ -82,7 +82,7 @@ class _Place:
 
 
 class GgufFile:
-    """An open GGUF file: `settings` by name, and tensors, which are decoded on access, as float32."""
+    """An open GGUF file: `settings` by name, and tensors, decoded on access to float32."""
 
     def __init__(self, path: Path) -> None:
         """Read the head of the file.

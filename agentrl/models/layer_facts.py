@@ -76,7 +76,7 @@ class Heads:
 
 
 class Layer:
-    """One layer on the meta device. `experts` are there, and `chosen` of them are used for a token."""
+    """One layer on the meta device with `experts`, of which a token uses `chosen`."""
 
     def __init__(self, module: Any, config: Any) -> None:
         from torch import nn
@@ -132,7 +132,7 @@ class Layer:
         return int(found)
 
     def _widths(self) -> list[int]:
-        """The inner sizes of an expert's matrices: that of gate and up together, and that of down."""
+        """The inner sizes of an expert's matrices: of gate and up together, and of down."""
         return [p.numel() // (self.experts * self._hidden) for p in self._stacked()]
 
     @property
@@ -233,7 +233,7 @@ def _width(norm: Any) -> int:
 
 
 def _low_bytes(norm: Any) -> int:
-    """Bytes that a norm in bfloat16 keeps for each number: some compute in float32 until the end."""
+    """Bytes that a norm in bfloat16 keeps for each number: some compute in float32."""
     import torch
 
     size = _width(norm) or 1

@@ -219,7 +219,7 @@ def _halves(weight: "Tensor", heads: int) -> "Tensor":
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> "PreTrainedTokenizerFast":
-    """The tokenizer: byte-level BPE. Digits are single tokens where the file says that of its kind."""
+    """The tokenizer: byte-level BPE. Digits are single tokens if the file's kind says so."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -158,7 +158,7 @@ def without_router_logits(config: Any) -> dict[str, bool]:
 
 
 def _routers(model: Any) -> Iterator[tuple[Any, int]]:
-    """The routers of a model, in order of their layers, and where in their output the logits stand."""
+    """The routers of a model by layer, and the place of the logits in their output."""
     named = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorders = named.get("router_logits", ())
     for name, module in model.base_model.named_modules():

@@ -127,7 +127,7 @@ class _Sampler:
 
 
 def _traffic() -> tuple[int, int]:
-    """The bytes that all disks have read and written so far; zeros where the system does not tell."""
+    """The bytes that all disks have read and written so far; zeros where unknown."""
     try:
         counters: Any = psutil.disk_io_counters()
     except (NotImplementedError, OSError):  # such as a container that sees no disk

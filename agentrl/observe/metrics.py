@@ -128,7 +128,7 @@ def _versions(group: Group) -> IntArray:
 
 
 def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How much of the answers is reasoning, and how many ended within it; nothing if there is none."""
+    """The share of reasoning in answers, and of answers that ended within it."""
     thought = [
         (message, turn)
         for trajectory in trajectories
@@ -218,7 +218,7 @@ def success_share(scored: Iterable[tuple[Trajectory, Score]]) -> float:
 
 
 def mean_reward(scored: Iterable[tuple[Trajectory, Score]]) -> float:
-    """The mean score; NaN where every part of the reward compares members, and none was compared."""
+    """The mean score; NaN where all parts of the reward compare members, and none was compared."""
     values = [score.value for _, score in scored if not isinstance(score.status, Unscored)]
     return fmean(values) if values else math.nan
 

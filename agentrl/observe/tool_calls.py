@@ -1,4 +1,4 @@
-"""The tools that were called in an episode: by whom the environment says, or else by the messages."""
+"""The tools called in an episode, by the environment's info, or else by the messages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def called_tools(trajectory: Trajectory) -> Iterator[CalledTool]:
 
 
 def _said(messages: Sequence[Message]) -> list[list[tuple[str, bool]]]:
-    """The calls in each message of the model, and whether the result that answers it is a refusal."""
+    """The calls in each message of the model, and whether each call's result is a refusal."""
     places = [place for place, message in enumerate(messages) if message.is_answer]
     found = []
     for place, following in pairwise([*places, len(messages)]):

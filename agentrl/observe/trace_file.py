@@ -90,7 +90,7 @@ class TraceFile:
         return packet
 
     def _track(self, *names: str) -> int:
-        """The number of a group (group,), a lane (group, lane) or a counter (group, counter, unit)."""
+        """The number of a group (group,), lane (group, lane) or counter (group, counter, unit)."""
         if (known := self._tracks.get(names)) is not None:
             return known
         number = self._tracks[names] = len(self._tracks) + 1

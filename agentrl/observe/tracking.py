@@ -90,7 +90,7 @@ class Tracking:
             self._send(work)
 
     def end(self, how: HowEnded, why: str) -> None:
-        """Send what waits, and end. A tracker that takes longer than `end_seconds` is left behind."""
+        """Send pending rows, and end. A tracker that needs over `end_seconds` is abandoned."""
 
         def work(tracker: Tracker) -> None:
             if isinstance(tracker, SupportsEnding):

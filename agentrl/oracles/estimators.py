@@ -338,7 +338,7 @@ class Oracle:
         return self.by_logits(total_W / kept, logits_P)
 
     def with_reference(self, batch: TrainBatch, logits_P: Tensor) -> TrainBatch:
-        """A batch of this problem's paths with the logprobs of a reference that has these logits."""
+        """A batch of this problem's paths with the logprobs of a reference of these logits."""
         tokens_N = batch.tokens_S[batch.loss_mask_S].astype(np.int64)
         return replace(
             batch, reference_logprobs_N=floats(self.logprobs(logits_P).detach().numpy()[tokens_N])

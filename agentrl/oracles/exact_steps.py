@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ExactShare:
-    """What a batch has of an environment: so many groups of so many members, who play this problem."""
+    """An environment's part of a batch: groups of members that play this problem."""
 
     env: str
     root: Decision
@@ -119,7 +119,7 @@ class ExactStep:
         )
 
     def gradient(self, batches: Sequence[ExactBatch], logits_P: Tensor) -> Tensor:
-        """The expectation of the gradient that the step ascends, in the first minibatch; shape P."""
+        """The expected gradient that the step ascends, in the first minibatch; shape P."""
         if not batches:
             return torch.zeros_like(logits_P)
         own_P = logits_P.detach().requires_grad_()

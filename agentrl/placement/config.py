@@ -87,8 +87,9 @@ class PlacementConfig(Settings):
     """Which devices engine and trainer run on."""
 
     name: Literal["auto", "colocated", "disaggregated", "local"] = "auto"
-    """`auto`: the fastest placement that fits, or `local` if there is no GPU. `colocated`: both on all devices;
-    `disaggregated`: each on its own devices; `local`: as their own settings say, on the first device."""
+    """`auto`: the fastest placement that fits, or `local` if there is no GPU. `colocated`: both on
+    all devices; `disaggregated`: each on its own devices; `local`: as their own settings say, on
+    the first device."""
     engine: Devices | None = None
     """Devices of the engine, such as `0-5`; the trainer's must then be listed too."""
     trainer: Devices | None = None

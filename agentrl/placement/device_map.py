@@ -6,8 +6,8 @@
       trainer: 6,7
 
 Roles on the same devices share them: both stay awake if memory holds both, else they take turns
-(`agentrl/placement/time_share.py`). Everything here is pure; `agentrl/placement/footprint.py` counts memory, and
-`agentrl/planner` chooses a map.
+(`agentrl/placement/time_share.py`). Everything here is pure; `agentrl/placement/footprint.py`
+counts memory, and `agentrl/planner` chooses a map.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a replica requests from a cluster: `gpus` counts a fraction for each device that it shares."""
+    """What a replica requests from a cluster: `gpus` counts a fraction for each device that it
+    shares.
+    """
 
     role: Role
     replica: int
@@ -41,7 +43,9 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Which replica runs where. `time_shared`: roles on one device take turns; one sleeps while the other works."""
+    """Which replica runs where. `time_shared`: roles on one device take turns; one sleeps while the
+    other works.
+    """
 
     mode: Mode
     inventory: Inventory
@@ -120,8 +124,8 @@ class DeviceMap:
 class PlacementRequest:
     """What the components' settings request; 1 leaves the number to the placement.
 
-    `has_engine`: false if the engine runs elsewhere. `trainer_grows`: whether the trainer can have several ranks.
-    `splits`: over how many devices one copy of the engine may be spread.
+    `has_engine`: false if the engine runs elsewhere. `trainer_grows`: whether the trainer can have
+    several ranks. `splits`: over how many devices one copy of the engine may be spread.
     """
 
     engines: int = 1
@@ -179,7 +183,7 @@ def _requested(request: PlacementRequest) -> str:
 
 
 def _with_time_sharing(found: DeviceMap) -> list[DeviceMap]:
-    """The map with all roles awake, and with roles in turns; only the first if no device is shared."""
+    """The map with all roles awake, and the one with roles in turns if devices are shared."""
     turns = DeviceMap(found.mode, found.inventory, found.replicas, time_shared=True)
     return [found, turns] if found.shared else [found]
 
@@ -275,7 +279,8 @@ def _chunks(
     """Replicas of `each` devices, in the order listed.
 
     Raises:
-        ConfigError: a device does not exist, the devices make no whole replicas, or a replica is on two nodes.
+        ConfigError: a device does not exist, the devices make no whole replicas, or a replica is on
+        two nodes.
     """
     if beyond := [device for device in devices if device >= len(inventory)]:
         raise ConfigError(

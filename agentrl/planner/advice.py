@@ -104,7 +104,7 @@ def _together(
 def _needed(
     config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]
 ) -> list[Change]:
-    """Changes that make a config fit together, without those that later ones have made unnecessary."""
+    """Changes that make a config fit, without those that later ones made unnecessary."""
     for change in changes:
         fewer: list[Change] = [other for other in changes if other is not change]
         if _filled(_all_of(fewer, config), inventory, facts) <= 1:

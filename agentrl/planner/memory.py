@@ -76,7 +76,7 @@ def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
 
 
 def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[int, int]:
-    """The bytes that the fullest host holds of its devices' data, and what of its memory is usable."""
+    """The bytes of device data on the fullest host, and its usable memory."""
     held: dict[int, int] = {}
     for load in loads:
         node = devices.inventory.node(load.device)

@@ -1,4 +1,4 @@
-"""Reads from a run's config what a plan needs: the model, the stages, and the requested placement."""
+"""The facts of a run's config for a plan: model, stages, requested placement."""
 
 from dataclasses import replace
 from pathlib import Path

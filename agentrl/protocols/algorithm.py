@@ -145,7 +145,7 @@ class LearnsFromBatches(Algorithm, Protocol):
     """
 
     def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Remember what `learned` returned in earlier steps; `rows` are the run's metrics so far."""
+        """Restore what `learned` returned earlier; `rows` are the run's metrics so far."""
         ...
 
     def learned(self, groups: Sequence[Group]) -> Mapping[str, float]:

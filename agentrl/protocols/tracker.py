@@ -43,7 +43,7 @@ class SupportsSamples(Protocol):
     """A tracker that also receives some episodes (`observe.tracked_episodes`)."""
 
     def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
-        """Record episodes of `name`: those trained on ("train"), or of the evaluation of this name."""
+        """Record episodes of `name`: those trained on ("train"), or of an evaluation."""
         ...
 
 

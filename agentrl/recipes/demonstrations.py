@@ -237,5 +237,5 @@ async def _played(
 
 
 def _episodes(trajectories: Iterable[Trajectory]) -> int:
-    """How many episodes these belong to: with several agents an episode has a trajectory for each."""
+    """The number of episodes; with several agents an episode has a trajectory for each."""
     return len({trajectory.id for trajectory in trajectories})

@@ -90,8 +90,8 @@ async def play_members(
 async def evaluate(
     rollouts: RolloutAssembly, name: str = HELD_OUT, *, tasks: int | None = None
 ) -> Evaluation:
-    """Play the tasks of a suite with the engine's current weights. `tasks`: how many held-out tasks,
-    by default as many as the config has.
+    """Play the tasks of a suite with the engine's current weights. `tasks`: how many held-out
+    tasks, by default as many as the config has.
 
     Episodes are scored singly, so the scores exclude reward parts that compare the members of a
     group.
@@ -257,7 +257,7 @@ async def _record(run: Run, step: int, evaluation: Evaluation) -> None:
 def report_of(
     step: int, evaluation: Evaluation, config: RunConfig | None = None
 ) -> EvaluationReport:
-    """The report of an evaluation of the weights after `step` steps. `config`: how it was played."""
+    """The report of an evaluation of the weights after `step` steps, played by `config`."""
     name, sampled = evaluation.name, evaluation.name != HELD_OUT
     episodes = tuple(
         EpisodeResult.of(

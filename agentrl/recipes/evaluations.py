@@ -73,8 +73,9 @@ class _InTurn:
 class _Overlapping:
     """Evaluates on the engines of training while it goes on, until they get new weights.
 
-    The requests of evaluations come last (`agentrl.recipes.evaluate.EVALUATION_PRIORITY`). A run that is killed
-    meanwhile has no result for its newest weights, and evaluates them when it is resumed.
+    The requests of evaluations come last (`agentrl.recipes.evaluate.EVALUATION_PRIORITY`). A run
+    that is killed meanwhile has no result for its newest weights, and evaluates them when it is
+    resumed.
     """
 
     def __init__(self, run: Run, parts: TrainingAssembly, flow: Flow) -> None:
@@ -124,7 +125,7 @@ class _Beside:
                 self._begin(step, due=True)
 
     async def evaluate(self, step: int, *, due: bool = False) -> None:
-        """Take a snapshot of the weights and return; its evaluation begins after those before it."""
+        """Take a snapshot of the weights and return; its evaluation follows earlier ones."""
         left = evaluations_left(self._run, step, due=due)
         if not left:
             return

@@ -27,14 +27,14 @@ class _Record(BaseModel):
 
 
 class ModelRecord(_Record):
-    """A model: its folder, as seen from that of the file that names it, and `weights_sha256` of it."""
+    """A model: its folder, relative to that of the file, and its `weights_sha256`."""
 
     folder: Path
     sha256: str
 
 
 class RewardRecord(_Record):
-    """A part of the reward with its settings; and those of its settings that are folders of models."""
+    """A part of the reward: its settings, and those of them that are folders of models."""
 
     name: str
     settings: dict[str, Any]

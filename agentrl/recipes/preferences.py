@@ -1,4 +1,4 @@
-"""`Preference`: a better and a worse conversation, read from a file or from the episodes of a run."""
+"""`Preference`: a better and a worse conversation, from a file or a run's episodes."""
 
 import json
 import re

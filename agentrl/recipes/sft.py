@@ -76,7 +76,7 @@ async def sft(run: Run, settings: SftSettings) -> None:
 
 
 async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> Path:
-    """The folder of the model that has imitated the recordings; an earlier launch may have made it."""
+    """The folder of the model that imitates the recordings, maybe from an earlier launch."""
     final = run.folder / "sft"
     if not final.exists():
         renderer = await asyncio.to_thread(renderer_of, base, run.config.model)

@@ -136,7 +136,7 @@ class RemoteEnv:
         return await self._ask(lease, "reset", seed=seed, options=dict(options))
 
     async def _ask(self, lease: "_Lease", op: str, **what: Any) -> ReplyFrame:
-        """Send a request of the session. If the server dies meanwhile, the task is suspected of it."""
+        """Send a request of the session. If the server dies meanwhile, the task is suspect."""
         link = lease.link
         line = link.at_work(self)
         try:

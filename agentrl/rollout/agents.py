@@ -1,7 +1,8 @@
 """Several agents in one environment: the agents that its infos name, and the player of each.
 
-The environment's infos name the agents, the agent whose turn it is, and each agent's reward (`agentrl.Env`).
-In a config, `env.agents` assigns players to agents; the trained policy plays all others:
+The environment's infos name the agents, the agent whose turn it is, and each agent's reward
+(`agentrl.Env`). In a config, `env.agents` assigns players to agents; the trained policy plays all
+others:
 
     agents:
       black: frozen                                      # the model that the run started with, unchanged
@@ -35,7 +36,8 @@ class FrozenRoute(Settings):
 
     name: Literal["frozen"] = "frozen"
     model: Path | None = None
-    """The folder of a Hugging Face model (such as a checkpoint); by default the model that the run started with."""
+    """The folder of a Hugging Face model (such as a checkpoint); by default the model that the run
+    started with."""
     refresh: int = Field(0, ge=0)
     """Load the trained weights at every version divisible by this number; 0 means never."""
 
@@ -51,8 +53,9 @@ class ScriptedRoute(Settings):
 
     name: Literal["scripted"] = "scripted"
     player: str
-    """`package.module:function`, called with (environment, random.Random), returning the next action. It reads the
-    environment object itself, so the environment must run locally, not behind HTTP."""
+    """`package.module:function`, called with (environment, random.Random), returning the next
+    action. It reads the environment object itself, so the environment must run locally, not behind
+    HTTP."""
 
 
 def _named(value: Any) -> Any:
@@ -118,11 +121,12 @@ def next_agent(info: Mapping[str, Any], agents: Sequence[str]) -> str:
 def earnings(
     info: Mapping[str, Any], actor: str, reward: float, agents: Sequence[str]
 ) -> Mapping[str, float]:
-    """The reward of each agent in a step: `info["rewards"]`, and for the actor the reward that the step returned.
+    """The reward of each agent in a step: `info["rewards"]`, and for the actor the reward that the
+    step returned.
 
     Raises:
-        EnvError: `info["rewards"]` holds something that is not a number, names an unknown agent, or gives the actor
-            another reward than the step returned.
+        EnvError: `info["rewards"]` holds something that is not a number, names an unknown agent, or
+            gives the actor another reward than the step returned.
     """
     rewards = info.get("rewards")
     if rewards is None:
@@ -142,7 +146,9 @@ def earnings(
 
 
 def success_of(info: Mapping[str, Any], agent: str) -> bool | None:
-    """Whether the agent reached its goal: `info["success"]`, one value for all or one per agent; None if missing."""
+    """Whether the agent reached its goal: `info["success"]`, one value for all or one per agent;
+    None if missing.
+    """
     success = info.get("success")
     if isinstance(success, Mapping):
         success = success.get(agent)

@@ -50,7 +50,7 @@ class Budget(Settings):
         return min(self.turns * answer, self.tokens or self.turns * answer)
 
     def spent(self, turns: int, tokens: int, seconds: float) -> str:
-        """The limit that an episode has reached, as `Truncated` names it; empty while it may go on."""
+        """The limit that an episode has reached, as in `Truncated`; empty if there is none."""
         if turns >= self.turns:
             return "turns"
         if self.tokens is not None and tokens >= self.tokens:

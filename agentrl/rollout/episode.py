@@ -436,7 +436,7 @@ class EnvEpisodeRunner:
 
 
 def _spent(episode: Episode, turns: int, began: float) -> str:
-    """The limit of its budget that an episode has reached, if any. Its first turn is always played."""
+    """The budget's limit that an episode has reached, if any. Its first turn is always played."""
     return episode.usage.spent(turns, now() - began) if turns else ""
 
 

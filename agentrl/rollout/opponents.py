@@ -227,7 +227,7 @@ class SelfPlay:
         return drawn
 
     def _assign(self, drawn: Sequence[int]) -> None:
-        """Give each drawn version to an opponent; those that play as one of them already keep it."""
+        """Give each drawn version to an opponent; those that play as one already keep it."""
         staying = {
             opponent.wanted: opponent for opponent in self.opponents if opponent.wanted in drawn
         }

@@ -1,4 +1,4 @@
-"""Results of games against opponents: the policy's success, by the opponent's version and by seat."""
+"""Results of games: the policy's success by the opponent's version and by seat."""
 
 import re
 from collections import defaultdict

@@ -444,7 +444,7 @@ class Rollouts:
         self._admit()
 
     def _cancel_stale(self, ticket: Ticket) -> None:
-        """Cancel the group of a ticket that the rule has given up, or drop it if it was finished."""
+        """Cancel the group of a ticket that the rule gave up, or drop it if finished."""
         if ticket in self._ready:
             number, group = self._ready.pop(ticket)
             self._waste.episodes("stale", group.trajectories)

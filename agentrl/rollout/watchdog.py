@@ -44,6 +44,7 @@ def _describe(seconds: float) -> str:
     )
     return (
         f"nothing has moved for {seconds:g} s (rollout.deadlines.stall)."
-        f" Waiting:\n{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n`agentrl"
+        " "
+        f"Waiting:\n{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n`agentrl"
         " ledger RUN` lists the open episodes; `agentrl train --resume RUN` plays them again"
     )

@@ -116,7 +116,8 @@ class Checkpoints:
         final = self.folder / f"step_{step:06d}"
         if final.exists():
             raise CheckpointError(
-                f"{final} exists already: a run saves each step once. Remove it, or use another run_dir"
+                f"{final} exists already: a run saves each step once. Remove it, or use another "
+                "run_dir"
             )
         remove_unfinished(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,12 +137,13 @@ class Checkpoints:
         if damaged and len(damaged) == len(self.all()):
             listed = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
             raise CheckpointError(
-                f"every checkpoint in {self.folder} is damaged ({listed}): restore one from a copy, or start a new run "
-                "with run_dir=ANOTHER"
+                f"every checkpoint in {self.folder} is damaged ({listed}): restore one from a "
+                "copy, or start a new run with run_dir=ANOTHER"
             )
         for path, problem in damaged.items():
             announce(
-                f"{path} is damaged ({problem}); it is set aside as {set_aside(path, 'damaged').name}"
+                f"{path} is damaged ({problem}); it is set aside as "
+                f"{set_aside(path, 'damaged').name}"
             )
 
     def check_origin(self) -> None:
@@ -161,8 +163,8 @@ class Checkpoints:
                     foreign = "belongs to another user"
                 if foreign:
                     raise CheckpointError(
-                        f"{path} {foreign}. Its author decides what the model does that goes on from it: if you trust "
-                        "them, write checkpoint.allow_foreign=true"
+                        f"{path} {foreign}. Its author decides what the model does that goes on "
+                        "from it: if you trust them, write checkpoint.allow_foreign=true"
                     )
 
     def go_back_to(self, step: int) -> None:
@@ -274,8 +276,10 @@ def export(checkpoint: Path, into: Path) -> None:
         path.suffix for path in files
     }:
         raise CheckpointError(
-            f"{checkpoint} holds no model: it has {', '.join(path.name for path in files) or 'no files'}, where "
-            "config.json and *.safetensors should be. Name the folder of a run, or one of its checkpoints/step_..."
+            f"{checkpoint} holds no model: it has "
+            f"{', '.join(path.name for path in files) or 'no files'}, where config.json and "
+            "*.safetensors should be. Name the folder of a run, or one of its "
+            "checkpoints/step_..."
         )
     folder = new_unfinished(into)
     folder.mkdir(parents=True)

@@ -26,8 +26,8 @@ class RunLock:
             written = (self._folder / "lock").read_text().strip()
             holder = self._lock.holder() or written or "another process"
             raise ConfigError(
-                f"{self._folder} is in use: {holder} trains there. Wait until it has ended or stop it, or write "
-                "run_dir=ANOTHER for a new run"
+                f"{self._folder} is in use: {holder} trains there. Wait until it has ended or "
+                "stop it, or write run_dir=ANOTHER for a new run"
             )
         self._file = (self._folder / "lock").open("a")
         self._write(str(Holder.this()))

@@ -213,9 +213,9 @@ class Run:
         done = step if step is not None else newest[0] if newest else 0
         if done > self.config.steps:
             raise ConfigError(
-                f"steps={self.config.steps}: the run in {self.folder} has made {done} steps already: write a larger "
-                f"number to go on, `--step {self.config.steps}` to go back to that checkpoint if there is one, or "
-                "run_dir=ANOTHER for a new run"
+                f"steps={self.config.steps}: the run in {self.folder} has made {done} steps "
+                f"already: write a larger number to go on, `--step {self.config.steps}` to go "
+                "back to that checkpoint if there is one, or run_dir=ANOTHER for a new run"
             )
         if step is not None:
             self.checkpoints.go_back_to(step)
@@ -244,8 +244,9 @@ class Run:
         changed = [split for split in data if before.get(split, data[split]) != data[split]]
         if changed and not change:
             raise ConfigError(
-                f"tasks: the data of the split {changed[0]!r} are not those that the run in {self.folder} began with: "
-                "put them back, start a new run with run_dir=ANOTHER, or add --change to go on with them in this one"
+                f"tasks: the data of the split {changed[0]!r} are not those that the run in "
+                f"{self.folder} began with: put them back, start a new run with run_dir=ANOTHER, "
+                "or add --change to go on with them in this one"
             )
         if data:
             write_whole(path, json.dumps({**before, **data}, indent=2) + "\n")
@@ -254,8 +255,8 @@ class Run:
         started = (self.folder / "config.yaml").exists()
         if started and not self.resumed:
             raise ConfigError(
-                f"{self.folder} holds a run already: resume it with `agentrl train --resume {self.folder}`, "
-                "or write run_dir=ANOTHER for a new one"
+                f"{self.folder} holds a run already: resume it with `agentrl train --resume "
+                f"{self.folder}`, or write run_dir=ANOTHER for a new one"
             )
         if self.resumed and not started:
             raise ConfigError(f"{self.folder} holds no run to resume (no config.yaml in it)")
@@ -309,7 +310,8 @@ class Run:
             if late:
                 self.note(
                     start,
-                    f"{', '.join(late)}: changes nothing any more, as demonstrations/ is made already",
+                    f"{', '.join(late)}: changes nothing any more, as demonstrations/ is made "
+                    "already",
                 )
 
     def _set_aside_models(self) -> None:
@@ -320,7 +322,8 @@ class Run:
         for made in (self.folder / "model", self.folder / "demonstrations"):
             if made.exists():
                 self.display.say(
-                    f"{made} is of the model before: it is set aside as {set_aside(made, 'left').name}"
+                    f"{made} is of the model before: it is set aside as "
+                    f"{set_aside(made, 'left').name}"
                 )
 
     def note(self, step: int, text: str, *metrics: str) -> None:
@@ -548,7 +551,7 @@ class Run:
     async def record_episodes(
         self, name: str, step: int, played: Sequence[tuple[Trajectory, Score]]
     ) -> None:
-        """Write the episodes of an evaluation of the weights after `step` steps, failed ones too."""
+        """Write the episodes, also failed ones, of an evaluation after `step` steps."""
         path = self.folder / "trajectories" / f"{name}_{step:06d}.parquet"
         await run_to_completion(asyncio.to_thread(write_trajectories, path, played, self._epoch))
 
@@ -743,8 +746,8 @@ def _fingerprints_in(path: Path) -> dict[str, str]:
         found = None
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
         raise ConfigError(
-            f"{path} cannot be read, which tells whether the tasks' data are those that the run began with: restore "
-            "it from a copy, or remove it if you know that they are"
+            f"{path} cannot be read, which tells whether the tasks' data are those that the run "
+            "began with: restore it from a copy, or remove it if you know that they are"
         )
     return found
 
@@ -813,7 +816,8 @@ def check_model(config: RunConfig, *, pinned: bool = True) -> None:
     elif model.revision is not None or model.trust_remote_code:
         written = "revision" if model.revision is not None else "trust_remote_code"
         raise ConfigError(
-            f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a model"
+            f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a "
+            "model"
         )
     for agent, route in config.env.agents.items():
         if (
@@ -822,8 +826,8 @@ def check_model(config: RunConfig, *, pinned: bool = True) -> None:
             and not (route.model / "config.json").exists()
         ):
             raise ConfigError(
-                f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging Face model (no "
-                "config.json in it); a run's checkpoints are such folders"
+                f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging "
+                "Face model (no config.json in it); a run's checkpoints are such folders"
             )
 
 
@@ -835,8 +839,8 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
             round, or a model of another shape.
     """
     way_out = (
-        f"so the run cannot go on from it. Leave the change out, or start a new run from its weights: "
-        f"model={checkpoint} run_dir=ANOTHER"
+        "so the run cannot go on from it. Leave the change out, or start a new run from its "
+        f"weights: model={checkpoint} run_dir=ANOTHER"
     )
     if config.critic is not None and not (checkpoint / CRITIC_FOLDER).is_dir():
         needs = f"{config.algorithm.name} needs a critic, and {checkpoint} has none"
@@ -877,14 +881,15 @@ def check_vocabulary(renderer: Renderer, folder: Path) -> None:
     highest = int(renderer.conversation().prompt([Message("user", "Hello.")]).ids.max())
     if vocab is not None and highest >= vocab:
         raise ConfigError(
-            f"model.name: the chat template in {folder} writes the token {highest}, and the model has {vocab} tokens "
-            "(vocab_size in its config.json): take tokenizer, template and weights from the same model, or enlarge the "
-            "model with transformers' resize_token_embeddings"
+            f"model.name: the chat template in {folder} writes the token {highest}, and the model "
+            f"has {vocab} tokens (vocab_size in its config.json): take tokenizer, template and "
+            "weights from the same model, or enlarge the model with transformers' "
+            "resize_token_embeddings"
         )
 
 
 def _revision(config: RunConfig) -> str | None:
-    """The revision of a model on the hub: the one that the run began with, or the configured one."""
+    """The revision of a model on the hub: the run's first one, or the configured one."""
     pinned = config.run_dir / _COMMIT
     return pinned.read_text().strip() if pinned.exists() else config.model.revision
 
@@ -907,7 +912,8 @@ def was_begun(loaded: LoadedConfig, *, change: bool = False) -> bool:
     if changes and not change:
         differing = "\n".join(f"  {change}" for change in changes)
         raise ConfigError(
-            f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a new run, or resume "
-            f"that one with `agentrl train --resume {folder}`; add the settings to change, if any, to this command"
+            f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a "
+            f"new run, or resume that one with `agentrl train --resume {folder}`; add the "
+            "settings to change, if any, to this command"
         )
     return True

@@ -110,5 +110,6 @@ def _check_rewards(config: RunConfig, env: str, called: str, source: TaskSource)
                     check(first)
         except ConfigError as error:
             raise ConfigError(
-                f"tasks of {called}, with the reward {', '.join(part.name for part in rewards.parts)}: {error}"
+                f"tasks of {called}, with the reward "
+                f"{', '.join(part.name for part in rewards.parts)}: {error}"
             ) from error

@@ -107,7 +107,7 @@ class Jail:
         return bool(self._group)
 
     async def run(self, order: Order) -> Outcome:
-        """Run one program. Cancelling kills the jail and everything that the program has started."""
+        """Run one program. Cancelling kills the jail and all that the program has started."""
         try:
             async with asyncio.timeout(order.wall + _GRACE):
                 return await self._run(order)
@@ -147,7 +147,7 @@ class Jail:
         return f"{type(error).__name__}: {error}; {how}"
 
     def kill(self) -> None:
-        """Kill the jail and everything in it, and remove its files. May be called more than once."""
+        """Kill the jail and all processes in it, and remove its files. May be repeated."""
         if self.dead:
             return
         self.dead = True

@@ -96,7 +96,7 @@ def _enclose() -> None:
 
 
 def _started(command: str) -> int:
-    """Start the command. It is not the first process itself, which no signal of its own could end."""
+    """Start the command. It is not process 1, which no signal of its own could end."""
     child = os.fork()
     if child == 0:
         os.execv("/bin/sh", ["sh", "-c", command])

@@ -49,9 +49,10 @@ print(*[name for name, attempt in attempts.items() if breaks_out(attempt)], sep=
 class Sandbox:
     """Runs untrusted Python programs.
 
-    Each run is a newly forked process in a new, empty folder; when it ends, everything that it started is killed. An
-    async context manager: entering chooses the strongest backend that this machine supports, logs its name, and tests
-    that it isolates; leaving ends every run. It belongs to the event loop on which it was entered.
+    Each run is a newly forked process in a new, empty folder; when it ends, everything that it
+    started is killed. An async context manager: entering chooses the strongest backend that this
+    machine supports, logs its name, and tests that it isolates; leaving ends every run. It belongs
+    to the event loop on which it was entered.
 
         async with Sandbox(SandboxConfig()) as sandbox:
             outcome = await sandbox.run("print(int(input()) ** 2)", stdin="12")  # Ran(stdout="144\\n", exit=0, ...)
@@ -70,7 +71,8 @@ class Sandbox:
         """Choose the backend and start the first jail; the others start when they are needed.
 
         Raises:
-            ConfigError: the machine cannot isolate, and `allow_unsafe` is not set; says what each backend lacks.
+            ConfigError: the machine cannot isolate, and `allow_unsafe` is not set; says what each
+            backend lacks.
         """
         self._idle = asyncio.LifoQueue()
         try:
@@ -94,7 +96,8 @@ class Sandbox:
     ) -> Outcome:
         """Run a program as a main module with this text on its stdin. Waits until a jail is free.
 
-        Cancelling kills the run. `limits` replace those of the config. What two jails were lost of is not run again.
+        Cancelling kills the run. `limits` replace those of the config. What two jails were lost of
+        is not run again.
         """
         if not self.backend:
             raise RuntimeError(

@@ -86,7 +86,7 @@ def main(
 
 
 def _serve(channel: socket.socket, walls: Walls) -> str:
-    """Serve orders until the channel is closed. Returns only in a program's process: the program."""
+    """Serve orders until the channel closes. Returns only in a program's process: the program."""
     while _more(channel):
         supervisor = os.fork()
         if supervisor == 0:

@@ -172,7 +172,7 @@ class Namespaces(Walls):
         return self._FOLDER
 
     def confine(self, folder: str, order: Order) -> None:
-        """No capabilities, a system call filter, and the first to be killed when memory is short."""
+        """No capabilities, a system call filter, and first to be killed when memory is short."""
         resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + _OURS,) * 2)
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else it could not open its own files in /proc
@@ -195,7 +195,7 @@ class Namespaces(Walls):
 
 
 class Landlock(Walls):
-    """Landlock and a seccomp filter on a single process, which can open files only in a few places."""
+    """Landlock and a seccomp filter on one process, which can open files in few places."""
 
     counts_threads = True
 
@@ -284,10 +284,12 @@ class Landlock(Walls):
                     used[int(inode)] = self._mapped(child, addresses, int(inode))
 
     def _mapped(self, child: int, addresses: str, inode: int) -> int:
-        """Bytes of a file of which nothing is left but a mapping: a page of it holds it as a whole."""
+        """Bytes of a file of which only a mapping is left: each page of it holds the whole file."""
         try:
             return os.stat(f"/proc/{child}/map_files/{addresses}").st_blocks * 512
-        except OSError:  # only privileged users can look at it; else its size counts, or the most that it may have
+        except OSError:
+            # only privileged users can look at it; else its size counts, or the most that it may
+            # have
             return self._sizes.get(inode, self._largest)
 
 

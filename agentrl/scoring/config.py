@@ -69,7 +69,7 @@ class RewardsConfig:
     listed: bool
 
     def dump(self) -> Any:
-        """The section as it is written in a config; a part without a verdict does not speak of it."""
+        """The section as written in a config; a part without a verdict does not mention it."""
         dumped = [part.dump() for part in self.parts]
         written = [
             {key: value for key, value in one.items() if (key, value) != ("success_at", None)}

@@ -52,7 +52,7 @@ def _depth(error: ErrorDetails, value: Any) -> tuple[int, bool]:
 
 
 def _place(error: ErrorDetails, value: Any) -> Sequence[int | str]:
-    """Where in a value it is: without the names of types, which stand between the fields of unions."""
+    """The place in a value, without the types' names between the fields of unions."""
     place: list[int | str] = []
     for part in error["loc"]:
         inside = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)

@@ -31,8 +31,8 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
     return [
         (
             "throughput",
-            f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} episodes/s   "
-            f"{report.tokens / seconds:,.0f} tokens/s",
+            f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} "
+            f"episodes/s   {report.tokens / seconds:,.0f} tokens/s",
         ),
         ("step time", f"{fmean(steps):,.1f} s on average, one in twenty over {late:,.1f} s"),
         (
@@ -50,7 +50,8 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
         ("  of tokens", _shares(report.staleness_tokens)),
         (
             "bias",
-            f"trained episodes are {report.metrics['bias/seconds']:.3f} times as long as sampled ones",
+            f"trained episodes are {report.metrics['bias/seconds']:.3f} times as long as sampled "
+            "ones",
         ),
         ("tasks", _fates(report.task_fates)),
         ("episodes", _fates(report.episode_fates)),

@@ -108,7 +108,7 @@ def listed(columns: Mapping[str, Any]) -> str:
 
 
 def answer_advice(row: Mapping[str, Any]) -> str:
-    """What to write so that one of a row's columns, if there is any, is read as the right answer."""
+    """The settings that make a column of the row, if any, the right answer."""
     path = _answer(row)
     return f"write tasks.columns={{prompt: prompt, answer: {path}}}" if path else ""
 

@@ -270,7 +270,8 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     """
     try:
         row = from_json(line.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
-    except ValueError as error:  # text that is no UTF-8 too, and halves of surrogate pairs, which no tokenizer takes
+    except ValueError as error:
+        # text that is no UTF-8 too, and halves of surrogate pairs, which no tokenizer takes
         raise BadRowError(f"it is not JSON: {error}") from error
     return _object(row)
 

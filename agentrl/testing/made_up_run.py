@@ -261,7 +261,7 @@ class MadeUpRun:
 
 
 def _score(trajectory: Trajectory, value: float, ended: float) -> Score:
-    """The score of an episode, at which rewards work from its end on until the Unix time `ended`."""
+    """The score of an episode, on which rewards work from its end until Unix time `ended`."""
     return Score(
         value, {"environment": value}, worked=((trajectory.started + trajectory.seconds, ended),)
     )

@@ -228,7 +228,8 @@ async def check_resume(
         published = await trainer.write_weights(place.write)
         if not isinstance(published, WeightBundle):
             raise ConformanceError(
-                f"`write_weights` returned {type(published).__name__}, and not what `write` returned"
+                f"`write_weights` returned {type(published).__name__}, and not what `write` "
+                "returned"
             )
         published.verify()
         _compare(published, saved, 0.0, "the weights that are published")
@@ -351,7 +352,7 @@ def random_batches(model: Path, count: int) -> list[TrainBatch]:
 
 @dataclass(slots=True)
 class _Reference:
-    """Plain torch: one sample at a time through the whole model; adapters are added to the weights."""
+    """Plain torch: one sample at a time; adapters are added to the weights."""
 
     model: Any
     factors: Mapping[str, Factors]

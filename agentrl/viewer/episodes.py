@@ -300,7 +300,7 @@ class EpisodeIndex:
         )
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """The rows of an episode: one for each agent, and each part that was trained on by itself."""
+        """The rows of an episode: one for each agent, and each part trained on by itself."""
         with self._lock:
             self._refresh()
             return self._dicts("SELECT * FROM episodes WHERE id = ? ORDER BY step, agent", [name])
@@ -325,7 +325,7 @@ class EpisodeIndex:
             return dict(found.fetchall())
 
     def in_play(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """The rows of episodes that were played between two Unix times, as far as they were kept."""
+        """The kept rows of episodes that were played between two Unix times."""
         with self._lock:
             self._refresh()
             condition = (
@@ -419,7 +419,7 @@ class EpisodeIndex:
             self._db.unregister("read_fates")
 
     def _with_text(self, query: EpisodeQuery) -> str:
-        """A condition that holds for the episodes in whose messages, or whose reasons, the text is."""
+        """A condition that holds for episodes with the text in their messages or reasons."""
         if not query.text:
             return "TRUE"
         text = query.text.lower()

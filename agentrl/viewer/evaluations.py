@@ -17,7 +17,7 @@ _Task = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TaskQuery:
-    """Which tasks of an evaluation to show (the first one, unless it is named), and in which order."""
+    """The tasks of an evaluation (by default the first) to show, and their order."""
 
     name: str = ""
     text: str = ""

@@ -121,7 +121,7 @@ class WeightPublisher:
     async def _staged(
         self, trainer: Trainer, version: int, engines: Sequence[TakesWeights]
     ) -> Published:
-        """Write the weights and stage them on all engines; after a failure, retry with new files."""
+        """Write the weights and stage them on all engines; retry failures with new files."""
         published = Published(version, {})
         while True:
             published.attempts += 1

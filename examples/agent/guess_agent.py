@@ -30,7 +30,7 @@ async def run(task, base_url, api_key):
 
 
 def knows_half(prompt, rng):
-    """A player that a random model imitates first. Half of the time it heeds what it has been told."""
+    """A player that a random model imitates first. It heeds hints half of the time."""
     low, high = 0, 7
     for guess, hint in re.findall(r"(\d)\D*My number is (higher|lower)", prompt):
         low, high = (

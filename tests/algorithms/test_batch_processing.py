@@ -324,7 +324,7 @@ def named(
     cut: int | None = None,
     version: int = 1,
 ) -> Group:
-    """A group of episodes of one token each, of which the one with the number `cut` was truncated."""
+    """A group of episodes of one token each; the one with the number `cut` was truncated."""
     agents = agents or [""] * len(rewards)
     turn = Turn([1], Completion([5], [-1.0], [version], "stop"), 0.0, {})
     members = [

@@ -138,7 +138,7 @@ def test_no_algorithm_has_an_advantage_beyond_the_root_of_its_numbers(
 
 
 def test_groups_with_equal_totals_get_bounded_advantages() -> None:
-    """By hand: returns to go of 0.5, 0.25, 0, less 0.5; their root mean square is sqrt(0.3125 / 3)."""
+    """Returns to go of 0.5, 0.25, 0, less 0.5; their root mean square is sqrt(0.3125 / 3)."""
     spread = math.sqrt(0.3125 / 3)
     by_hand = [0.0, -0.25 / spread, -0.5 / spread]
     found = compared_by_turn([[0.25, 0.25, 0.0]] * 2, "group_std", 1.0, "episode")

@@ -353,7 +353,7 @@ def finish(run: Running) -> None:
 
 
 def finished(run: Running, steps: int) -> None:
-    """Wait for its end, and see that every task and every episode has its fate, and none is lost."""
+    """Wait for its end, and check that every task and episode has its fate."""
     assert run.process is not None
     assert run.process.wait(PATIENCE_SECONDS) == 0, run.log[-6000:]
     summary = json.loads((run.folder / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""The one Ray of the tests of a process: it can be started once, so it has what any of them needs."""
+"""The one Ray of a test process: it can start only once, so it serves all tests."""
 
 from agentrl.cluster.ray_cluster import join_ray
 

@@ -1,4 +1,4 @@
-"""The chat templates of model families: every conversation extends, by the family's own rendering."""
+"""The chat templates of model families: every conversation extends as the family renders."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chats as data has them: read into messages, and shown before a question without being trained on."""
+"""Chats in data: read into messages, and shown before a question without being trained on."""
 
 import json
 from pathlib import Path

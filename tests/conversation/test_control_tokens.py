@@ -1,4 +1,4 @@
-"""What others wrote never becomes control tokens, whatever the source, the template and the family."""
+"""Foreign text never becomes control tokens, whatever the source, template and family."""
 
 from functools import cache
 from typing import Any, ClassVar

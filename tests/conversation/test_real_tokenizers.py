@@ -198,7 +198,8 @@ def test_gpt_oss_by_the_rules_of_the_library_has_the_tokens_of_the_vendor_s_own_
     for turn in range(4):
         prompt = conversation.prompt(news)
         assert not prompt.forked
-        # What was sampled stays as it is; the vendor's package writes <|end|> for the <|return|> of earlier answers.
+        # What was sampled stays as it is; the vendor's package writes <|end|> for the <|return|> of
+        # earlier answers.
         assert theirs.without_returns(prompt.ids.tolist()) == theirs.prompt()
         answer = theirs.call(turn) if tools and turn % 2 == 0 else theirs.final(turn)
         action = conversation.answer(
@@ -214,7 +215,9 @@ def test_gpt_oss_by_the_rules_of_the_library_has_the_tokens_of_the_vendor_s_own_
 
 
 class Harmony:
-    """The same conversation by the package `openai_harmony`; what is added to it is returned as we write it."""
+    """The same conversation by the package `openai_harmony`; what is added to it is returned as we
+    write it.
+    """
 
     def __init__(self, system: str, tools: list[Any]) -> None:
         self.encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
@@ -265,7 +268,9 @@ class Harmony:
         return self._answer(turn, self._said(f"It is {turn}.").with_channel("final"), "<|return|>")
 
     def _answer(self, turn: int, said: harmony.Message, end: str) -> list[int]:
-        """Note an answer with its thought; return the tokens that a model samples, from within the thought on."""
+        """Note an answer with its thought; return the tokens that a model samples, from within the
+        thought on.
+        """
         thought = self._said(f"Thought {turn}.").with_channel("analysis")
         self.messages += [thought, said]
         begun = self.ids("<|start|>assistant<|channel|>analysis<|message|>")

@@ -147,7 +147,7 @@ def processes_of_engines() -> list[psutil.Process]:
 
 
 class Served:
-    """An engine kept on a loop of its own for all tests of the module, and the weights it has now."""
+    """An engine on its own loop for all tests of the module, and its present weights."""
 
     engine: Engine
 

@@ -132,7 +132,7 @@ SUMS = '''
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The current folder has the modules above; what is installed goes into a cache of the tests."""
+    """The current folder has the modules above; installations go into a cache of the tests."""
     folder = tmp_path_factory.mktemp("hub")
     (folder / "quests.py").write_text(dedent(QUESTS))
     # Its tool server is a process of verifiers' own, which finds installed packages only.

@@ -80,7 +80,7 @@ def own_address() -> str:
 
 @pytest.fixture
 def services(tmp_path):
-    """What listens on this machine: on another port of the loopback, on another address, on a file."""
+    """Listeners on this machine: on another loopback port, another address, a file."""
     with (
         socket.create_server(("127.0.0.1", 0)) as near,
         socket.create_server((own_address(), 0)) as far,

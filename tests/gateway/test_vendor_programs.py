@@ -1,4 +1,4 @@
-"""Unmodified programs of others, in interpreters of their own: `make agents`. CI plays two of them."""
+"""Unmodified vendors' programs, in interpreters of their own: `make agents`. CI plays two."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Environments in an interpreter of their own: made once, sound or absent, and played as any other."""
+"""Environments in their own interpreter: made once, sound or absent, played as any other."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""RL3's value injection: value iteration over what was seen, shown in trials of several episodes."""
+"""RL3's value injection: value iteration over observations, in trials of several episodes."""
 
 import asyncio
 import random
@@ -158,7 +158,7 @@ def test_a_game_of_several_agents_is_refused() -> None:
 
 
 def test_in_a_played_problem_the_values_tend_to_the_exact_ones() -> None:
-    """The chain has no chance in it: when everything was tried, the estimate is the problem itself."""
+    """The chain is deterministic: when all was tried, the estimate is the problem itself."""
     env = ValueInjection(ValueInjection.Config(episodes=200, gamma=1.0), OracleEnv())
     env.reset(seed=0, options={"problem": "chain", "settings": {"length": 2}})
     rng = random.Random(0)

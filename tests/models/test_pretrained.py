@@ -1,4 +1,4 @@
-"""Pretrained models out of packages: a GGUF file becomes a Hugging Face folder that can be trained."""
+"""Pretrained models out of packages: a GGUF file becomes a trainable Hugging Face folder."""
 
 import hashlib
 import importlib
@@ -69,7 +69,7 @@ def q8_0(numbers: np.ndarray) -> bytes:
 
 
 def rotated_as_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of a head's rows, of transformers' (`LlamaModel.permute` of its converter)."""
+    """llama.cpp's order of a head's rows, from transformers' (its `LlamaModel.permute`)."""
     rows = weight.shape[0]
     return weight.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 

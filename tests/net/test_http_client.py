@@ -71,7 +71,7 @@ async def serving(seconds: float = 0.0) -> AsyncIterator[Server]:
 
 
 async def at_most(server: Server, connections: int) -> None:
-    """Wait until the server has no more connections than these: it learns of an end a moment later."""
+    """Wait until the server has at most these connections: it learns of ends late."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(server.open) > connections:
             server.ended.clear()

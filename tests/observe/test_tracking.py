@@ -1,4 +1,4 @@
-"""Trackers are others' code, and talk to others' servers: none ends a run, and none delays a step."""
+"""Trackers are foreign code with foreign servers: none ends a run or delays a step."""
 
 import io
 import threading

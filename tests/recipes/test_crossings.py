@@ -113,7 +113,7 @@ def runs(judge: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]
 
 
 def crossing(recipes: tuple[str, ...], *, without: frozenset[str] = frozenset()) -> Coverage:
-    """All pairs of these recipes; where the model does not play, only those of the recipe itself."""
+    """All pairs of these recipes; where the model does not play, only the recipe's own."""
     factors = {
         factor: [value for value in values if value not in without]
         for factor, values in FACTORS.items()

@@ -1,4 +1,4 @@
-"""Evaluation and demonstrations play each task once, and wait for a server that cannot be reached."""
+"""Evaluation and demonstrations play each task once, and wait for unreachable servers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 class Runner:
-    """Plays at once, but for the time of an outage; `broken` tasks fail for a reason of their own."""
+    """Plays at once, except during an outage; `broken` tasks fail for their own reason."""
 
     def __init__(self, outage: float, broken: tuple[str, ...] = ()) -> None:
         self.outage = outage

@@ -68,7 +68,7 @@ class Flawed(TextEnv):
 
 
 def settled(run: Path, steps: int) -> None:
-    """Every task has its fate, and as many were trained as the steps take: none twice, none lost."""
+    """Every task has its fate, and the steps' number was trained: none twice, none lost."""
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == steps
     with read_ledger(run / "ledger.sqlite") as ledger:

@@ -1,4 +1,4 @@
-"""Whole runs, as a user starts them: bounded, reproducible, and nothing lost when they are killed."""
+"""Whole runs, as a user starts them: bounded, reproducible, nothing lost when killed."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""An environment behind HTTP, for tests: the server of `agentrl serve` in a thread of this process."""
+"""An environment behind HTTP, for tests: the server of `agentrl serve` in a thread."""
 
 import asyncio
 import threading

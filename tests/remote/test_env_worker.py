@@ -1,4 +1,4 @@
-"""Environments on workers: a dead or hung worker costs its episodes, and another takes its place."""
+"""Environments on workers: a dead or hung worker costs its episodes, and is replaced."""
 
 import asyncio
 import os

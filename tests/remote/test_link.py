@@ -217,7 +217,9 @@ def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when
                 async with asyncio.TaskGroup() as group:
                     group.create_task(forward(reader, to_there))
                     group.create_task(forward(there, writer))
-            finally:  # the loop may end with the connection: what is left open then warns when it is collected
+            finally:
+                # the loop may end with the connection: what is left open then warns when it is
+                # collected
                 for one in (writer, *(other for mine, other in held if mine is writer)):
                     one.transport.abort()
 

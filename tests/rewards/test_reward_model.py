@@ -1,4 +1,4 @@
-"""Reward models: preferences are read, a separable one is learned, and the model scores in batches."""
+"""Reward models: preferences are read, a separable one is learned, scores come in batches."""
 
 import asyncio
 import gzip

@@ -314,7 +314,7 @@ def test_long_answers_are_wrong_and_slow_nothing_down():
 
 
 class Naps:
-    """A rule that waits, and computes nothing: so would any on a machine that gives it no CPU time."""
+    """A rule that waits and computes nothing, like any on a machine without free CPU time."""
 
     def content(self, played: Trajectory) -> float:
         return 0.0

@@ -40,7 +40,7 @@ class Prompts(SlowEnv):
 
 
 class Game(SlowEnv):
-    """Two agents. What the second one sees first depends on the first one's luck, and is no start."""
+    """Two agents. The second one's first sight depends on the first one's luck, and is no start."""
 
     async def reset(self, *, seed, options):
         await super().reset(seed=seed, options=options)

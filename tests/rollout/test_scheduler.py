@@ -1,4 +1,4 @@
-"""The scheduler, whole, under the virtual clock: bounds, failures, hangs, cancellation, the ledger."""
+"""The whole scheduler under the virtual clock: bounds, failures, hangs, cancellation, ledger."""
 
 import asyncio
 import math

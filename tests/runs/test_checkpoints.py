@@ -594,8 +594,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_said_once_and_removed_when_
         save(checkpoints, step)
     assert whole(checkpoints) == [4]
     assert [text for text in caplog.messages if "step_000001" in text] == [
-        f"{unfinished(tmp_path / 'step_000001')} cannot be removed (Operation not permitted): it stays for now, and is "
-        "tried again later"
+        f"{unfinished(tmp_path / 'step_000001')} cannot be removed (Operation not permitted): it "
+        "stays for now, and is tried again later"
     ]
     shutil.rmtree(tmp_path / "step_000004", ignore_errors=True)  # a resumed run comes there again
     (tmp_path / "step_000004").rename(unfinished(tmp_path / "step_000004"))

@@ -39,7 +39,7 @@ def ended(folder: Path, name: str) -> dict[str, Any]:
 
 
 def run_that_ends(folder: Path, error: BaseException | None, *, saved: bool = True) -> None:
-    """Make a run that has made two steps, saved the first, and is then ended by an error, if any."""
+    """Make a run of two steps that has saved the first and then ends, by `error` if any."""
     with run_in(folder) as run:
         run.metrics.append({"step": 0, **ROW})
         if saved:

@@ -338,7 +338,8 @@ def test_a_change_of_demonstrations_that_are_made_already_is_said_to_change_noth
 ) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(
-        f"{CONFIG}recipe: {{demonstrations: {{player: 'agentrl.envs.frozen_lake:careful_player'}}}}\n"
+        f"{CONFIG}recipe: {{demonstrations: {{player: "
+        f"'agentrl.envs.frozen_lake:careful_player'}}}}\n"
     )
     with opened(load_config(path, [f"run_dir={tmp_path / 'run'}"]))[0] as begun:
         pass
@@ -383,8 +384,8 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept
     with begun:
         (text,) = notes(printed.getvalue())
     assert text == (
-        "trainer.warmup_steps is 50, and the run has 20 steps: the learning rate ends at 0.0004 and never reaches "
-        "0.001. Write fewer, such as trainer.warmup_steps=2"
+        "trainer.warmup_steps is 50, and the run has 20 steps: the learning rate ends at 0.0004 "
+        "and never reaches 0.001. Write fewer, such as trainer.warmup_steps=2"
     )
     kept = json.loads((tmp_path / "run" / "warnings.jsonl").read_text())
     assert (kept["step"], kept["text"]) == (0, text)
@@ -395,8 +396,9 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_before_the_start_and_kept
     [
         (
             ["steps=40"],
-            "from 0.000663 in step 9 to 0.000883 in step 10, as the cosine now ends after 40 steps, and "
-            "ended after 20. To go on evenly, write trainer.schedule=constant trainer.lr=0.000663",
+            "from 0.000663 in step 9 to 0.000883 in step 10, as the cosine now ends after 40 "
+            "steps, and ended after 20. To go on evenly, write trainer.schedule=constant "
+            "trainer.lr=0.000663",
         ),
         (["trainer.warmup_steps=18"], "as the schedule has changed"),
         (["trainer.schedule=constant"], "to 0.001 in step 10, as the schedule has changed"),

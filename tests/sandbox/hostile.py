@@ -312,7 +312,8 @@ def recursion(rng: Random) -> str:
         [
             "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
             "eval('(' * 10**5 + ')' * 10**5)",
-            "sys.setrecursionlimit(10**9)\nclass A:\n    def __repr__(self): return repr(self)\nprint(repr(A()))",
+            "sys.setrecursionlimit(10**9)\nclass A:\n    def __repr__(self): return "
+            "repr(self)\nprint(repr(A()))",
             "x = []\nfor _ in range(10**6): x = [x]\nprint(x == x, str(x)[:10])",
             "exec('x' + '.x' * 10**6)",
             "threading.stack_size(1 << 26)\ndef f(): f()\nthreading.Thread(target=f).start()",
@@ -331,7 +332,8 @@ def huge_files(rng: Random) -> str:
             "for i in range(10**6): open(str(i), 'w').close()\nprint('ESCAPED')",
             "for i in range(10**6): os.mkdir('d'); os.chdir('d')\nprint('ESCAPED')",
             "f = open('/dev/shm/x', 'wb')\nwhile True: f.write(bytes(1 << 20))",
-            "import tempfile\nfs = []\nwhile True: fs.append(tempfile.TemporaryFile()); fs[-1].write(bytes(1 << 20))",
+            "import tempfile\nfs = []\nwhile True: fs.append(tempfile.TemporaryFile()); "
+            "fs[-1].write(bytes(1 << 20))",
             "fd = os.memfd_create('x'); os.write(fd, b'x'); print('ESCAPED')",
         ]
     )
@@ -398,7 +400,8 @@ def crashes(rng: Random) -> str:
             "raise SystemExit(1 << 40)",
             "__import__('faulthandler')._sigsegv()",
             "threading.excepthook = None; threading.Thread(target=lambda: 1/0).start()",
-            "import gc; [x.clear() for x in gc.get_objects() if isinstance(x, dict) and x is not globals()]",
+            "import gc; [x.clear() for x in gc.get_objects() if isinstance(x, dict) and x is not "
+            "globals()]",
         ]
     )
 
@@ -505,7 +508,7 @@ time.sleep(60)
 
 @contained("cpu", "wall")
 def hidden_cpu(rng: Random) -> str:
-    """Short child processes whose parent never waits for them, so that no sum has their CPU time."""
+    """Short child processes whose parent never waits, so that no sum has their CPU time."""
     how = rng.choice(["signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "struct_of_sigaction()"])
     return f"""
 def struct_of_sigaction():  # SA_NOCLDWAIT

@@ -1,4 +1,4 @@
-"""Files that people have are taken, or refused in one line with the true reason and what to write."""
+"""People's files are taken, or refused in one line with the true reason and a remedy."""
 
 import re
 from pathlib import Path

@@ -64,7 +64,7 @@ TEMPERATURE = 0.7
 
 
 def models(family: str) -> tuple[Any, Any]:
-    """The same random model twice: with transformers' own attention, and with that of the trainer."""
+    """The same random model twice: with transformers' attention, and with the trainer's."""
     made = []
     for implementation in ("eager", ATTENTION):
         config = getattr(transformers, family)(**SMALL, **FAMILIES[family])

@@ -1,4 +1,4 @@
-"""Moments of two bytes or one: what they cost, what they change, and that they are saved exactly."""
+"""Moments of two bytes or one: their cost, their effect, and that they are saved exactly."""
 
 import asyncio
 from pathlib import Path

@@ -634,7 +634,7 @@ def test_a_chart_that_has_the_focus_is_read_by_the_arrow_keys(serve, runs):
 
 @pytest.fixture
 def watched(tmp_path):
-    """A run with tools, evaluations, warnings, samples of its machine, and a reason why it ended."""
+    """A run with tools, evaluations, warnings, samples of its machine, and a reason to end."""
     run = MadeUpRun(
         tmp_path / "a" / "watched",
         tools=("search", "submit"),

@@ -58,7 +58,7 @@ class DeviceMicroBatch:
 def to_device(
     micro_batch: MicroBatch, device: torch.device, *, balance: bool = False
 ) -> DeviceMicroBatch:
-    """Move a micro-batch to a device. `balance`: the balance of experts is asked for (`times_S`)."""
+    """Move a micro-batch to a device. `balance`: the experts' balance is wanted (`times_S`)."""
 
     def move(array: Any) -> Tensor:
         wide = array.astype(

@@ -75,7 +75,7 @@ class Needed:
         device: torch.device,
         shared: SharedPrefixes | None = None,
     ) -> "Needed | None":
-        """The needed tokens of segments of these lengths; None if they are too many to be worth it."""
+        """The needed tokens of segments of these lengths; None if too many to be worth it."""
         # A token that segments share is computed in the first of them.
         places_P = np.asarray(places_P)
         of_segments_P = places_P if shared is None else shared.computed_S[places_P]

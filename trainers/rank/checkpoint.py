@@ -167,7 +167,7 @@ class Snapshot:
         return Snapshot(rank, written, trainable.rest(sharding), state)
 
     def copy(self) -> None:
-        """Copy into the machine's memory what the next update changes. Another thread may `help`."""
+        """Copy the next update's targets into host memory. Another thread may `help`."""
         for tensors in self.tensors:
             tensors.copy()
 

@@ -44,7 +44,7 @@ third of its share.
 
 
 class TrainerRank:
-    """The worker of a rank. Call `open` first; make the same calls in the same order on all ranks."""
+    """The worker of a rank. Call `open` first; make the same calls in order on all ranks."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
@@ -390,7 +390,7 @@ class TrainerRank:
 def _parted(
     predicted: Tensor, samples: DeviceMicroBatch, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The outputs of a predictor for the loss tokens, and `Balance.sums` where that is asked for."""
+    """The outputs of a predictor for the loss tokens, and `Balance.sums` if wanted."""
     if samples.times_S is None:
         return predicted, None
     count = len(samples.targets_N) * (1 + entropy)
@@ -445,7 +445,7 @@ class _Tally:
             self.sums[name] = values_N.detach().sum() * weight + self.sums.get(name, 0.0)
 
     def compare(self, gap_N: Tensor, weight: float) -> None:
-        """Count the differences between the engine's and the trainer's logprobs of a micro-batch."""
+        """Count differences between the engine's and the trainer's logprobs of a micro-batch."""
         self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
         self.gap = gap_N.sum() * weight + self.gap.to(gap_N.device)
         self.compared = gap_N.new_tensor(len(gap_N) * weight) + self.compared.to(gap_N.device)

@@ -154,7 +154,7 @@ class Zero:
         self.engine.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Sharding`. DeepSpeed averages over the ranks, so the loss is scaled to give the sum."""
+        """See `Sharding`. DeepSpeed averages over ranks, so the loss is scaled to the sum."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.rank_info.world_size, scale_wrt_gas=False)
 

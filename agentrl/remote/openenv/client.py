@@ -188,7 +188,7 @@ class OpenEnv:
         return text_from(began.observation), info
 
     async def _ask(self, socket: Socket, kind: str, data: Mapping[str, Any]) -> ServerObservation:
-        """Send a request of the episode. If the server dies meanwhile, the task is suspected of it."""
+        """Send a request of the episode. If the server dies meanwhile, the task is suspect."""
         socket.server.at_work[self] = self._suspect
         try:
             return await socket.ask(kind, data)
