@@ -1,13 +1,16 @@
 """The exceptions of agentrl.
 
     AgentRLError
-    ├── ConfigError                a setting, a name or a file is wrong; nothing was started (the CLI exits with 2)
+    ├── ConfigError                a setting, a name or a file is wrong; nothing was started
+    │   │                          (the CLI exits with 2)
     │   └── PluginError            a plug-in cannot be found or loaded
-    ├── RolloutError               an episode could not continue; becomes the trajectory's `Failed(layer, error)`
+    ├── RolloutError               an episode could not continue; becomes the trajectory's
+    │   │                          `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   │   ├── OutageError        the environment's server cannot be reached; episodes wait for it
     │   │   ├── EnvProcessDiedError the process that an environment had of its own died
-    │   │   └── LethalTaskError    servers or processes of the environment died of a task: it is set aside
+    │   │   └── LethalTaskError    servers or processes of the environment died of a task:
+    │   │                          it is set aside
     │   ├── EngineError            the engine refused a request
     │   │   ├── EngineDeadError    the engine is not running, and answers no request
     │   │   ├── CompletionError    what the engine has sampled does not fit together
@@ -15,18 +18,25 @@
     │   │   └── LethalRequestError engines died of a request: it is set aside
     │   ├── RewardError            the reward could not be computed
     │   │   ├── ScoreError         what the reward returned is no score
-    │   │   ├── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
-    │   │   └── LethalContentError the processes of a rule died of the judged content: it is set aside
+    │   │   ├── RuleLimitError     the judged content used up a rule's CPU time or memory,
+    │   │   │                      and counts as wrong
+    │   │   └── LethalContentError the processes of a rule died of the judged content:
+    │   │                          it is set aside
     │   └── DeadlineError          something outside did not answer in time
-    ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest would be biased
-    ├── FilterBudgetError          too many groups taught nothing (dynamic sampling): the tasks do not suit the policy
+    ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest
+    │                              would be biased
+    ├── FilterBudgetError          too many groups taught nothing (dynamic sampling): the tasks do
+    │                              not suit the policy
     ├── StallError                 no progress for too long; names the stages that are waited for
-    ├── StalenessError             the staleness bound would be exceeded (a bug in agentrl: its rule prevents this)
+    ├── StalenessError             the staleness bound would be exceeded (a bug in agentrl: its
+    │                              rule prevents this)
     ├── TrainingError              an update would corrupt the weights; they are unchanged
-    ├── TimeShareError             roles that share devices could not take turns; names the roles that are awake
+    ├── TimeShareError             roles that share devices could not take turns; names the roles
+    │                              that are awake
     ├── WorkerDiedError            a worker of the cluster died, and its state is lost
     ├── NodeDiedError              the cluster's node on the controller's machine died
-    ├── WeightsError               new weights could not be published; the engines still serve the old ones
+    ├── WeightsError               new weights could not be published; the engines still serve
+    │                              the old ones
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     ├── MetricNameError            two parts of a run report a metric of the same name
     ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...

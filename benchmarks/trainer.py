@@ -1,7 +1,8 @@
 """Seconds per training step, tokens per second and model FLOP utilisation of each trainer, in one
 run.
 
-    python benchmarks/trainer.py [--device cpu|cuda] [--ranks 2] [--dtype float32|bfloat16] [--layers 8] [--hidden 256]
+    python benchmarks/trainer.py [--device cpu|cuda] [--ranks 2] [--dtype float32|bfloat16]
+                                 [--layers 8] [--hidden 256]
     python benchmarks/trainer.py --peers     (beside TRL and a plain loop: benchmarks/trainer_peers.py)
 
 Each trainer makes the same steps on the same batches, with a random model of the given sizes. A

@@ -224,8 +224,9 @@ try:
             run(earlier, scope)
     run({code!r}, scope)
 except Exception as error:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "code.py"]
-    print("".join(traceback.format_list(frames) + traceback.format_exception_only(error)), end="", file=sys.stderr)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "code.py"]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    print("".join(lines), end="", file=sys.stderr)
     sys.exit(1)
 """
 

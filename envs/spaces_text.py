@@ -4,10 +4,10 @@ written out.
 | action space | an action is | words |
 |---|---|---|
 | `Discrete` | the one action word in the message, by default its number | may be given |
-| `MultiDiscrete`, `MultiBinary` | as many whole numbers as the space has, in its order, each within its bounds | |
-| `Box` | as many numbers as the box has, in its order, each within its bounds | |
+| `MultiDiscrete`, `MultiBinary` | as many whole numbers as the space has, in order, within bounds | |
+| `Box` | as many numbers as the box has, in order, within bounds | |
 | `Text` | the whole message, without the white space at its ends | |
-| `Dict`, `Tuple` | one line for each part, `name: action`, each read by the rule of its own space | |
+| `Dict`, `Tuple` | one line for each part, `name: action`, each read by its own space's rule | |
 
 Numbers may stand between any other text, with or without brackets and commas. The lines of parts
 may stand in any order and between others. The name of a part is its key, or its number from 0 on in

@@ -4,11 +4,12 @@ formula.
 A trace is a sequence of events, each the set of atoms that hold in it. Formulas (De Giacomo and
 Vardi, IJCAI 2013):
 
-    true  false  pay  pay(method="card", times=2)     constants and atoms
-    !f  f & g  f | g  f -> g  f <-> g                 not, and, or, implies, if and only if
-    X f   N f                                         at the next event, which has to exist (X) or need not (N)
-    F f   G f                                         at some event, at every event from here on
-    f U g   f W g   f R g                             f until g, which has to come (U) or need not (W); g until f and g
+    true  false  pay  pay(method="card", times=2)    constants and atoms
+    !f  f & g  f | g  f -> g  f <-> g                not, and, or, implies, if and only if
+    X f   N f                                        at the next event; for X there has to be one
+    F f   G f                                        at some event, at every event from here on
+    f U g   f W g                                    f until g; for U there has to be a g
+    f R g                                            g until f and g
 
 Unary operators bind tightest, then U, W and R (right to left), &, |, ->, <->. "F" in quotes is an
 atom of that name.

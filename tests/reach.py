@@ -2,7 +2,7 @@
 of tests.
 
     python -m tests.reach BASE                      # their names, the nearest first
-    python -m tests.reach BASE --run --seconds 300  # their tests marked `long`, until the time is up (`make reach`)
+    python -m tests.reach BASE --run --seconds 300  # their `long` tests, in time (`make reach`)
 
 BASE is a commit; without one, or with `all`, everything is reached. A file depends on the modules
 that it imports, also inside functions; on modules, plug-ins and files that its text names; and on

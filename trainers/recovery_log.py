@@ -1,6 +1,6 @@
 """What a trainer is restarted from: a checkpoint, and the steps since.
 
-step ──▶ log ──▶ a rank dies ──▶ new ranks ──▶ newest checkpoint ──▶ the steps of the log since, again
+step ─▶ log ─▶ a rank dies ─▶ new ranks ─▶ newest checkpoint ─▶ the steps of the log since, again
 """
 
 from collections.abc import Iterator

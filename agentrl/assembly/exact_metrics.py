@@ -1,8 +1,11 @@
 """Exact metrics of a run whose environment can be enumerated, such as `oracle` (ShinRL,
 arXiv:2112.04123).
 
-    questions of the environment ──▶ trainer: probability of each answer ──▶ exact return, regret
-                                                                        └──▶ exact advantages ◀─ compare ─▶ the batch's
+    environment's questions ──▶ trainer: probability of each answer ──▶ exact return, regret
+                                                                   └──▶ exact advantages
+                                                                            ▲ compare
+                                                                            ▼
+                                                                        the batch's advantages
 
 They are of the policy before the step. That policy has played the batch only with
 `rollout.max_staleness = 0`.

@@ -19,19 +19,22 @@ from agentrl import TextEnv, plays
 
 
 class @Class@(TextEnv):
-    """Find a secret number from 1 to 9. Reward 1 for the right one; for any other a hint, higher or lower."""
+    """Find a secret number from 1 to 9. Reward 1 for the right one; for any other a hint."""
 
     system_prompt = "Find the secret number. Answer with one number from 1 to 9."
-    isolation = "inline"  # answers in microseconds; use "thread" if it may block, "process" if it may hang or crash
+    # "inline" answers in microseconds. Use "thread" if `step` may block, "process" if it may crash.
+    isolation = "inline"
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        self.secret = self.rng.randint(1, 9)  # `rng` is seeded with the task's seed: use no other randomness
+        # `rng` is seeded with the task's seed: use no other randomness.
+        self.secret = self.rng.randint(1, 9)
         self.left = range(1, 10)
         return "Guess."
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         guess = action.strip()
-        if guess not in [str(number) for number in range(1, 10)]:  # answer unusable input, never raise
+        # Answer unusable input, never raise.
+        if guess not in [str(number) for number in range(1, 10)]:
             return "Answer with one number from 1 to 9.", 0.0, False, False, {"success": False}
         right = int(guess) == self.secret
         hint = "right" if right else "higher" if int(guess) < self.secret else "lower"
@@ -77,15 +80,17 @@ class @Class@(ToolEnv):
     """Open a safe whose code is a number from 1 to 4. Reward 1 if it opens."""
 
     system_prompt = "Open the safe. Its code is a number from 1 to 4."
-    isolation = "inline"  # answers in microseconds; use "thread" if it may block, "process" if it may hang or crash
+    # "inline" answers in microseconds. Use "thread" if a tool may block, "process" if it may crash.
+    isolation = "inline"
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         self.call_shortly(options.get("short_calls", False))
-        self.code = self.rng.randint(1, 4)  # `rng` is seeded with the task's seed: use no other randomness
+        # `rng` is seeded with the task's seed: use no other randomness.
+        self.code = self.rng.randint(1, 4)
         self.left = list(range(1, 5))
         return "The safe is closed."
 
-    # Each public method is a tool. Its signature is the schema that the model sees, its docstring the description.
+    # Each public method is a tool. The model sees its signature as a schema, and its docstring.
 
     def compare(self, number: int) -> str:
         """Say whether the code is above a number."""
@@ -96,12 +101,13 @@ class @Class@(ToolEnv):
     def open(self, code: int) -> ToolResult:
         """Try a code. There is only one try."""
         right = code == self.code
-        return ToolResult("open" if right else "locked", reward=float(right), terminated=True, success=right)
+        answer = "open" if right else "locked"
+        return ToolResult(answer, reward=float(right), terminated=True, success=right)
 
 
 @plays(@Class@)
 def player(env: @Class@, rng: random.Random, skill: float = 0.6) -> str:
-    """Shows a model how to call: with probability `skill` as it should, else it opens with any code."""
+    """Shows a model how to call: well with probability `skill`, else it opens with any code."""
     if rng.random() > skill:
         return env.written(ToolCall("open", {"code": rng.randint(1, 4)}))
     if len(env.left) == 1:
@@ -143,7 +149,8 @@ dependencies = ["agentrl-train"]
 py-modules = ["@name@"]
 """
 
-_CONFIG = """# agentrl train @name@.yaml: a tiny model imitates the player, then learns to do better.
+_CONFIG = """\
+# agentrl train @name@.yaml: a tiny model imitates the player, then learns to do better.
 env: @address@
 model: tiny  # or a pretrained one, such as Qwen/Qwen3-0.6B, which needs no demonstrations@hint@
 steps: 16

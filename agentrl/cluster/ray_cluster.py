@@ -155,7 +155,8 @@ _REAPER = """
 read -r _
 while readlink "/proc/$1/exe"; do sleep 0.2; done >/dev/null 2>&1
 for process in /proc/[0-9]*; do
-    grep -q "^ray::" "$process/cmdline" && ls -l "$process/fd" | grep -qF "$2" && kill -9 "${process#/proc/}"
+    grep -q "^ray::" "$process/cmdline" && ls -l "$process/fd" | grep -qF "$2" &&
+        kill -9 "${process#/proc/}"
 done 2>/dev/null
 """
 """Waits until this process has ended, in whatever way, which closes the pipe, and until Ray's node

@@ -1,7 +1,8 @@
 """Prompts sent to an engine in an actor: for a session that the actor knows, only the new tokens
 are sent.
 
-    here:  SentPrompts.cut(request) ─▶ its new tokens ─▶ there: HeldPrompts.whole(...) ─▶ the request as it was
+    here:   SentPrompts.cut(request) ─▶ its new tokens
+    there:  HeldPrompts.whole(...)   ─▶ the request as it was
 
 A prompt of 50,000 tokens is 200 kB, which Ray would put into its object store for every turn.
 """

@@ -131,7 +131,8 @@ def check_installed(config: RunConfig) -> None:
             (name, found) for name in sections if (found := getattr(config, name)) is not None
         ]
     missing = {
-        module: f"{section}={component.name} needs the package {module}, which is not installed: {remedy}"
+        module: f"{section}={component.name} needs the package {module}, which is not installed: "
+        f"{remedy}"
         for section, component in chosen
         for module, remedy in component.settings.needs().items()
         if find_spec(module) is None

@@ -125,7 +125,8 @@ def _thinking(renderer: TemplateRenderer, said: str) -> str:
     marks = renderer.reasoning_marks
     if marks is None:
         return said
-    return f"{'' if _begins_reasoning(renderer, marks) else marks.begin}{_THOUGHT}{marks.end}\n\n{said}"
+    opening = "" if _begins_reasoning(renderer, marks) else marks.begin
+    return f"{opening}{_THOUGHT}{marks.end}\n\n{said}"
 
 
 def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:

@@ -1,7 +1,9 @@
 """The models that an algorithm may need beside the trained one: a reference, and a critic that is
 trained with it.
 
-    batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns ──▶ critic: step ──▶ the trainer's batch
+    batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns
+                                                              │
+                             the trainer's batch ◀── critic: step
 
 Each is a trainer with its own model, configured by the section `reference` or `critic`. The
 reference is never trained, and may be served by an engine instead

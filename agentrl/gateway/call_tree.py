@@ -1,9 +1,9 @@
 """The prefix tree of an episode's calls: which call goes on after which answer, and the rows to
 train on.
 
-                       call 1 ── answer ──┬── call 2 ── answer ──── call 4 ── answer        row 1: calls 1, 2, 4
-                                          └── call 3 ── answer                              row 2: call 3
-    (a sub-agent)      call 5 ── answer ───── call 6 ── answer                              row 3: calls 5, 6
+                   call 1 ── answer ─┬─ call 2 ── answer ── call 4 ── answer   row 1: calls 1, 2, 4
+                                     └─ call 3 ── answer                       row 2: call 3
+    (a sub-agent)  call 5 ── answer ─── call 6 ── answer                       row 3: calls 5, 6
 
 A row is a path of the tree, laid end to end as one training sample. The first call after an answer
 continues its row. Any other begins a row of its own, with the tokens before it as a prompt, without

@@ -6,7 +6,7 @@ others:
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY
     AGENTRL_TASK          the task as JSON: {"env", "seed", "options", "id"}
-    AGENTRL_REWARD_FILE   where it may write its reward: a number, or JSON with `reward` and `success`
+    AGENTRL_REWARD_FILE   a file for its reward: a number, or JSON with `reward` and `success`
     AGENTRL_URL           where it may post rewards: POST $AGENTRL_URL/v1/rewards
 
 With `gateway.network: gateway` the command runs in a network of its own

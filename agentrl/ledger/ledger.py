@@ -83,7 +83,7 @@ CREATE TABLE episodes (    -- TASKID/member/attempt
     task INTEGER NOT NULL,
     member INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
-    launch INTEGER NOT NULL,             -- number of the run's start: a resumed run may play an episode again
+    launch INTEGER NOT NULL,  -- number of the run's start: a resumed run may play an episode again
     fate TEXT CHECK ({_IS_A_FATE}),
     step INTEGER,
     why TEXT,
@@ -91,12 +91,16 @@ CREATE TABLE episodes (    -- TASKID/member/attempt
 ) WITHOUT ROWID;
 """
 _TRIGGER = """
--- Open episodes get their task's fate, except that those of a failed task are cancelled: they did not fail themselves.
+-- Open episodes get their task's fate, except that those of a failed task are cancelled: they did
+-- not fail themselves.
 CREATE TRIGGER settle_episodes AFTER UPDATE OF fate ON tasks WHEN NEW.fate IS NOT NULL BEGIN
     UPDATE episodes SET
         fate = CASE WHEN NEW.fate = 'failed' THEN 'cancelled' ELSE NEW.fate END,
         step = NEW.step,
-        why = CASE WHEN NEW.fate IN ('failed', 'cancelled') THEN 'its task: ' || NEW.why ELSE NEW.why END
+        why = CASE
+            WHEN NEW.fate IN ('failed', 'cancelled') THEN 'its task: ' || NEW.why
+            ELSE NEW.why
+        END
     WHERE task = NEW.number AND fate IS NULL;
 END;
 """

@@ -1,9 +1,9 @@
 """`Profiler`: records a trace of a run, from its beginning (`observe.profile`) or for a while when
 it is asked to.
 
-RUN/profile/NAME.pftrace      a trace for https://ui.perfetto.dev; `agentrl profile RUN` makes a table of it
-RUN/profile/NAME.request      seconds: asks a live run for a trace of this name, which appears when it is whole
-RUN/profile/NAME.failed       why there is none
+RUN/profile/NAME.pftrace    a trace for https://ui.perfetto.dev; `agentrl profile RUN` makes a table
+RUN/profile/NAME.request    seconds: asks a live run for a trace, which appears when it is whole
+RUN/profile/NAME.failed     the reason why there is none
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Reports of evaluations on disk, and the comparison of two: a small JSON file for each suite and
 step.
 
-RUN/evaluations/NAME_000020.json         of the weights after 20 steps; NAME is the suite's, or held_out
-RUN/evaluations/eval-DATE/...            what `agentrl eval RUN` has saved
+RUN/evaluations/NAME_000020.json    of the weights after 20 steps; NAME is the suite's, or held_out
+RUN/evaluations/eval-DATE/...       the reports of `agentrl eval RUN`
 
 Two evaluations are compared task by task. A task is the same in both if environment, options, seed,
 prompt and sampling are: equal names and seeds alone may be those of different games.

@@ -1,8 +1,8 @@
 """Placement: which devices the replicas of each role run on.
 
-    placement: auto                    # or colocated, disaggregated, local
+    placement: auto            # or colocated, disaggregated, local
     placement:
-      engine: 0-5                      # or lists by role; devices are numbered consecutively over all nodes
+      engine: 0-5              # or lists by role; devices are numbered consecutively over all nodes
       trainer: 6,7
 
 Roles on the same devices share them: both stay awake if memory holds both, else they take turns

@@ -1,7 +1,9 @@
 """On-policy distillation: the policy plays, and learns from a teacher's engine what that would have
 sampled.
 
-    rollouts ──▶ batch ──▶ teacher's engine: logprobs of the sampled tokens ──▶ advantages log q - log p ──▶ trainer
+    rollouts ──▶ batch ──▶ teacher's engine: logprobs of the sampled tokens
+                                                    │
+               trainer ◀── advantages log q - log p ◀┘
 
 The loss and the advantages are those of `algorithm: distill` (`agentrl/algorithms/distill.py`),
 whose teacher is computed by a trainer. Here it is an engine, so it may be as large as an engine can

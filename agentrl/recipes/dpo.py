@@ -1,7 +1,7 @@
 """Direct preference optimisation on pairs of a file or of a run's episodes.
 
     preferences ─▶ pairs ─▶ tokens ─▶ the first model's logprobs, once ─┐
-                                └────▶ the model's logprobs ─▶ weights of the pairs ─▶ trainer, step by step
+                                └───▶ the model's logprobs ─▶ weights of the pairs ─▶ trainer
 
 Nothing is sampled and no engine is started. The reference is the model that training begins with.
 Online DPO, on pairs that the policy plays itself, is `algorithm: dpo`. The trained model is saved

@@ -1,10 +1,10 @@
 """Online iterative DPO: play, rank, learn from the pairs, and play again (RLHF Workflow,
 arXiv:2405.07863).
 
-    Rollouts ─▶ groups ─▶ pairs ─▶ the reference's logprobs, once ─▶ epochs of updates ─▶ weights, version k + 1
-       ▲                                                                      │               │
-       │                     iterations/iteration_000001: model, pairs.jsonl, lineage.json    │
-       └──────────────────────────────────────────────────────────────────────────────────────┘
+    Rollouts ─▶ groups ─▶ pairs ─▶ reference's logprobs, once ─▶ epochs of updates ─▶ new weights
+       ▲                                                                  │               │
+       │                 iterations/iteration_000001: model, pairs.jsonl, lineage.json    │
+       └──────────────────────────────────────────────────────────────────────────────────┘
 
 A step of the run is an iteration: `steps` of them, each of `rollout.groups_per_step` groups and
 many updates. Each ends with a checkpoint, so a run that is killed repeats the iteration it was in,

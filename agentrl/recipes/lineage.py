@@ -2,7 +2,7 @@
 model.
 
 iterations/iteration_000002/        a Hugging Face folder, and beside the model:
-  pairs.jsonl                       the pairs that it was trained on (`recipe.preferences.path` reads them)
+  pairs.jsonl                       its training pairs (`recipe.preferences.path` reads them)
   lineage.json                      a `Lineage`
 """
 

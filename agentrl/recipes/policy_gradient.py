@@ -3,7 +3,7 @@
      ┌────────────────────────── weights, version step + 1 ──────────────────────────┐
      ▼                                                                               │
     Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ trainer
-     (agentrl/rollout)                       next_batch    (algorithm)   collate    (agentrl/trainers)
+     (agentrl/rollout)                       next_batch    (algorithm)   collate
 
 One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights
 of the last step are live. With 1 or more, the episodes of the next steps are played while the

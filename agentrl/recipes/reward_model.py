@@ -1,7 +1,7 @@
 """Train a reward model: a sequence classifier with one output, on pairs of conversations, by
 Bradley and Terry.
 
-    preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference) ─▶ AdamW
+    preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference)
 
 It starts from the configured causal model (its body and its chat template; the output layer is
 new), and is saved in the run's folder `reward_model`, which the reward `reward_model` loads.

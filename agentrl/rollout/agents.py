@@ -5,9 +5,9 @@ The environment's infos name the agents, the agent whose turn it is, and each ag
 others:
 
     agents:
-      black: frozen                                      # the model that the run started with, unchanged
-      red: {name: frozen, refresh: 10}                   # the policy at the last version divisible by 10
-      blue: {name: scripted, player: my_game:careful}    # a function of the live environment
+      black: frozen                                    # the run's first model, unchanged
+      red: {name: frozen, refresh: 10}                 # the policy at the last version divisible by 10
+      blue: {name: scripted, player: my_game:careful}  # a function of the live environment
 """
 
 import math

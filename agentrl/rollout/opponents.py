@@ -1,8 +1,9 @@
 """Opponents for self-play: earlier versions of the policy, drawn from a pool of snapshots.
 
-    weights, version v ──▶ snapshot, if `every` divides v ──▶ pool on disk ──▶ drawn for each version ──▶ engines
-                                                                    ▲                                        │
-                     wins and losses of the trained episodes ───────┘            episodes: one seat is the policy's
+    weights, version v ──▶ snapshot, if `every` divides v ──▶ pool on disk
+                                                                ▲      └──▶ drawn for each version
+                   wins and losses of the trained episodes ─────┘                      │
+    episodes: one seat is the policy's ◀── engines ◀───────────────────────────────────┘
 
 The policy plays a share of the games against itself, in all seats. In the others it has one seat,
 and a snapshot plays the rest. A snapshot is a folder of the run, so the pool's size costs disk

@@ -1,7 +1,9 @@
 """`Outages`: the environments' server cannot be used, and episodes wait for it instead of spending
 their retries.
 
-attempt ──▶ OutageError ──▶ pause, doubled, with jitter ──▶ attempt ...      for `rollout.deadlines.outage` at most
+attempt ──▶ OutageError ──▶ pause, doubled, with jitter ──▶ attempt ...
+
+It ends after at most `rollout.deadlines.outage` seconds.
 """
 
 import asyncio

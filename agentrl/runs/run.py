@@ -2,35 +2,38 @@
 
 runs/NAME/
   config.yaml        the resolved config; `agentrl train --resume runs/NAME` needs nothing else
-  config.0.yaml ...  each config that the run has had, and changes.jsonl what each changed (config/history.py)
+  config.0.yaml ...  each config that the run has had; changes.jsonl has the changes
   metrics.jsonl      a row for each step and each evaluation
-  data.json          what the data of the tasks are (digests), where they come from files
+  data.json          digests of the task files, if tasks come from files
   ledger.sqlite      the fate of every task and episode
   trajectories/      step_000000.parquet ...: every episode that was trained on
   profile/           traces for Perfetto, where the run was profiled
-  untrained/         step_000000.parquet ...: some episodes that were filtered, stale or failed; of a step in which the
-                     run ended, all that were played to their end
-  samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
+  untrained/         step_000000.parquet ...: some episodes that were filtered, stale or failed; of
+                     a step in which the run ended, all that were played to their end
+  samples/           step_000000.parquet ...: the training samples of each step, with the trainer's
+                     figures for each token
   timeline.jsonl     when each phase of each step began
-  warnings.jsonl     what the run has warned of, if anything
-  origins.json       where each setting of config.yaml comes from
+  warnings.jsonl     warnings raised by the run
+  origins.json       the origin of each setting in config.yaml
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
   demonstrations/    the model after supervised play, where the config asks for it
   reward_model/      the model that the recipe reward_model has trained
-  iterations/        the model, the pairs and the lineage of each iteration of the recipe iterative_dpo
+  iterations/        model, pairs and lineage of each iteration of the recipe iterative_dpo
   tensorboard/       event files
   trackers/          the ids of this run at trackers with a server
   reward_curve.png   when the run has ended
-  status.json        the current step and phase, since when, the process id and host; and how the run ended (ending.py)
+  status.json        the current step and phase with its start, the process id and host; and the
+                     run's end (ending.py)
   launches.jsonl     each start: when, on which host, and from which commit
   machine.jsonl      how busy the machine was: CPU, memory, GPUs, disks
-  live.json          while the process lives, renewed every second: workers alive, and what waits for what
+  live.json          while the process lives, renewed every second: workers alive, pending calls
   lock               held by the process that trains here, which it names
-  tmp/               temporary files of the process that trains here, and of those that it has started
+  tmp/               temporary files of the process that trains here, and of its children
   owed_evaluations.json   the evaluations that have begun and have no result yet
   evaluations/       the result of each episode of each evaluation; `agentrl compare` reads them
-  summary.json       when the run has ended: how, success before and after, steps, seconds, largest staleness, fates
+  summary.json       of an ended run: how it ended, success before and after, steps, seconds,
+                     largest staleness, fates
 """
 
 import asyncio

@@ -40,7 +40,9 @@ attempts = {
     "read passwords": lambda: open("/etc/shadow"),
     "list homes": lambda: os.listdir("/home"),
     "see the first process": lambda: open("/proc/1/environ").read(),
-    "become root": lambda: os.setuid(0) if os.getuid() else ctypes.CDLL(None).capget and os.chroot("/"),
+    "become root": lambda: (
+        os.setuid(0) if os.getuid() else ctypes.CDLL(None).capget and os.chroot("/")
+    ),
 }
 print(*[name for name, attempt in attempts.items() if breaks_out(attempt)], sep=", ", end="")
 """
@@ -55,7 +57,8 @@ class Sandbox:
     to the event loop on which it was entered.
 
         async with Sandbox(SandboxConfig()) as sandbox:
-            outcome = await sandbox.run("print(int(input()) ** 2)", stdin="12")  # Ran(stdout="144\\n", exit=0, ...)
+            outcome = await sandbox.run("print(int(input()) ** 2)", stdin="12")
+            # Ran(stdout="144\\n", exit=0, ...)
     """
 
     def __init__(self, config: SandboxConfig) -> None:

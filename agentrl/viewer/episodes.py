@@ -42,17 +42,21 @@ _COLUMNS = {
 _SCHEMA = f"""
 SET memory_limit = '{_MEMORY}'; SET threads = 2; SET enable_progress_bar = false;
 SET autoinstall_known_extensions = false; SET autoload_known_extensions = false;
-CREATE TABLE trajectories (kind VARCHAR, step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))});
+CREATE TABLE trajectories (
+    kind VARCHAR, step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))}
+);
 CREATE TABLE fates (id VARCHAR, task VARCHAR, env VARCHAR, fate VARCHAR, step INTEGER, why VARCHAR);
 """
 _JOIN = """
 CREATE OR REPLACE TABLE episodes AS SELECT
     coalesce(t.id, f.id) AS id, coalesce(t.task, f.task) AS task, coalesce(t.env, f.env) AS env,
     coalesce(f.fate, CASE
-        WHEN t.kind = 'trajectories' THEN 'trained' WHEN NOT starts_with(t.kind, 'eval:') THEN 'open'
+        WHEN t.kind = 'trajectories' THEN 'trained'
+        WHEN NOT starts_with(t.kind, 'eval:') THEN 'open'
         WHEN t.status = 'failed' THEN 'failed' ELSE 'held_out' END) AS fate,
     coalesce(t.step, f.step) AS step,
-    coalesce(f.why, CASE WHEN starts_with(t.kind, 'eval:') AND t.status = 'failed' THEN t.detail END) AS why,
+    coalesce(f.why, CASE
+        WHEN starts_with(t.kind, 'eval:') AND t.status = 'failed' THEN t.detail END) AS why,
     CASE WHEN starts_with(t.kind, 'eval:') THEN t.kind[6:] END AS evaluation,
     t.kind, t.place, t.agent, t.status, t.detail, t.success,
     t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,

@@ -25,7 +25,10 @@ _WORDS_AFTER = 40
 _DECORATION = " \t\n*`"
 # No run of letters other than commands of LaTeX.
 _BARE = re.compile(r"(?:[^A-Za-z\\]|\\[A-Za-z]+|\\[^A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+")
-_PIECE = r"(?:\d[\d.,]*|\\(?:frac|sqrt|pi|infty|pm|cdot|times|div)|[-+*/^=(){}]|(?<=[\d{)}^])[A-Za-z](?![A-Za-z]))"
+_PIECE = (
+    r"(?:\d[\d.,]*|\\(?:frac|sqrt|pi|infty|pm|cdot|times|div)|[-+*/^=(){}]"
+    r"|(?<=[\d{)}^])[A-Za-z](?![A-Za-z]))"
+)
 _FORMULA = re.compile(rf"(?<![\w\\]){_PIECE}(?:[ ]?{_PIECE}){{0,200}}")
 _NEEDS_LATEX = re.compile(r"\\|\^|\d[A-Za-z]")
 

@@ -3,7 +3,7 @@ optimizer beside it.
 
     model.safetensors ...    the weights in float32; with adapters, merged
     adapter/                 the adapters, as peft writes them
-    optimizer/exp_avg/ ...   the moments in float32, by the names of the parameters, whatever `trainer.moments` is
+    optimizer/exp_avg/ ...   the moments in float32, by parameter, whatever `trainer.moments` is
     trainer.pt               steps done, updates of each parameter
 
 Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copy`), and

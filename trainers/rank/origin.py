@@ -1,7 +1,7 @@
 """The folder that a model is made from: the model is made without memory, sharded, and then each
 rank reads its part.
 
-on_meta: make the model ──▶ (adapters) ──▶ shard, take memory for the shards ──▶ Origin.fill: read them
+on_meta: make the model ─▶ (adapters) ─▶ shard, take memory for the shards ─▶ Origin.fill: read them
 """
 
 import threading

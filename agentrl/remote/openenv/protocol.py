@@ -4,11 +4,14 @@ wire.
 The protocol is the WebSocket `/ws`: each connection is a session with its own environment. Requests
 have no id and are answered in order.
 
-    {"type": "reset", "data": {"seed": 7, ...}}                                    -> an observation
-    {"type": "step", "data": {fields of the Action schema}}                        -> an observation
-    {"type": "step", "data": {"type": "list_tools"}}                               -> an observation with "tools"
-    {"type": "step", "data": {"type": "call_tool", "tool_name": .., "arguments": {..}}} -> one with "result" or "error"
-    {"type": "state"} -> a state; {"type": "mcp", "data": {JSON-RPC}} -> the like; {"type": "close"} -> the end
+    {"type": "reset", "data": {"seed": 7, ...}}               -> an observation
+    {"type": "step", "data": {fields of the Action schema}}   -> an observation
+    {"type": "step", "data": {"type": "list_tools"}}          -> an observation with "tools"
+    {"type": "step", "data": {"type": "call_tool", "tool_name": .., "arguments": {..}}}
+                                                              -> one with "result" or "error"
+    {"type": "state"}                                         -> a state
+    {"type": "mcp", "data": {JSON-RPC}}                       -> the like
+    {"type": "close"}                                         -> the end
 
     {"type": "observation", "data": {"observation": {..}, "reward": 1.0 or null, "done": false,
     "metadata": {..}}} {"type": "error", "data": {"message": .., "code": ..}}
