@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
-from agentrl.cluster.restarts import Restarts, starting
-from agentrl.cluster.roster import Crew, posted
+from agentrl.cluster.supervised import Supervised
+from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.models.facts import model_facts
@@ -101,8 +101,13 @@ class GroupTrainer(Trainer):
         self._role = role
         self._start = start
         self._recovery = recovery or Recovery()
-        self._restarts = Restarts(self._recovery.restarts)
-        self._posted = ExitStack()
+        self._supervised = Supervised(
+            f"the {role}",
+            "a step",
+            allowed=self._recovery.restarts,
+            start_seconds=self._recovery.start_seconds,
+        )
+        self._registration = ExitStack()
         self._log = ReplayLog(self._recovery.latest)
         self._running = False
         self._ranks: WorkerGroup | None = None
@@ -116,24 +121,27 @@ class GroupTrainer(Trainer):
         """Number of ranks."""
         return 1
 
-    def crew(self) -> Crew:
+    def worker_count(self) -> WorkerCount:
         """How many ranks are alive, as far as is known. Any thread may ask."""
         ranks = self._ranks
-        return Crew(
-            self._role, 0 if ranks is None else len(ranks), self.world_size, self._restarts.total
+        return WorkerCount(
+            self._role,
+            0 if ranks is None else len(ranks),
+            self.world_size,
+            self._supervised.restarts,
         )
 
     async def __aenter__(self) -> Self:
         self._running = True
         with ExitStack() as stack:
-            stack.enter_context(posted(self.crew))
+            stack.enter_context(register_workers(self.worker_count))
             await self._ask(_nothing)
-            self._posted = stack.pop_all()
+            self._registration = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
         self._running = False
-        self._posted.close()
+        self._registration.close()
         await self._leave(exc[1])
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
@@ -156,7 +164,7 @@ class GroupTrainer(Trainer):
         step = TrainingStep(batch, loss, normalizer)
         metrics = await self._ask(lambda ranks: self._make(ranks, step), len(batch.tokens_S))
         self._log.record(step)
-        self._restarts.progress()
+        self._supervised.progress()
         return metrics
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
@@ -172,7 +180,7 @@ class GroupTrainer(Trainer):
             return await asyncio.to_thread(gather, batch, shards, predictions)
 
         predicted = await self._ask(predict, len(batch.tokens_S))
-        self._restarts.progress()  # a reference makes no steps
+        self._supervised.progress()  # a reference makes no steps
         return predicted
 
     async def token_logprobs(self) -> FloatArray | None:
@@ -330,11 +338,13 @@ class GroupTrainer(Trainer):
         async with self._starting:
             if self._ranks is not ranks:  # another call has noticed it too
                 return
-            if not self._restarts.spend():
-                why = f"{error.why}; all ranks were {self._restarts.in_vain('a step')}"
-                raise WorkerDiedError(error.role, error.rank, why) from error
-            logger.warning("%s; restarting all ranks", error)
             await self._leave(error)
+            await self._supervised.recover(
+                error,
+                lambda reason: WorkerDiedError(
+                    error.role, error.rank, f"{error.why}; all ranks were {reason}"
+                ),
+            )
 
     async def _begin(self) -> WorkerGroup:
         """Start ranks, and bring them to the state after the steps done. They save again what they
@@ -355,7 +365,7 @@ class GroupTrainer(Trainer):
 
     async def _loaded(self, ranks: WorkerGroup) -> tuple[int, Path] | None:
         """Connect new ranks; they load the model, and the checkpoint that this returns."""
-        async with starting(f"the {self._role}", self._recovery.start_seconds):
+        async with self._supervised.starting():
             one_machine = len(set(await ranks.all("machine"))) == 1
             await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))
             checkpoint = self._log.checkpoint()

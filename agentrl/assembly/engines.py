@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from agentrl.assembly.placed import PlacedCluster
-from agentrl.cluster.roster import posted
+from agentrl.cluster.worker_registry import register_workers
 from agentrl.cluster.workers import Cluster
 from agentrl.config.components import component_like
 from agentrl.config.run_config import RunConfig
@@ -42,7 +42,7 @@ async def engine_router(
         factory=lambda number: factories[number](),
         **_supervised(cluster),
     )
-    with posted(partial(router.crew, role)):
+    with register_workers(partial(router.worker_count, role)):
         async with router:
             yield router
 
@@ -95,7 +95,7 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
         factory=lambda number: factories[number](),
         **_supervised(placed.cluster),
     )
-    with posted(partial(router.crew, "evaluation engine")):
+    with register_workers(partial(router.worker_count, "evaluation engine")):
         async with router:
             yield router
 

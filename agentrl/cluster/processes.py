@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from agentrl.cluster.restarts import START_SECONDS, starting
+from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
     PLACE_SECONDS,
@@ -70,7 +70,7 @@ class ThreadWorker:
         """Make the worker in its thread."""
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{rank}")
         try:
-            async with starting(f"{role} {rank}", start_seconds):
+            async with start_deadline(f"{role} {rank}", start_seconds):
                 return ThreadWorker(
                     await asyncio.wrap_future(executor.submit(make, rank)), executor
                 )
@@ -124,7 +124,7 @@ class ProcessWorker:
         """Start the process and make the worker in it."""
         worker = ProcessWorker(role, rank, lease)
         try:
-            async with starting(f"{role} {rank}", start_seconds):
+            async with start_deadline(f"{role} {rank}", start_seconds):
                 worker.pid = await worker._run(os.getpid)
                 await worker.host(make)
         except BaseException:

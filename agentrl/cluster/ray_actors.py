@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
 from agentrl.cluster.ray_process import RayProcess, end
-from agentrl.cluster.restarts import START_SECONDS, starting
+from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
     PLACE_SECONDS,
@@ -65,7 +65,7 @@ class RayWorkers:
         )
         try:
             worker.process = await worker.ask(worker.actor.where.remote())
-            async with starting(f"{role} {rank}", self.start_seconds):
+            async with start_deadline(f"{role} {rank}", self.start_seconds):
                 await worker.ask(worker.actor.make.remote(make, rank))
             worker.made = True
         except BaseException:

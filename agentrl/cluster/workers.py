@@ -19,9 +19,9 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.cluster.restarts import RESTARTS, START_SECONDS
+from agentrl.cluster.supervised import RESTARTS, START_SECONDS
 from agentrl.errors import AgentRLError, WorkerDiedError
-from agentrl.flow import Flow, Retries, span
+from agentrl.flow import Flow, span
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
@@ -67,10 +67,6 @@ LEASE_SECONDS = 30.0
 PLACE_SECONDS = 120.0
 """How long a worker's process may take to begin: a fresh interpreter on a busy machine, a place on
 a busy cluster.
-"""
-
-START_ATTEMPTS = 8
-"""How many times a replacement worker may die while starting: for about a minute, with the pauses.
 """
 
 _NEWS_SECONDS = 0.5
@@ -243,22 +239,6 @@ async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerG
             raise died.exceptions[0] from error
         raise
     return WorkerGroup(role, [task.result() for task in tasks])
-
-
-async def start_another(start: Callable[[], Awaitable[Worker]]) -> Worker:
-    """Start the replacement of a dead worker, with retries: its machine may be lost too, which
-    takes a while to notice.
-
-    Raises:
-        WorkerDiedError: the replacement has died `START_ATTEMPTS` times while starting.
-    """
-    for failures in range(1, START_ATTEMPTS):
-        try:
-            return await start()
-        except WorkerDiedError as error:
-            logger.warning("%s; starting it again", error)
-            await asyncio.sleep(Retries.pause(failures))
-    return await start()
 
 
 async def under_lease(

@@ -19,15 +19,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from agentrl.arrays import Ragged
-from agentrl.cluster.restarts import RESTARTS, START_SECONDS, Restarts, starting
-from agentrl.cluster.roster import Crew
+from agentrl.cluster.supervised import RESTARTS, START_SECONDS, Supervised
+from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
-from agentrl.flow import Flow, Retries, Suspect, Suspicion, notice, paused, span
+from agentrl.flow import Flow, Suspect, Suspicion, notice, paused, span
 from agentrl.protocols import (
     Engine,
     EngineOffers,
@@ -76,7 +77,7 @@ class _Replica:
 
     number: int
     engine: Engine
-    restarts: Restarts
+    supervised: Supervised
     calls: dict[asyncio.Task[Any], _Call] = field(default_factory=dict)
     dead: EngineDeadError | None = None
     answers: int = 0
@@ -112,9 +113,15 @@ class Router(Engine):
         if not engines:
             raise ValueError("a router needs at least one engine")
         self._replicas = [
-            _Replica(number, engine, Restarts(restarts)) for number, engine in enumerate(engines)
+            _Replica(
+                number,
+                engine,
+                Supervised(
+                    f"engine {number}", "an answer", allowed=restarts, start_seconds=start_seconds
+                ),
+            )
+            for number, engine in enumerate(engines)
         ]
-        self._start_seconds = start_seconds
         self._suspicion = Suspicion(LethalRequestError, "engines")
         self._update = update
         self._escape = escape
@@ -144,11 +151,13 @@ class Router(Engine):
         """The smallest `max_context` of all replicas."""
         return self._max_context
 
-    def crew(self, role: str = "engine") -> Crew:
+    def worker_count(self, role: str = "engine") -> WorkerCount:
         """How many replicas serve. Any thread may ask."""
         serving = [replica for replica in list(self._entered) if replica.dead is None]
-        restarts = sum(replica.restarts.total for replica in self._replicas)
-        return Crew(role, len(serving), len(self._replicas), restarts, self._suspicion.set_aside)
+        restarts = sum(replica.supervised.restarts for replica in self._replicas)
+        return WorkerCount(
+            role, len(serving), len(self._replicas), restarts, self._suspicion.set_aside
+        )
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
@@ -242,7 +251,7 @@ class Router(Engine):
                         self._mark_dead(replica, engine, error, suspect)
                         continue
                     replica.answers += 1
-                    replica.restarts.progress()
+                    replica.supervised.progress()
                     return answer
         finally:
             self._suspicion.ended(suspect)
@@ -420,7 +429,6 @@ class Router(Engine):
             self._suspicion.died({request, *_requests(replica)}, why)
         self._alive = [replica for replica in self._alive if replica.dead is None]
         if self._factory is not None:
-            logger.warning("restarting engine %d: %s", replica.number, why)
             self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
 
     def _evict(self, replica: _Replica, why: EngineDeadError, *, suspects: bool = True) -> None:
@@ -453,29 +461,32 @@ class Router(Engine):
 
     async def _replace(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
         """Replace a dead engine by a new one with the latest published weights."""
-        restarts = replica.restarts
-        if not restarts.spend():
-            raise EngineDeadError(
-                f"engine {replica.number} keeps dying: it was {restarts.in_vain('an answer')}; "
-                f"the last time: {replica.dead}"
-            ) from replica.dead
-        for failures in range(_ATTEMPTS):
-            await self._close(replica)
-            await asyncio.sleep(max(restarts.pause, Retries.pause(failures) if failures else 0.0))
-            replica.engine = factory(replica.number)
-            try:
-                await self._start(replica)
-                await self._catch_up(replica.engine)
-            except EngineError as error:
-                replica.dead = EngineDeadError(
-                    f"engine {replica.number} could not be restarted: {error}"
-                )
-                continue
-            replica.dead, replica.seen = None, (-1, -1)
-            self._alive = [replica for replica in self._replicas if replica.dead is None]
-            self._revived.set()
-            return
-        raise EngineDeadError(f"{replica.dead} ({_ATTEMPTS} times in a row)") from replica.dead
+        await self._close(replica)
+        await replica.supervised.recover(
+            replica.dead or EngineDeadError("it is gone"), partial(_give_up, replica)
+        )
+        try:
+            await replica.supervised.start_again(
+                partial(self._renew, replica, factory), EngineDeadError, _ATTEMPTS
+            )
+        except EngineDeadError as error:
+            raise EngineDeadError(f"{error} ({_ATTEMPTS} times in a row)") from error
+        replica.dead, replica.seen = None, (-1, -1)
+        self._alive = [replica for replica in self._replicas if replica.dead is None]
+        self._revived.set()
+
+    async def _renew(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
+        """Start another engine in the place of one that is dead, or that did not start."""
+        await self._close(replica)
+        replica.engine = factory(replica.number)
+        try:
+            await self._start(replica)
+            await self._catch_up(replica.engine)
+        except EngineError as error:
+            replica.dead = EngineDeadError(
+                f"engine {replica.number} could not be restarted: {error}"
+            )
+            raise replica.dead from error
 
     async def _start(self, replica: _Replica) -> None:
         """Enter a replica's engine.
@@ -483,7 +494,7 @@ class Router(Engine):
         Raises:
             StallError: it takes too long.
         """
-        async with starting(f"engine {replica.number}", self._start_seconds):
+        async with replica.supervised.starting():
             await replica.engine.__aenter__()
         self._entered.append(replica)
 
@@ -569,4 +580,10 @@ def _joined(first: Completion, rest: Completion) -> Completion:
         rest.finish_reason,
         Ragged.joined([first.support_of_each, rest.support_of_each]) if kept else None,
         Ragged.joined([first.experts_of_each, rest.experts_of_each]) if known else None,
+    )
+
+
+def _give_up(replica: _Replica, reason: str) -> EngineDeadError:
+    return EngineDeadError(
+        f"engine {replica.number} keeps dying: it was {reason}; the last time: {replica.dead}"
     )

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.cluster.roster import roster
+from agentrl.cluster.worker_registry import registered_workers
 from agentrl.flow import notices
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.run_progress import RunProgress
@@ -108,7 +108,7 @@ class Dashboard:
                 f"{escape(task)} ({escape(env)}) {duration(s)}" for task, env, s in underway.longest
             )
             yield "in play", "; ".join(longest)
-        if lost := [crew for crew in roster() if crew.alive < crew.count]:
+        if lost := [crew for crew in registered_workers() if crew.alive < crew.count]:
             yield (
                 "workers",
                 Text(

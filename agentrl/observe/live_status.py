@@ -16,7 +16,7 @@ from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from agentrl.cluster.roster import Crew, roster
+from agentrl.cluster.worker_registry import WorkerCount, registered_workers
 from agentrl.files.durable import remove_left, unfinished
 from agentrl.flow import PendingWait, PeriodicThread, notices, waits
 from agentrl.rollout.underway import Underway
@@ -38,7 +38,7 @@ class LiveState:
 
     pid: int
     at: float
-    workers: tuple[Crew, ...] = ()
+    workers: tuple[WorkerCount, ...] = ()
     waits: tuple[PendingWait, ...] = ()
     notices: tuple[str, ...] = ()
     underway: Underway | None = None
@@ -95,7 +95,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         return LiveState(
             os.getpid(),
             datetime.now(UTC).timestamp(),
-            tuple(roster()),
+            tuple(registered_workers()),
             () if loop is None else tuple(wait for wait in waits(loop) if wait.phase not in _WHOLE),
             tuple(map(str, notices())),
             None if underway is None else underway(),

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from agentrl.cluster.restarts import RESTARTS, Restarts, starting
-from agentrl.cluster.roster import Crew, posted
-from agentrl.cluster.workers import PLACE_SECONDS, StartWorker, Worker, start_another
+from agentrl.cluster.supervised import RESTARTS, Supervised, start_deadline
+from agentrl.cluster.worker_registry import WorkerCount, register_workers
+from agentrl.cluster.workers import PLACE_SECONDS, StartWorker, Worker
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, notice, now
 from agentrl.protocols.env import Env, ResetResult
@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 0.2
 _PATIENCE_SECONDS = 10.0
 """How long a reset waits for a worker; less than the deadline of a reset."""
 _ALL_DEAD = "the workers of the environments are starting again"
-_ATTEMPTS = 3
+_FIRST_ATTEMPTS = 3
 """The run fails when this many workers of a rank die before any episode has begun."""
 
 
@@ -97,8 +97,8 @@ async def env_workers(
         WorkerDiedError: the workers of a rank keep dying right after their start.
     """
     token = secrets.token_urlsafe()
-    pool = _Pool(start, partial(make, token), token, [Restarts(restarts) for _ in range(count)])
-    with posted(pool.crew):
+    pool = _Pool(start, partial(make, token), token, count, restarts=restarts)
+    with register_workers(pool.worker_count):
         async with Flow("env workers") as flow:
             for rank in range(count):
                 flow.start(pool.keep(rank), name=str(rank))
@@ -150,22 +150,26 @@ class _Pool:
         start: StartWorker,
         make: Callable[[int], EnvWorker],
         token: str,
-        restarts: Sequence[Restarts],
+        count: int,
+        *,
+        restarts: int = RESTARTS,
     ) -> None:
         self._start = start
         self._make = make
         self._token = token
-        self._restarts = restarts  # by rank
+        self._supervised = [
+            Supervised(f"env {rank}", "an episode begun", allowed=restarts) for rank in range(count)
+        ]
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
         self._worked = False
         self._suspicion = suspicion()
 
-    def crew(self) -> Crew:
+    def worker_count(self) -> WorkerCount:
         """How many workers serve. Any thread may ask."""
-        restarts = sum(one.total for one in self._restarts)
-        return Crew(
-            "env", len(self._urls), len(self._restarts), restarts, self._suspicion.set_aside
+        restarts = sum(worker.restarts for worker in self._supervised)
+        return WorkerCount(
+            "env", len(self._urls), len(self._supervised), restarts, self._suspicion.set_aside
         )
 
     def works(self, url: str) -> None:
@@ -173,9 +177,9 @@ class _Pool:
         started.
         """
         self._worked = True
-        for rank, own in self._urls.items():
-            if own == url:
-                self._restarts[rank].progress()
+        for rank, address in self._urls.items():
+            if address == url:
+                self._supervised[rank].progress()
 
     async def servers(self) -> Sequence[str]:
         """The addresses of the workers that are alive; waits for the first."""
@@ -185,25 +189,24 @@ class _Pool:
     async def keep(self, rank: int) -> None:
         """Keep a worker of this rank running: start another whenever it dies."""
         start = partial(self._start, "env", self._make, rank)
-        restarts = self._restarts[rank]
+        supervised = self._supervised[rank]
         while True:
             try:
-                worker = await (start_another(start) if self._worked else start())
+                if self._worked:
+                    worker = await supervised.start_again(start, WorkerDiedError)
+                else:
+                    worker = await start()
                 try:
                     await self._serve(worker, rank)
                 finally:
                     await worker.stop()
             except WorkerDiedError as error:
-                if not self._worked and restarts.total == _ATTEMPTS - 1:
+                if not self._worked and supervised.restarts == _FIRST_ATTEMPTS - 1:
                     raise
-                if not restarts.spend():
-                    why = f"{error.why}; it was {restarts.in_vain('an episode begun')}"
-                    raise WorkerDiedError("env", rank, why) from error
-                logger.warning("%s; another takes its place", error)
-                await asyncio.sleep(restarts.pause)
+                await supervised.recover(error, partial(_give_up, rank, error))
 
     async def _serve(self, worker: Worker, rank: int) -> None:
-        async with starting(f"the server of env {rank}", PLACE_SECONDS):
+        async with start_deadline(f"the server of env {rank}", PLACE_SECONDS):
             self._urls[rank] = await worker.call("open")
         self._one_lives.set()
         try:
@@ -215,3 +218,7 @@ class _Pool:
             )  # a machine that vanished does not close its connections
             if not self._urls:
                 self._one_lives.clear()
+
+
+def _give_up(rank: int, error: WorkerDiedError, reason: str) -> WorkerDiedError:
+    return WorkerDiedError("env", rank, f"{error.why}; it was {reason}")

@@ -56,7 +56,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agentrl.algorithms.samples import TracedBatch
-from agentrl.cluster.roster import restart_metrics
+from agentrl.cluster.worker_registry import restart_metrics
 from agentrl.config.history import ConfigHistory, SettingChange, refuse_another_run
 from agentrl.config.learning_rates import jumps_of_schedules, notes_of_schedules
 from agentrl.config.loading import LoadedConfig, check_installed, check_options

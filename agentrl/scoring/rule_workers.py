@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
-from agentrl.cluster.restarts import RESTARTS, Restarts
-from agentrl.cluster.roster import Crew, posted
-from agentrl.cluster.workers import StartWorker, Worker, start_another
+from agentrl.cluster.supervised import RESTARTS, Supervised
+from agentrl.cluster.worker_registry import WorkerCount, register_workers
+from agentrl.cluster.workers import StartWorker, Worker
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.scoring.config import RulePoolConfig
@@ -54,22 +54,24 @@ class RuleWorkers(RulePool):
     ) -> None:
         super().__init__(config, imports)
         self._start_worker = start
-        self._restarts = [Restarts(restarts) for _ in range(count)]
+        self._supervised = [
+            Supervised(f"reward {rank}", "a verdict", allowed=restarts) for rank in range(count)
+        ]
         self._flow = Flow("rules")
         self._idle: asyncio.Queue[tuple[int, Worker]] = asyncio.Queue()
         self._workers: dict[int, Worker] = {}
-        self._posted = ExitStack()
+        self._registration = ExitStack()
 
-    def crew(self) -> Crew:
+    def worker_count(self) -> WorkerCount:
         """How many workers are alive. Any thread may ask."""
-        restarts = sum(one.total for one in self._restarts)
-        count = len(self._restarts)
-        return Crew("reward", len(self._workers), count, restarts, self.suspicion.set_aside)
+        restarts = sum(worker.restarts for worker in self._supervised)
+        count = len(self._supervised)
+        return WorkerCount("reward", len(self._workers), count, restarts, self.suspicion.set_aside)
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
-        self._posted.enter_context(posted(self.crew))
-        for rank in range(len(self._restarts)):
+        self._registration.enter_context(register_workers(self.worker_count))
+        for rank in range(len(self._supervised)):
             self._flow.start(self._start_first(rank), name=str(rank))
         return self
 
@@ -78,7 +80,7 @@ class RuleWorkers(RulePool):
             self._flow.cancel()
             await self._flow.__aexit__(*exc)
         finally:
-            self._posted.close()
+            self._registration.close()
             while self._workers:
                 await self._workers.popitem()[1].stop()
 
@@ -94,7 +96,7 @@ class RuleWorkers(RulePool):
         except WorkerDiedError as error:
             raise RuleDiedError(f"{name}: {error}") from error
         else:
-            self._restarts[rank].progress()
+            self._supervised[rank].progress()
             return verdict
         finally:
             self._flow.start(self._return(rank, worker), name=str(rank))
@@ -109,12 +111,10 @@ class RuleWorkers(RulePool):
         except WorkerDiedError as error:
             del self._workers[rank]
             await worker.stop()
-            restarts = self._restarts[rank]
-            if not restarts.spend():
-                why = f"{error.why}; it was {restarts.in_vain('a verdict')}"
-                raise WorkerDiedError("reward", rank, why) from error
-            await asyncio.sleep(restarts.pause)
-            self._begin(rank, await start_another(partial(self._start_rank, rank)))
+            supervised = self._supervised[rank]
+            await supervised.recover(error, partial(_give_up, rank, error))
+            start = partial(self._start_rank, rank)
+            self._begin(rank, await supervised.start_again(start, WorkerDiedError))
 
     async def _start_first(self, rank: int) -> None:
         self._begin(rank, await self._start_rank(rank))
@@ -127,3 +127,7 @@ class RuleWorkers(RulePool):
     def _begin(self, rank: int, worker: Worker) -> None:
         self._workers[rank] = worker
         self._idle.put_nowait((rank, worker))
+
+
+def _give_up(rank: int, error: WorkerDiedError, reason: str) -> WorkerDiedError:
+    return WorkerDiedError("reward", rank, f"{error.why}; it was {reason}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster.roster import Crew
+from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, StallError
 from agentrl.flow import Flow, now, run_virtual
@@ -296,7 +296,7 @@ def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_it
         async with Router(engines, factory=again, lease=5.0) as router, Flow("requests") as flow:
             await router.update_weights({}, 1)
             await router.update_weights({}, 4)
-            assert router.crew() == Crew("engine", replicas, replicas)
+            assert router.worker_count() == WorkerCount("engine", replicas, replicas)
             await asyncio.sleep(10)
             tasks = [
                 flow.start(router.generate(request(str(n), session=str(n))), name=str(n))
@@ -310,7 +310,7 @@ def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_it
             await router.update_weights({}, 5)
             assert router.policy_version == 5
             assert len((await router.generate(request("last"))).token_ids) == 10
-            assert router.crew() == Crew("engine", replicas, replicas, restarts=1)
+            assert router.worker_count() == WorkerCount("engine", replicas, replicas, restarts=1)
 
     run_virtual(main)
     assert len(spare) == 1
@@ -485,7 +485,9 @@ def test_a_request_that_engines_die_of_is_set_aside_and_all_others_are_answered(
                 assert len((await task).token_ids) == 4
             await asyncio.sleep(10)
             assert KILLS <= len(restarted) <= kills
-            assert router.crew() == Crew("engine", replicas, replicas, len(restarted), set_aside=1)
+            assert router.worker_count() == WorkerCount(
+                "engine", replicas, replicas, len(restarted), set_aside=1
+            )
 
     run_virtual(main)
 
@@ -623,6 +625,6 @@ def test_an_engine_that_is_killed_twice_while_all_ask_the_same_loses_no_request(
                 router._evict(router._replicas[0], EngineDeadError("killed by hand"))
         assert [len(task.result().token_ids) for task in answers] == [10] * 32
         assert len(restarted) == 2
-        assert router.crew().set_aside == 0
+        assert router.worker_count().set_aside == 0
 
     run_virtual(main)

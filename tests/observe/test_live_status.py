@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.roster import Crew, posted
+from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.flow import Flow, deadline, notice
 from agentrl.observe.live_status import (
     FILE,
@@ -39,10 +39,13 @@ def test_a_live_run_says_who_is_alive_and_what_waits_for_what(tmp_path: Path) ->
 
     async def main() -> None:
         released = asyncio.Event()
-        with posted(lambda: Crew("oracle", 1, 2, 3)), LiveStatus(tmp_path, every=0.01) as live:
+        with (
+            register_workers(lambda: WorkerCount("oracle", 1, 2, 3)),
+            LiveStatus(tmp_path, every=0.01) as live,
+        ):
             starting = await said(tmp_path, lambda state: True)
             assert (starting.pid, starting.waits, starting.underway) == (os.getpid(), (), None)
-            assert Crew("oracle", 1, 2, 3) in starting.workers
+            assert WorkerCount("oracle", 1, 2, 3) in starting.workers
             live.begin_phase()
             live.watch(lambda: PLAYED)
             async with Flow("test") as flow:

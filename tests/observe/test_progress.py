@@ -17,7 +17,7 @@ from rich.console import Console
 
 from agentrl.arrays import floats, ints
 from agentrl.cli.console import SafeConsole
-from agentrl.cluster.roster import Crew, posted
+from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.dashboard import Dashboard, duration, line_of
 from agentrl.observe.progress import ProgressDisplay
@@ -146,7 +146,10 @@ def test_the_time_left_follows_the_pace_of_the_last_steps_and_counts_down():
 
 def test_workers_that_are_not_alive_are_counted_and_the_others_take_no_room():
     progress, _ = made_up()
-    with posted(lambda: Crew("env", 8, 8)), posted(lambda: Crew("engine", 1, 2, 3)):
+    with (
+        register_workers(lambda: WorkerCount("env", 8, 8)),
+        register_workers(lambda: WorkerCount("engine", 1, 2, 3)),
+    ):
         assert "engine 1 of 2" in drawn(progress)
         assert "env 8 of 8" not in drawn(progress)
 

@@ -12,8 +12,7 @@ import pytest
 
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
-from agentrl.cluster.restarts import Restarts
-from agentrl.cluster.roster import Crew, roster
+from agentrl.cluster.worker_registry import WorkerCount, registered_workers
 from agentrl.cluster.workers import StartWorker, Worker
 from agentrl.errors import ConfigError, EnvError, LethalTaskError, WorkerDiedError
 from agentrl.flow import Flow, run_virtual
@@ -84,7 +83,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
                 after = int((await second.reset(seed=1, options={}))[0])
             assert after not in (before, os.getpid())
             assert (await second.step("go"))[0] == f"{after} go"
-            assert Crew("env", 1, 1, restarts=1) in roster()
+            assert WorkerCount("env", 1, 1, restarts=1) in registered_workers()
             return {before, after}
 
     pids = asyncio.run(main())
@@ -190,7 +189,7 @@ def test_a_task_that_workers_die_of_is_set_aside_and_others_go_on() -> None:
                 await begin(make(), 14)
             env = await begin(make(), 15)
             assert (await env.step("on"))[1] == 1.0
-            assert Crew("env", 1, 1, restarts=4, set_aside=2) in roster()
+            assert WorkerCount("env", 1, 1, restarts=4, set_aside=2) in registered_workers()
 
     async def begin(env: Env, seed: int) -> Env:
         """Begin an episode, as soon as a worker lives."""
@@ -231,7 +230,7 @@ def test_a_worker_that_dies_again_and_again_beside_one_that_works_is_given_up() 
         return Dying(f"http://127.0.0.1:{rank + 1}", lives=rank == 0)
 
     async def main() -> None:
-        pool = _Pool(start, worker_of(telling), "token", [Restarts(3) for _ in range(2)])
+        pool = _Pool(start, worker_of(telling), "token", 2, restarts=3)
         async with Flow("pool") as flow:
             for rank in range(2):
                 flow.start(pool.keep(rank), name=str(rank))

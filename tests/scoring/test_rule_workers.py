@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
-from agentrl.cluster.roster import roster
+from agentrl.cluster.worker_registry import registered_workers
 from agentrl.cluster.workers import Make, StartWorker, Worker
 from agentrl.errors import RewardError, RuleLimitError, WorkerDiedError
 from agentrl.flow import Flow
@@ -63,8 +63,8 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
             os.kill(pids[1], signal.SIGSTOP)
             async with asyncio.timeout(PATIENCE_SECONDS):
                 assert not {await ask(pool) for _ in range(4)} & set(pids)
-            assert pool.crew() in roster()
-            assert pool.crew().restarts >= 1  # the other may be replaced later
+            assert pool.worker_count() in registered_workers()
+            assert pool.worker_count().restarts >= 1  # the other may be replaced later
             return pids
 
     async def ask(pool: RuleWorkers) -> int:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from agentrl.cluster.roster import Crew
+from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.flow import PendingWait
 from agentrl.observe.ending import Ending
 from agentrl.observe.live_status import LiveState, write_live_state
@@ -330,7 +330,9 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
     )
     played = Underway(1, 2, 3, 4, {"environment": 5}, [OpenGroup(HOSTILE[3], HOSTILE[0], 60.0)])
     doing(
-        run, HOSTILE[1], LiveState(os.getpid(), 1.0, (Crew(HOSTILE[4], 1, 2),), (), HOSTILE, played)
+        run,
+        HOSTILE[1],
+        LiveState(os.getpid(), 1.0, (WorkerCount(HOSTILE[4], 1, 2),), (), HOSTILE, played),
     )
     page = serve(tmp_path)
     runs = quote(quote(name))
@@ -429,7 +431,11 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
     page, run = serve(runs), MadeUpRun(runs / "second")
     page.open("#/run?runs=second")
     assert page.texts(".now") == []
-    workers = (Crew("engine", 2, 2), Crew("env", 7, 8, 3), Crew("trainer", 4, 4))
+    workers = (
+        WorkerCount("engine", 2, 2),
+        WorkerCount("env", 7, 8, 3),
+        WorkerCount("trainer", 4, 4),
+    )
     waits = (
         PendingWait("environment", "step", 30, 12.5),
         PendingWait("environment", "reset", 10, 2.0),
@@ -466,7 +472,9 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
     doing(
         run,
         "train",
-        LiveState(os.getpid(), 2.0, (Crew("trainer", 4, 4),), (), (), Underway(0, 256, 0, 64)),
+        LiveState(
+            os.getpid(), 2.0, (WorkerCount("trainer", 4, 4),), (), (), Underway(0, 256, 0, 64)
+        ),
     )
     page.wait(lambda: rows()["now"] == "The trainer works; episodes wait for its new weights.")
     assert page.texts(".crew") == ["trainer 4 of 4"]

@@ -6,23 +6,62 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.cluster.restarts import Restarts, starting
-from agentrl.errors import LethalRequestError, StallError
+from agentrl.cluster.supervised import Supervised, start_deadline
+from agentrl.errors import EngineDeadError, LethalRequestError, StallError, WorkerDiedError
 from agentrl.flow import Flow, Suspect, Suspicion, now, run_virtual
 
 
 @given(work=st.lists(st.booleans(), max_size=60), allowed=st.integers(0, 5))
 def test_no_more_restarts_than_are_allowed_are_in_vain(work: list[bool], allowed: int) -> None:
-    restarts, in_vain, total = Restarts(allowed), 0, 0
-    for worked in work:
-        if worked:
-            restarts.progress()
-            in_vain = 0
-        may = restarts.spend()
-        assert may == (in_vain < allowed)
-        in_vain, total = in_vain + may, total + may
-        assert restarts.total == total
-        assert restarts.pause == (0.0 if in_vain < 2 else min(0.5 * 2 ** (in_vain - 2), 30.0))
+    async def recover(supervised: Supervised) -> bool:
+        try:
+            await supervised.recover(WorkerDiedError("env", 1, "killed"), EngineDeadError)
+        except EngineDeadError as error:
+            reasons.add(str(error))
+            return False
+        return True
+
+    async def main() -> None:
+        supervised, in_vain, total = Supervised("env 1", "a verdict", allowed=allowed), 0, 0
+        for worked in work:
+            if worked:
+                supervised.progress()
+                in_vain = 0
+            began = now()
+            may = await recover(supervised)
+            assert may == (in_vain < allowed)
+            in_vain, total = in_vain + may, total + may
+            assert supervised.restarts == total
+            pause = 0.0 if in_vain < 2 else min(0.5 * 2 ** (in_vain - 2), 30.0)
+            assert now() - began == pytest.approx(pause if may else 0.0)
+
+    reasons: set[str] = set()
+    run_virtual(main)
+    often = f"restarted {allowed} times in a row" if allowed else "not restarted"
+    assert reasons <= {f"{often} without a verdict in between (cluster.restarts)"}
+
+
+@pytest.mark.parametrize(("failures", "starts"), [(0, 1), (2, 3), (3, 3)])
+def test_a_start_that_fails_is_tried_again_until_its_attempts_are_spent(
+    failures: int, starts: int
+) -> None:
+    began: list[float] = []
+
+    async def start() -> str:
+        began.append(now())
+        if len(began) <= failures:
+            raise WorkerDiedError("env", 1, "no machine")
+        return "started"
+
+    async def main() -> str:
+        return await Supervised("env 1", "a verdict").start_again(start, WorkerDiedError, 3)
+
+    if failures < 3:
+        assert run_virtual(main) == "started"
+    else:
+        with pytest.raises(WorkerDiedError, match="no machine"):
+            run_virtual(main)
+    assert began == [0.0, 0.5, 1.5][:starts]
 
 
 def named(*names: str) -> list[Suspect]:
@@ -105,10 +144,10 @@ def test_what_does_not_start_in_time_is_named_and_its_own_timeouts_pass() -> Non
         with pytest.raises(
             StallError, match=r"engine 3 did not start within 5 s \(cluster.start_seconds\)"
         ):
-            async with starting("engine 3", 5.0):
+            async with start_deadline("engine 3", 5.0):
                 await asyncio.sleep(6)
         with pytest.raises(TimeoutError, match="its own"):
-            async with starting("engine 3", 5.0):
+            async with start_deadline("engine 3", 5.0):
                 raise TimeoutError("its own")
 
     run_virtual(main)
