@@ -2,17 +2,18 @@
 rollouts and loss.
 
 All of it is pure functions of groups, except the multiplier of each constraint and what an
-algorithm remembers, which `BatchProcessing` carries from step to step. Both are among a step's
-metrics, from which a resumed run reads them.
+algorithm remembers, which `BatchProcessing` carries from step to step, and `state` gives for the
+checkpoints.
 
 Dimension suffixes: G members of a group, M trajectories of a batch.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, pvariance
 from types import MappingProxyType
+from typing import Any
 
 from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.algorithms.config import BatchProcessingConfig
@@ -23,8 +24,7 @@ from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, suc
 
 
 class BatchProcessing:
-    """Processes the batches of a run. `rows`: metrics of earlier steps, with what a resumed run
-    carries on.
+    """Processes the batches of a run. `Stateful`: multipliers, and the state of what learns.
 
     `algorithm`: the one that is trained with, in case it learns from batches, or says how much a
     group varies; `by_env`: those of the groups of some environments, which learn from these alone.
@@ -33,27 +33,35 @@ class BatchProcessing:
     def __init__(
         self,
         config: BatchProcessingConfig,
-        rows: Iterable[Mapping[str, float]] = (),
         algorithm: Algorithm | None = None,
         by_env: Mapping[str, Algorithm] = MappingProxyType({}),
     ) -> None:
         self._config = config
         self._algorithm, self._by_env = algorithm, by_env
-        rows = list(rows)
         learners = {"": algorithm, **{f"envs/{env}/": own for env, own in by_env.items()}}
         self._learners = {
             prefix: one for prefix, one in learners.items() if isinstance(one, LearnsFromBatches)
         }
         """What learns from batches, by the prefix of its metrics."""
-        for prefix, learner in self._learners.items():
-            learner.restore([_under(prefix, row) for row in rows])
         self.multipliers = {
             constraint.part: constraint.initial for constraint in config.constraints
         }
         """The multiplier of each constraint, by its part."""
-        for row in rows:
-            for part in self.multipliers:
-                self.multipliers[part] = row.get(_multiplier(part), self.multipliers[part])
+
+    def state(self) -> Mapping[str, Any]:
+        """The multipliers, and the states of the algorithms that learn from batches."""
+        learners = {prefix: learner.state() for prefix, learner in self._learners.items()}
+        return {"multipliers": self.multipliers, "learners": learners}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from an earlier launch. Constraints and algorithms that it did not have keep
+        their initial state.
+        """
+        for part in self.multipliers:
+            self.multipliers[part] = state["multipliers"].get(part, self.multipliers[part])
+        for prefix, learner in self._learners.items():
+            if prefix in state["learners"]:
+                learner.restore(state["learners"][prefix])
 
     def scores(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with length penalties and the constraints' terms added to their scores; parts
@@ -182,7 +190,7 @@ class BatchProcessing:
         parts = [part for group in self.scores(groups) for part in group.by_agent()]
         for prefix, learner in self._learners.items():
             own = [part for part in parts if self._prefix(part.task.env) == prefix]
-            metrics |= {f"{prefix}{name}": value for name, value in learner.learned(own).items()}
+            metrics |= {f"{prefix}{name}": value for name, value in learner.learn(own).items()}
         if self._config.keep_variance < 1:
             metrics["informative_groups"] = fmean(self.informative(parts))
         for constraint in self._config.constraints:
@@ -192,7 +200,7 @@ class BatchProcessing:
             )
             self.multipliers[constraint.part] = min(constraint.largest, max(0.0, moved))
             metrics[f"constraints/rate/{constraint.part}"] = rate
-            metrics[_multiplier(constraint.part)] = self.multipliers[constraint.part]
+            metrics[f"constraints/multiplier/{constraint.part}"] = self.multipliers[constraint.part]
         return metrics
 
 
@@ -251,13 +259,6 @@ def _plus(group: Group, terms_G: Sequence[float]) -> Group:
     return replace(group, scores=tuple(changed))
 
 
-def _under(prefix: str, row: Mapping[str, float]) -> Mapping[str, float]:
-    """The metrics of a row with this prefix, without it."""
-    return {
-        name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)
-    }
-
-
 def _costs(groups: Sequence[Group], part: str) -> list[float]:
     found = [score.parts[part] for group in groups for score in group.scores if part in score.parts]
     if not found:
@@ -267,7 +268,3 @@ def _costs(groups: Sequence[Group], part: str) -> list[float]:
             f"there are {', '.join(map(repr, there)) or 'none'}"
         )
     return found
-
-
-def _multiplier(part: str) -> str:
-    return f"constraints/multiplier/{part}"

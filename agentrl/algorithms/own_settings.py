@@ -56,7 +56,7 @@ def _asked(algorithm: Algorithm) -> list[list[Sequence[MemberAdvantage]]]:
     groups = [_group(f"{number}", rewards) for number, rewards in enumerate(_REWARDS)]
     found = [[algorithm.advantages(group) for group in groups]]
     if isinstance(algorithm, LearnsFromBatches):
-        algorithm.learned(groups)
+        algorithm.learn(groups)
         found.append([algorithm.advantages(group) for group in groups])
     return found
 

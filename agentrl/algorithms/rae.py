@@ -3,8 +3,8 @@ baseline for self-play.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,8 +13,6 @@ from agentrl.algorithms.policy_loss import scored
 from agentrl.algorithms.reinforce import Reinforce
 from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import Group
-
-_METRIC = "baseline/"
 
 
 class RoleAdvantage(Reinforce):
@@ -58,10 +56,8 @@ class RoleAdvantage(Reinforce):
             for a in found
         ]
 
-    def learned(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Move each baseline towards the mean return of the step's episodes, as far as their number
-        says.
-        """
+    def learn(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Update each baseline, weighted by the number of episodes."""
         returns: dict[str, list[float]] = defaultdict(list)
         for group in groups:
             returns[self._key(group)] += (
@@ -72,17 +68,15 @@ class RoleAdvantage(Reinforce):
             self.baselines[key] = kept * self.baselines.get(key, 0.0) + (1 - kept) * sum(
                 earned
             ) / len(earned)
-        return {_METRIC + key: value for key, value in sorted(self.baselines.items())}
+        return {f"baseline/{key}": value for key, value in sorted(self.baselines.items())}
 
-    def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """See `LearnsFromBatches`."""
-        for row in rows:
-            found = {
-                name.removeprefix(_METRIC): value
-                for name, value in row.items()
-                if name.startswith(_METRIC)
-            }
-            self.baselines |= found
+    def state(self) -> Mapping[str, Any]:
+        """The baselines. See `LearnsFromBatches`."""
+        return {"baselines": self.baselines}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the baselines of an earlier launch. See `LearnsFromBatches`."""
+        self.baselines = dict(state["baselines"])
 
     def _key(self, group: Group) -> str:
         role = group.trajectories[0].agent if self.config.roles else ""

@@ -1,8 +1,9 @@
 """A training run as a whole: `assemble_training`."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.assembly.devices import device_sharing, open_cluster
@@ -29,7 +30,9 @@ from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.runs.checkpoint import Checkpoints
+from agentrl.runs.old_state import state_in_metrics
 from agentrl.runs.run import Run
+from agentrl.runs.state import RunState, read_state, write_state
 from agentrl.runs.task_sources import task_source
 from agentrl.tasks.mixture import Mixture
 from agentrl.trajectory import Group
@@ -50,17 +53,21 @@ class TrainingAssembly(RolloutAssembly):
     sharing: DeviceSharing
     self_play: SelfPlay | None = None
     evaluation_engine: Router | None = None
-    """What evaluates beside training, if the evaluation has engines of its own."""
+    """Engine for evaluations beside training, if the evaluation has engines of its own."""
+    state: RunState = field(default_factory=RunState)
+    """The state of the other parts, kept in each checkpoint."""
 
     async def save(self, folder: Path) -> None:
-        """Save the trainer and the critic into a checkpoint."""
+        """Save all parts into a checkpoint."""
         await self.begin_save(folder)
         await self.saved()
 
     async def begin_save(self, folder: Path) -> None:
-        """Copy the state of the trainer and the critic, and begin to write it into a checkpoint."""
+        """Copy the state of all parts, and begin to write it into a checkpoint."""
+        state = self.state.snapshot()  # first of all, so that it is of these steps alone
         await self.trainer.begin_save(folder)
         await self.advisors.begin_save(folder)
+        await asyncio.to_thread(write_state, folder, state)
 
     async def saved(self) -> None:
         """Wait until what `begin_save` began is written."""
@@ -72,8 +79,15 @@ class TrainingAssembly(RolloutAssembly):
         number of steps done.
         """
         newest = run.checkpoints.latest() if run.resumed else None
+        if newest is not None:
+            states = read_state(newest[1])
+            if states is None:  # a checkpoint of an earlier version
+                states = state_in_metrics(run.metrics.rows(), newest[0])
+            self.state.load(states)
         if self.self_play is not None:
-            await self.self_play.restore(newest[0] if newest else 0, run.metrics.rows())
+            # before the weights are published, as that draws the first opponents by these results
+            self.state.add("opponents", self.self_play)
+            await self.self_play.begin(newest[0] if newest else 0)
         if newest is None:
             return 0
         step, folder = newest
@@ -93,7 +107,8 @@ class TrainingAssembly(RolloutAssembly):
         pending = run.open_tasks(step)
         tasks, gives_up = task_source(self.config, "train"), self.config.env.exhausted == "others"
         if isinstance(tasks, Mixture):
-            tasks.restore(run.ledger.fates_by_env(), run.metrics.rows(), gives_up=gives_up)
+            tasks.replay(run.ledger.fates_by_env(), gives_up=gives_up)
+            self.state.add("tasks", tasks)
         if isinstance(tasks, Curriculum):
             for number, task, rewards_G in run.ledger.outcomes():
                 tasks.observe(number, task, rewards_G)

@@ -46,6 +46,7 @@ OWN = {
         "live.json",
         "lock",
         "summary.json",
+        "evaluation_log.json",
         "owed_evaluations.json",
     ),
     *(
@@ -103,12 +104,11 @@ def output(path: Path, within: str | None = None) -> Path:
 
 def checkpoint_of(run: Path, step: str) -> Path:
     """The folder of a run's checkpoint: the `latest`, the `best`, or the one after `step` steps."""
-    from agentrl.observe.metrics import MetricsFile
+    from agentrl.runs.evaluation_log import EvaluationLog
 
     metric = load_config(run_config(run)).config.checkpoint.best or "eval/success"
-    return Checkpoints(run / "checkpoints").find(
-        step, MetricsFile(run / "metrics.jsonl").values(metric)
-    )
+    values = EvaluationLog.of_run(run).values(metric)
+    return Checkpoints(run / "checkpoints").find(step, values)
 
 
 def model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:

@@ -39,6 +39,7 @@ from agentrl.protocols.env import Env, Isolation, OwnerOnly, ResetResult, Script
 from agentrl.protocols.offers import Offers
 from agentrl.protocols.renderer import Conversation, Prompt, Renderer
 from agentrl.protocols.reward import GroupReward, Reward, Rule, ScoresTurns
+from agentrl.protocols.state import Stateful
 from agentrl.protocols.tasks import (
     Curriculum,
     EnvLimits,
@@ -115,6 +116,7 @@ __all__ = [
     "ScoresTurns",
     "ScriptedPlayer",
     "Settings",
+    "Stateful",
     "StepResult",
     "SupportsEnding",
     "SupportsSamples",

@@ -4,9 +4,9 @@ Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a gr
 batch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
@@ -139,21 +139,24 @@ class MeasuresSpread(Algorithm, Protocol):
 
 @runtime_checkable
 class LearnsFromBatches(Algorithm, Protocol):
-    """An algorithm that remembers something of earlier batches, such as a running baseline.
+    """An algorithm with state from earlier batches, such as a running baseline.
 
-    What it remembers is among a step's metrics, from which a resumed run restores it.
+    The state is kept in each checkpoint, as `Stateful` describes.
     """
 
-    def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Restore what `learned` returned earlier; `rows` are the run's metrics so far."""
-        ...
-
-    def learned(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Learn from the groups of a step that has just been trained on, and return all that is to
-        be remembered.
+    def learn(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Learn from the groups of a step that has just been trained on. Returns metrics.
 
         Each is a group of one agent, with the scores that its advantages were computed from.
         """
+        ...
+
+    def state(self) -> Any:
+        """The state, of values that JSON has."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Continue from what `state` has returned in an earlier launch."""
         ...
 
 

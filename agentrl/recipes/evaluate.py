@@ -175,14 +175,14 @@ async def evaluate_run(
     `due`: only what `every` asks for at this step. `beside`: training goes on meanwhile.
     """
     left = evaluations_left(run, step, due=due)
-    run.owed.owe(step, left)
+    run.evaluations.begin(step, left)
     for name in left:
         if not beside:
             run.begin_phase(step, "evaluation")
         evaluation = await evaluate(rollouts, name)
         await _record(run, step, evaluation)
         check_best(run, step, evaluation)
-        run.owed.arrived(step, name)
+        run.evaluations.finish(step, name, evaluation.metrics())
 
 
 def check_best(run: Run, step: int, evaluation: Evaluation) -> None:
@@ -236,8 +236,8 @@ def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
     return [
         name
         for name, steps in every.items()
-        if (not due or (steps and step % steps == 0) or name in run.owed.of(step))
-        and not run.evaluated(step, name)
+        if (not due or (steps and step % steps == 0) or name in run.evaluations.pending(step))
+        and not run.evaluations.is_finished(step, name)
     ]
 
 

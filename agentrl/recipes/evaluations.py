@@ -37,7 +37,7 @@ async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIte
     """The evaluations of a run that goes on after `start` steps. Leaving the block waits for those
     that go on.
     """
-    run.owed.go_back_to(start)
+    run.evaluations.go_back_to(start)
     if parts.evaluation_engine is None and not run.config.evaluation.overlap:
         yield _InTurn(run, parts)
         return
@@ -120,7 +120,9 @@ class _Beside:
         """
         self._snapshots.go_back_to(start)
         there = {0, *self._snapshots.versions()}  # the engine begins with version 0
-        for step in sorted(there & {*self._run.owed.steps(), *self._snapshots.versions()}):
+        for step in sorted(
+            there & {*self._run.evaluations.pending_steps(), *self._snapshots.versions()}
+        ):
             if step < start:
                 self._begin(step, due=True)
 
@@ -132,7 +134,7 @@ class _Beside:
         if step > 0:  # the engine began with version 0
             weights = await self._trainer.weights()
             await run_to_completion(asyncio.to_thread(self._snapshots.write, step, weights))
-        self._run.owed.owe(step, left)
+        self._run.evaluations.begin(step, left)
         self._begin(step, due=due)
 
     async def before_update(self) -> None:

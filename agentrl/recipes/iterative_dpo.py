@@ -143,7 +143,9 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
         async with evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
-            processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
+            processing = parts.state.add(
+                "batch_processing", BatchProcessing(config.batch_processing, algorithm)
+            )
             scheduler = parts.rollouts(run, start, processing.teaches)
             async with scheduler as rollouts, run.keeping_episodes(rollouts.take_all):
                 for iteration in range(start, config.steps):

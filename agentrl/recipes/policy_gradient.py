@@ -78,8 +78,8 @@ async def train(
                 for one in config.env.mixture
                 if one.algorithm is not None
             }
-            processing = BatchProcessing(
-                config.batch_processing, run.metrics.rows(), algorithm, by_env
+            processing = parts.state.add(
+                "batch_processing", BatchProcessing(config.batch_processing, algorithm, by_env)
             )
             scheduler = parts.rollouts(run, start, processing.teaches)
             async with (

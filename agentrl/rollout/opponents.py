@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import WeightsError
 from agentrl.flow import deadline, run_to_completion
@@ -25,7 +25,7 @@ from agentrl.protocols import Engine, EngineOffers
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
-from agentrl.rollout.results import Results, results_of
+from agentrl.rollout.results import Games, Results
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Group, Trajectory
 from agentrl.weights.low_rank import LowRank
@@ -164,27 +164,32 @@ class SelfPlay:
 
     def observe(self, groups: Sequence[Group]) -> None:
         """See `ObservesBatches`: count who won, for the metrics and for later draws."""
-        self._metrics = results_of(groups)
-        self.results.add(self._metrics)
+        games = Games.of_groups(groups)
+        self._metrics = games.metrics()
+        self.results.add(games.tallies())
 
     def metrics(self) -> Mapping[str, float]:
         """The policy's success against each opponent in the last batch, by version and by seat."""
         return self._metrics
 
-    async def restore(self, version: int, rows: Iterable[Mapping[str, float]]) -> None:
-        """Begin, or go on, with this version; `rows` are the metrics of the run.
+    def state(self) -> Mapping[str, Any]:
+        """The results against each version. See `Stateful`."""
+        return self.results.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the results of an earlier launch. See `Stateful`."""
+        self.results.restore(state)
+
+    async def begin(self, version: int) -> None:
+        """Begin with this version of the policy, or continue with it.
 
         Raises:
             OSError: the first snapshot cannot be written.
         """
-        if not self.opponents:
-            return
-        for row in rows:
-            if row["step"] < version:
-                self.results.add(row)
-        await run_to_completion(asyncio.to_thread(self._restore, version))
+        if self.opponents:
+            await run_to_completion(asyncio.to_thread(self._prepare_snapshots, version))
 
-    def _restore(self, version: int) -> None:
+    def _prepare_snapshots(self, version: int) -> None:
         self.snapshots.go_back_to(version)
         if 0 in self.snapshots.needed(version + 1):
             self.snapshots.write(0, LowRank(self.model.absolute(), {}))

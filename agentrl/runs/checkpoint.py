@@ -24,6 +24,7 @@ from agentrl.files.durable import (
     unfinished,
 )
 from agentrl.protocols import Savable
+from agentrl.runs.state import STATE_FILE
 
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that has the XXH3-128 of every other file."""
@@ -220,7 +221,11 @@ def damage(checkpoint: Path) -> str | None:
         return f"{CHECKSUMS} cannot be read"
     if not isinstance(written, dict) or (not written and len(list(checkpoint.iterdir())) > 1):
         return f"{CHECKSUMS} names no files"
-    loaded = sorted(path.name for path in checkpoint.iterdir() if path.suffix in _LOADED)
+    loaded = sorted(
+        path.name
+        for path in checkpoint.iterdir()
+        if path.suffix in _LOADED or path.name == STATE_FILE
+    )
     unnamed = (f"{CHECKSUMS} does not name {name}" for name in loaded if name not in written)
     return next(chain(unnamed, _differences(checkpoint, written)), None)
 
@@ -270,7 +275,7 @@ def export(checkpoint: Path, into: Path) -> None:
     files = [
         path
         for path in sorted(checkpoint.iterdir())
-        if path.is_file() and path.suffix not in _STATE and path.name != CHECKSUMS
+        if path.is_file() and path.suffix not in _STATE and path.name not in (CHECKSUMS, STATE_FILE)
     ]
     if "config.json" not in {path.name for path in files} or ".safetensors" not in {
         path.suffix for path in files

@@ -30,7 +30,7 @@ runs/NAME/
   live.json          while the process lives, renewed every second: workers alive, pending calls
   lock               held by the process that trains here, which it names
   tmp/               temporary files of the process that trains here, and of its children
-  owed_evaluations.json   the evaluations that have begun and have no result yet
+  evaluation_log.json     pending evaluations, and the results of the finished ones
   evaluations/       the result of each episode of each evaluation; `agentrl compare` reads them
   summary.json       of an ended run: how it ended, success before and after, steps, seconds,
                      largest staleness, fates
@@ -78,14 +78,13 @@ from agentrl.models.source import (
 from agentrl.models.tiny import SIZES
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import Ending, ending_of, how_to_go_on
-from agentrl.observe.evaluation import Evaluation, metric_prefix
+from agentrl.observe.evaluation import Evaluation
 from agentrl.observe.falls import Alarm
 from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.launches import record_launch
 from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.machine import MachineLog
 from agentrl.observe.metrics import MetricsFile, masked_shares, rollout_metrics
-from agentrl.observe.owed import OwedEvaluations
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.reports import HELD_OUT
@@ -100,6 +99,7 @@ from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.underway import Underway
 from agentrl.runs.checkpoint import Checkpoints, set_aside
+from agentrl.runs.evaluation_log import EvaluationLog
 from agentrl.runs.lock import RunLock
 from agentrl.runs.task_sources import fingerprints
 from agentrl.runs.temp import RunTemp
@@ -187,9 +187,9 @@ class Run:
             self._check_data(data, change)
             self.ledger = Ledger(self.folder / "ledger.sqlite")
             self.metrics = MetricsFile(self.folder / "metrics.jsonl")
-            self.owed = OwedEvaluations(self.folder / "owed_evaluations.json")
             if resume:
                 self.metrics.mend()
+            self.evaluations = EvaluationLog.of_run(self.folder)
             self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
             self._live = LiveStatus(self.folder)
             self._profiler = Profiler(self.folder, always=self.config.observe.profile)
@@ -631,7 +631,7 @@ class Run:
     def _values(self) -> Mapping[int, float] | None:
         """The values that the best checkpoints are chosen by."""
         best = self.config.checkpoint.best
-        return self.metrics.values(best) if best else None
+        return self.evaluations.values(best) if best else None
 
     @asynccontextmanager
     async def saved_if_stopped(self, step: int, state: Savable) -> AsyncIterator[None]:
@@ -677,10 +677,6 @@ class Run:
                         "the episodes of the step that ends here cannot be kept: %s", why
                     )
             raise
-
-    def evaluated(self, step: int, suite: str) -> bool:
-        """Whether the weights after `step` steps have been evaluated already on this suite."""
-        return step in self.metrics.values(f"{metric_prefix(suite)}success")
 
     async def finish(self) -> None:
         """Draw the curve, and summarise the run with the checksum of the weights in its newest

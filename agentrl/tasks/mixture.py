@@ -4,13 +4,13 @@ environment is.
 The next task belongs to the environment that is furthest behind its weight: the one with the
 smallest (n + 1) / weight, where n are its groups that have been trained on or are being played (the
 method of D'Hondt). A group that fails, is filtered or is too old no longer counts, so its place
-goes to the same environment. What follows depends on these counts alone, which a resumed run reads
-from its ledger.
+goes to the same environment. What follows depends on these counts alone, which a resumed run has
+from its ledger, and the tokens from its checkpoint.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import Fate
@@ -106,15 +106,19 @@ class Mixture:
             for key, value in getattr(share.tasks, "metrics", dict)().items()
         }
 
-    def restore(
-        self,
-        fates: Iterable[tuple[int, str, Fate | None]],
-        rows: Iterable[Mapping[str, float]],
-        *,
-        gives_up: bool,
-    ) -> None:
-        """Continue an earlier launch, from (number, environment, fate) of its tasks in order and
-        its steps' metrics.
+    def state(self) -> Mapping[str, Any]:
+        """The tokens that were trained on, by environment. See `Stateful`; all else is in the
+        ledger.
+        """
+        return {"tokens": {name: share.tokens for name, share in self._shares.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the tokens of an earlier launch. See `Stateful`."""
+        for name, share in self._shares.items():
+            share.tokens = state["tokens"].get(name, 0.0)
+
+    def replay(self, fates: Iterable[tuple[int, str, Fate | None]], *, gives_up: bool) -> None:
+        """Continue an earlier launch, from (number, environment, fate) of its tasks in order.
 
         `gives_up`: an environment that had spent its budget of failures gets no more tasks.
 
@@ -138,9 +142,6 @@ class Mixture:
                 " of it: put it back (with a small weight it gets few tasks more); there is"
                 f" {', '.join(self._shares)}"
             )
-        for row in rows:
-            for name, share in self._shares.items():
-                share.tokens += row.get(f"envs/{name}/tokens", 0.0)
         for name, share in self._shares.items():
             share.given_up = gives_up and failed[name] > share.max_failed_tasks
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
+from agentrl.algorithms.rae import RoleAdvantage
 from agentrl.config import load_config
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
@@ -210,10 +211,10 @@ def step_of(config: RunConfig) -> ExactStep:
     by_env = {
         one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None
     }
-    rows = [
-        {f"baseline/{name}": 0.3 for name, _ in envs}
-    ]  # what `rae` has learned in earlier steps
-    processing = BatchProcessing(config.batch_processing, rows, algorithm, by_env)
+    processing = BatchProcessing(config.batch_processing, algorithm, by_env)
+    for learner in (algorithm, *by_env.values()):
+        if isinstance(learner, RoleAdvantage):  # what it has learned in earlier steps
+            learner.restore({"baselines": {name: 0.3 for name, _ in envs}})
     gamma = getattr(algorithm.config, "gamma", 1.0) if isinstance(algorithm, ActorCritic) else 1.0
     return ExactStep(shares, algorithm, processing, rules_of(config, processing), by_env, gamma)
 

@@ -2,6 +2,7 @@
 multipliers.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -154,13 +155,20 @@ def test_a_resumed_run_goes_on_with_the_multiplier_of_its_last_step():
     config = BatchProcessingConfig(
         constraints=(Constraint(part="m/violated", at_most=0.0, initial=0.3),)
     )
-    rows = [
-        {"step": 0, "constraints/multiplier/m/violated": 0.4},
-        {"step": 1, "constraints/multiplier/m/violated": 0.6},
-        {"eval": 1},
-    ]
-    assert BatchProcessing(config, rows).multipliers == {"m/violated": 0.6}
+    first = BatchProcessing(config)
+    first.multipliers["m/violated"] = 0.6
+    resumed = BatchProcessing(config)
+    resumed.restore(json.loads(json.dumps(first.state())))
+    assert resumed.multipliers == {"m/violated": 0.6}
     assert BatchProcessing(config).multipliers == {"m/violated": 0.3}
+
+
+def test_a_constraint_that_a_resumed_run_adds_begins_with_its_initial_multiplier():
+    added = BatchProcessing(
+        BatchProcessingConfig(constraints=(Constraint(part="cost", at_most=0.0, initial=0.3),))
+    )
+    added.restore(BatchProcessing(BatchProcessingConfig()).state())
+    assert added.multipliers == {"cost": 0.3}
 
 
 def test_a_policy_gives_up_what_breaks_a_constraint_when_the_multiplier_has_grown():

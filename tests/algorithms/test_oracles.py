@@ -96,7 +96,7 @@ UNBIASED["reinforce_pp and rebn, not normalised"] = (NamedTerm(NamedTerm.Config(
 
 
 def with_baseline(algorithm: RoleAdvantage, baseline: float) -> RoleAdvantage:
-    algorithm.restore([{"baseline/oracle": baseline}])
+    algorithm.restore({"baselines": {"oracle": baseline}})
     return algorithm
 
 

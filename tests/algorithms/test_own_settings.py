@@ -140,10 +140,10 @@ def group(env: str, *rewards: float) -> Group:
 class Run:
     """A mixture of `a`, with the run's decay, and `b`, with its own."""
 
-    def __init__(self, rows: Sequence[Mapping[str, float]] = ()) -> None:
+    def __init__(self) -> None:
         self.shared = RoleAdvantage(RoleAdvantage.Config(decay=0.9))
         self.own = {"b": RoleAdvantage(RoleAdvantage.Config(decay=0.5))}
-        self.processing = BatchProcessing(BatchProcessingConfig(), rows, self.shared, self.own)
+        self.processing = BatchProcessing(BatchProcessingConfig(), self.shared, self.own)
 
     def advantages(self, *groups: Group) -> list[float]:
         batch = traced_batch_of(list(groups), self.shared, self.processing, 0, self.own).batch
@@ -166,6 +166,8 @@ def test_a_resumed_mixture_goes_on_with_each_baseline() -> None:
     batches = [[group("a", 0.1 * n, 1 / (n + 3)), group("b", 0.7, 0.2 * n)] for n in range(4)]
     whole, first = Run(), Run()
     rows = [whole.processing.update(batch) for batch in batches]
-    written = [json.loads(json.dumps(first.processing.update(batch))) for batch in batches[:2]]
-    second = Run(written)
+    for batch in batches[:2]:
+        first.processing.update(batch)
+    second = Run()
+    second.processing.restore(json.loads(json.dumps(first.processing.state())))
     assert [second.processing.update(batch) for batch in batches[2:]] == rows[2:]

@@ -30,7 +30,7 @@ def advantages(algorithm: RoleAdvantage, played: Group) -> list[float]:
 
 
 def trained(algorithm: RoleAdvantage, *batches: list[Group]) -> list[dict[str, float]]:
-    processing = BatchProcessing(BatchProcessingConfig(), [], algorithm)
+    processing = BatchProcessing(BatchProcessingConfig(), algorithm)
     return [processing.update(batch) for batch in batches]
 
 
@@ -68,8 +68,10 @@ def test_a_resumed_run_goes_on_with_the_same_baselines_to_the_last_bit():
     batches = [[group(north=[0.1 * n, 0.7], south=[-0.3, 1 / (n + 3)])] for n in range(5)]
     whole, first, second = (RoleAdvantage() for _ in range(3))
     rows = trained(whole, *batches)
-    written = [json.loads(json.dumps(row)) for row in trained(first, *batches[:3])]
-    processing = BatchProcessing(BatchProcessingConfig(), [{"eval/success": 1.0}, *written], second)
+    trained(first, *batches[:3])
+    processing = BatchProcessing(BatchProcessingConfig(), second)
+    state = BatchProcessing(BatchProcessingConfig(), first).state()
+    processing.restore(json.loads(json.dumps(state)))
     assert [processing.update(batch) for batch in batches[3:]] == rows[3:]
 
 
@@ -80,7 +82,7 @@ def test_the_baseline_is_of_what_is_trained_on_penalties_included():
         replace(trajectory(text, rewards=[1.0]), task=task, agent="north")
         for text in ("ab", "abcd")
     ]
-    processing = BatchProcessing(BatchProcessingConfig(length_penalty=1.0), [], algorithm)
+    processing = BatchProcessing(BatchProcessingConfig(length_penalty=1.0), algorithm)
     processing.update([Group(task, tuple(played), (Score(1.0), Score(2.0)))])
     assert algorithm.baselines == {
         "poker/north": 1.5

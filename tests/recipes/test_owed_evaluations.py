@@ -15,11 +15,11 @@ from rich.console import Console
 
 from agentrl.assembly import RolloutAssembly, TrainingAssembly
 from agentrl.config import load_config
-from agentrl.observe.owed import OwedEvaluations
 from agentrl.placement.time_share import NoSharing
 from agentrl.protocols import Trainer
 from agentrl.recipes import evaluate as evaluating
 from agentrl.recipes.evaluations import evaluations
+from agentrl.runs.evaluation_log import LOG_FILE, EvaluationLog
 from agentrl.runs.run import Run
 
 
@@ -119,15 +119,15 @@ def test_the_first_version_is_evaluated_on_engines_of_its_own_after_a_kill(
     summary = run.launch(0, [2, 4])
     assert run.played == []
     assert summary["success_before_interval"] is None
-    assert json.loads((run.folder / "owed_evaluations.json").read_text()) == {
-        step: ["held_out"] for step in ("0", "2", "4")
-    }
+    log = json.loads((run.folder / LOG_FILE).read_text())
+    assert log["pending"] == {step: ["held_out"] for step in ("0", "2", "4")}
     run.hangs = set()
     run.launch(4, [6])
     assert run.played == [0, 2, 4, 6]
     run.launch(6, [8])
     assert run.played == [0, 2, 4, 6, 8], "nothing is evaluated twice"
-    assert json.loads((run.folder / "owed_evaluations.json").read_text()) == {}
+    log = json.loads((run.folder / LOG_FILE).read_text())
+    assert (log["pending"], list(log["finished"])) == ({}, ["0", "2", "4", "6", "8"])
     assert not any((run.folder / "evaluation_weights").iterdir())
 
 
@@ -155,11 +155,33 @@ def test_a_result_after_training_is_not_taken_for_one_before_it(
     assert summary["success_after_interval"] is not None
 
 
-@pytest.mark.parametrize("written", ["[]", "null", "{", '{"a": ["held_out"]}', '{"1": 3}'])
-def test_a_broken_list_of_what_is_owed_is_said_and_owes_nothing(
-    tmp_path: Path, written: str, caplog: pytest.LogCaptureFixture
+def test_evaluations_stay_finished_when_every_metric_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "owed_evaluations.json"
-    path.write_text(written)
-    assert OwedEvaluations(path).steps() == []
+    run = Launches(tmp_path, monkeypatch, "evaluation.every=2")
+    run.launch(0, [2, 4])
+    metrics = run.folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("eval/", "renamed/"))
+    run.launch(4, [6])
+    assert run.played == [0, 2, 4, 6]
+    log = EvaluationLog.of_run(run.folder)
+    assert list(log.values("eval/failed")) == [0, 2, 4, 6]
+    log.go_back_to(4)
+    assert list(EvaluationLog.of_run(run.folder).values("eval/failed")) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        *[("owed_evaluations.json", text) for text in ("[]", "null", "{", '{"1": 3}')],
+        *[(LOG_FILE, text) for text in ("[]", "{", "{}", '{"pending": {"a": []}, "finished": {}}')],
+        (LOG_FILE, '{"pending": {"1": 3}, "finished": {}}'),
+    ],
+)
+def test_a_broken_log_of_evaluations_is_reported_and_taken_for_an_empty_one(
+    tmp_path: Path, name: str, written: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_text(written)
+    log = EvaluationLog.of_run(tmp_path)
+    assert (log.pending_steps(), log.values("eval/success")) == ([], {})
     assert len(caplog.messages) == 1

@@ -11,6 +11,7 @@ from agentrl.ledger.ledger import read_ledger
 from agentrl.settings.base import Settings
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
+from tests.recipes.renaming import rename_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +177,8 @@ def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
         run, path = tmp_path / name, tmp_path / f"{name}.yaml"
         path.write_text(LEVELS.format() + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
         for number, steps in enumerate(launches):
+            if number:
+                rename_metrics(run)
             done = agentrl(
                 "train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}"
             )
@@ -185,3 +188,51 @@ def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
         ends[name] = outcomes, json.loads((run / "summary.json").read_text())["weights_sha256"]
     assert ends["whole"] == ends["resumed"]
     assert len({task.options["high"] for _, task, _ in ends["whole"][0]}) > 1
+
+
+STATEFUL = """
+env:
+  mixture:
+    - {{name: guess_number, options: {{high: 4}}, budget: {{turns: 2}}}}
+    - {{name: qa, tasks: {data}, max_tokens: 9}}
+  weights_count: tokens
+steps: 4
+algorithm: rae
+reward: {{name: length, free: 1, limit: 9}}
+batch_processing: {{constraints: [{{part: length, at_most: 0.1, initial: 0.5}}]}}
+rollout: {{groups_per_step: 3, group_size: 2, sampling: {{max_tokens: 4}}}}
+evaluation: {{tasks: 2, every: 1}}
+checkpoint: {{every: 1, best: eval/reward, keep: 1, keep_best: 1}}
+trackers: []
+"""
+
+
+def test_a_resumed_run_depends_on_no_name_of_a_metric(
+    tmp_path: Path, agentrl: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n}) + "\n" for n in range(30)))
+    ends, states = [], []
+    for name, launches in {"whole": [4], "resumed": [3, 4]}.items():
+        run, path = tmp_path / name, tmp_path / f"{name}.yaml"
+        path.write_text(STATEFUL.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
+        for number, steps in enumerate(launches):
+            if number:
+                rename_metrics(run)
+            done = agentrl(
+                "train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}"
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        summary = json.loads((run / "summary.json").read_text())
+        kept = sorted(checkpoint.name for checkpoint in (run / "checkpoints").iterdir())
+        ends.append((summary["weights_sha256"], kept))
+        states.append(json.loads((run / "checkpoints" / "step_000004" / "state.json").read_text()))
+    assert ends[0] == ends[1]
+    assert states[0] == states[1]
+    assert states[0]["batch_processing"]["learners"][""]["baselines"].keys() == {
+        "guess_number",
+        "qa",
+    }
+    assert states[0]["batch_processing"]["multipliers"]["length"] not in (0.0, 0.5)
+    assert all(states[0]["tasks"]["tokens"].values())

@@ -3,6 +3,7 @@ resume repeats it.
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
-from agentrl.rollout.results import Results, results_of
+from agentrl.rollout.results import Games, Results
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
 from agentrl.weights.snapshots import Snapshots
@@ -195,18 +196,19 @@ def test_a_resumed_run_draws_the_same(tmp_path, draw):
     settings = OpponentsConfig(latest=0.3, every=1, pool=4, engines=2, draw=draw)
 
     async def main() -> None:
-        rows, whole = [], []
+        states, whole = [], []
         async with Table(tmp_path / "whole", settings) as table:
             for version in range(1, 9):
                 await table.publish(version)
                 played = await table.games(30)
                 whole.append([(one.id, one.agent, one.opponent) for one in played])
                 table.play.observe([group(played)])
-                rows.append({"step": version, **table.play.metrics()})
+                states.append(json.dumps(table.play.state()))
         (tmp_path / "again").mkdir()
         (tmp_path / "whole" / "opponents").rename(tmp_path / "again" / "opponents")
         async with Table(tmp_path / "again", settings) as table:
-            await table.play.restore(8, rows)  # the row of step 8 is one that the run has lost
+            table.play.restore(json.loads(states[6]))  # after 7 steps: that of 8 is lost
+            await table.play.begin(8)
             await table.publish(8)
             again = [(one.id, one.agent, one.opponent) for one in await table.games(30)]
         assert again == whole[-1]
@@ -252,10 +254,10 @@ def test_results_are_by_version_and_seat_and_the_hard_ones_are_drawn_more_often(
         game("south", 5, False),
     ]
     played += [game("north", None, True), game("south", None, False)] * 2
-    metrics = results_of(
+    games = Games.of_groups(
         [Group(Task("e", 0), tuple(played), tuple(Score(one.env_return) for one in played))]
     )
-    assert metrics == {
+    assert games.metrics() == {
         "opponents/share": 0.5,
         "opponents/0/north/episodes": 2.0,
         "opponents/0/north/success": 0.5,
@@ -266,8 +268,8 @@ def test_results_are_by_version_and_seat_and_the_hard_ones_are_drawn_more_often(
         "opponents/success": 0.5,
     }
     results = Results()
-    results.add(metrics)
+    results.add(games.tallies())
     assert [results.success(version) for version in (0, 5, 9)] == [3 / 5, 1 / 3, 1 / 2]
     assert results.weight(5) > results.weight(9) > results.weight(0)
-    results.add({"opponents/0/north/episodes": 2.0, "opponents/0/north/success": 0.0})
+    results.add({0: (0.0, 2.0)})
     assert results.success(0) == (0.5 * 2 + 1) / (0.5 * 3 + 2 + 2)

@@ -21,7 +21,7 @@ from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.reports import EpisodeResult, EvaluationReport, compare
 from agentrl.recipes.demonstrations import judged
 from agentrl.recipes.evaluate import check_best, report_of
-from agentrl.rollout.results import results_of
+from agentrl.rollout.results import Games
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import total
 from agentrl.trajectory import (
@@ -152,7 +152,7 @@ def test_a_program_without_a_verdict_succeeds_by_the_runs_reward() -> None:
 
 def test_games_against_opponents_are_won_by_the_score() -> None:
     games = [played({"success": None}, agent="north", opponent=3) for _ in range(2)]
-    found = results_of([Group(TASK, tuple(games), (Score(1.0), Score(-1.0)))])
+    found = Games.of_groups([Group(TASK, tuple(games), (Score(1.0), Score(-1.0)))]).metrics()
     assert found["opponents/3/north/success"] == 0.5
     assert found["opponents/share"] == 1.0
 

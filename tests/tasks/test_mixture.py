@@ -1,5 +1,6 @@
 """Mixtures: the tasks of several environments, in the shares that their weights ask for."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,7 +98,6 @@ def test_a_resumed_mixture_goes_on_as_one_that_was_never_stopped(
 ) -> None:
     whole, again = mixture(count, a=3, b=2), mixture(count, a=3, b=2)
     fates: list[tuple[int, str, Any]] = []
-    tokens: Counter[str] = Counter()
     for number in range(stopped_at):
         task = whole.task(number)
         if number % 4 == 1:
@@ -107,11 +107,9 @@ def test_a_resumed_mixture_goes_on_as_one_that_was_never_stopped(
             fates.append((number, task.env, None))
         else:
             whole.trained([group(task, 1 + number)])
-            tokens[task.env] += 1 + number
             fates.append((number, task.env, "trained"))
-    again.restore(
-        fates, [{f"envs/{env}/tokens": float(n)} for env, n in tokens.items()], gives_up=False
-    )
+    again.replay(fates, gives_up=False)
+    again.restore(json.loads(json.dumps(whole.state())))
     numbers = range(stopped_at, stopped_at + 20)
     assert [again.task(number) for number in numbers] == [whole.task(number) for number in numbers]
 
@@ -125,7 +123,7 @@ def test_an_environment_that_is_given_up_gives_its_share_to_the_others_also_when
     assert mixed.give_up("b")
     assert not mixed.give_up("c")
     again = mixture(a=2, b=1, c=1)
-    again.restore([(0, "a", "failed"), (1, "b", "failed"), (2, "a", "failed")], [], gives_up=True)
+    again.replay([(0, "a", "failed"), (1, "b", "failed"), (2, "a", "failed")], gives_up=True)
     assert again.task(3).env == "b"
     assert {again.task(number).env for number in range(4, 9)} == {"b", "c"}
 
@@ -137,8 +135,8 @@ def test_a_curriculum_observes_the_outcomes_of_its_own_tasks_also_when_resumed()
     mixed.observe(3, tasks[3], (1.0, 0.0))
     mixed.observe(4, tasks[4], (0.5, 0.0))
     again = mixture(source=Remembering, a=1, b=1)
-    again.restore(
-        [(number, task.env, "trained") for number, task in enumerate(tasks)], [], gives_up=False
+    again.replay(
+        [(number, task.env, "trained") for number, task in enumerate(tasks)], gives_up=False
     )
     again.observe(3, tasks[3], (1.0, 0.0))
     again.observe(4, tasks[4], (0.5, 0.0))
@@ -222,7 +220,7 @@ def test_a_list_on_the_command_line_replaces_the_list_or_the_environment_of_the_
 def test_an_entry_that_has_had_tasks_must_stay() -> None:
     mixed = mixture(a=1, b=1)
     with pytest.raises(ConfigError, match=r"env.mixture has no entry called 'old' any more"):
-        mixed.restore([(0, "a", "trained"), (1, "old", "trained")], [], gives_up=False)
+        mixed.replay([(0, "a", "trained"), (1, "old", "trained")], gives_up=False)
 
 
 @pytest.mark.parametrize(
