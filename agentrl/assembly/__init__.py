@@ -7,7 +7,6 @@ The parts are started here and stopped in reverse order.
 """
 
 from agentrl.assembly.devices import device_sharing, open_cluster
-from agentrl.assembly.engines import check_trains, teacher_engine
 from agentrl.assembly.placed import PlacedCluster
 from agentrl.assembly.players import agent_player, env_host
 from agentrl.assembly.policy import assemble_policy, assemble_rollouts
@@ -23,12 +22,10 @@ __all__ = [
     "assemble_policy",
     "assemble_rollouts",
     "assemble_training",
-    "check_trains",
     "device_sharing",
     "env_host",
     "make_advisors",
     "make_trainer",
     "open_cluster",
     "reward_of",
-    "teacher_engine",
 ]

@@ -16,8 +16,6 @@ from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig
-from agentrl.plugins import Component
-from agentrl.protocols import EngineOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
 
@@ -121,7 +119,10 @@ async def teacher_served(
     if teacher is None:
         yield None
         return
-    config = placed.config.model_copy(update={"engine": teacher_engine(placed.config, teacher)})
+    engine = component_like(
+        placed.config.engine, "recipe.teacher.engine", "engines", teacher.engine
+    )
+    config = placed.config.model_copy(update={"engine": engine})
     async with engine_router(config, placed.cluster, teacher.model or model, "teacher") as served:
         if served.max_context < longest:
             raise ConfigError(
@@ -140,72 +141,3 @@ def asked_teacher(config: RunConfig, teacher: TeacherConfig, served: Router) -> 
         seconds=config.rollout.deadlines.score,
         concurrency=teacher.concurrency,
     )
-
-
-def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
-    """The engine that serves the teacher.
-
-    Raises:
-        ConfigError: there is no such engine, or it cannot score the tokens that the run samples.
-    """
-    chosen = component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
-    way_out = (
-        "with engine=local or engine=vllm, or train with algorithm=distill, whose teacher a trainer"
-        " computes"
-    )
-    offers = EngineOffers.of(chosen.factory)
-    if not offers.scores:
-        raise ConfigError(
-            f"recipe.teacher.engine.name: engine {chosen.name!r} has no method `score`, so it"
-            f" cannot say how likely given tokens are: serve the teacher {way_out}"
-        )
-    temperature = config.rollout.sampling.temperature
-    if offers.scores_at_one_only and temperature != 1:
-        raise ConfigError(
-            f"recipe.teacher.engine.name: engine {chosen.name!r} scores tokens at temperature 1"
-            f" only, and rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the"
-            " teacher with engine=local"
-        )
-    return chosen
-
-
-def check_trains(config: RunConfig) -> None:
-    """Check that the engine can follow the trainer, and says what the run compares. A recipe that
-    trains on what the engine samples asks this before anything else, so that nobody waits for
-    demonstrations first.
-
-    Raises:
-        ConfigError: the engine cannot.
-    """
-    _check_takes_weights(config)
-    _check_compares_routing(config)
-
-
-def _check_takes_weights(config: RunConfig) -> None:
-    """Check that the engine can follow the trainer.
-
-    Raises:
-        ConfigError: it samples from a model that is served elsewhere.
-    """
-    layout = getattr(config.engine.settings, "layout", None)
-    if layout is not None and not layout().here:
-        raise ConfigError(
-            f"engine={config.engine.name} samples from a model that is served elsewhere: it can"
-            " neither take new weights nor say what truncated sampling left to sample from. Train"
-            f" with engine=vllm or engine=local, and evaluate with engine={config.engine.name}"
-            " (`agentrl eval`)"
-        )
-
-
-def _check_compares_routing(config: RunConfig) -> None:
-    """Check that the engine says which experts it chose, if the run compares them.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    reports_experts = EngineOffers.of(config.engine.factory).reports_experts
-    if config.rollout.compare_routing and not reports_experts:
-        raise ConfigError(
-            f"rollout.compare_routing: engine {config.engine.name!r} does not say which experts it"
-            " chose. Leave the setting out, or write engine=local"
-        )

@@ -9,7 +9,6 @@ from pathlib import Path
 from agentrl.assembly.devices import device_sharing, open_cluster
 from agentrl.assembly.engines import (
     asked_teacher,
-    check_trains,
     evaluation_engine,
     opponent_engines,
     teacher_served,
@@ -18,6 +17,7 @@ from agentrl.assembly.exact_metrics import ExactMetrics
 from agentrl.assembly.players import engine_policy
 from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.assembly.trainers import make_advisors, make_trainer
+from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -154,7 +154,7 @@ async def assemble_training(
     Raises:
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
     """
-    check_trains(config)
+    check_stage(config, "training")
     async with (
         open_cluster(config) as placed,
         rollouts_on(placed, model) as rollouts,

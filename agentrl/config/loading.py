@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl import plugins
+from agentrl.config.compatibility import first_problem
 from agentrl.config.components import component_of, entries_of, helper_of, rewards_of, trackers_of
 from agentrl.config.problems import explained
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
@@ -86,6 +87,7 @@ def validate_config(
         }  # not made, and maybe right
     try:
         config = RunConfig.model_validate(sections)
+        problems += filter(None, [first_problem(config)])
     except ValidationError as error:
         failed = {problem.split(":")[0].split(".")[0] for problem in problems}
         problems += [

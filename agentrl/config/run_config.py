@@ -1,8 +1,7 @@
 """`RunConfig`: the settings of a run.
 
 Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with its own `Config`; a
-run's config composes them. What settings need of each other is checked here; where they come from,
-agentrl/config/loading.py knows.
+run's config composes them. `compatibility.py` has the rules between sections, `loading.py` reads a config.
 """
 
 import re
@@ -17,18 +16,15 @@ from pydantic import (
 )
 
 from agentrl.algorithms.config import BatchProcessingConfig
-from agentrl.algorithms.own_settings import without_effect
-from agentrl.config.group_checks import check_groups
 from agentrl.conversation.config import RendererConfig
 from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.config import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages
-from agentrl.rollout.agents import FrozenRoute
+from agentrl.protocols import Algorithm
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
-from agentrl.scoring.config import RewardsConfig, name_of
+from agentrl.scoring.config import RewardsConfig
 from agentrl.settings.base import PathText, Settings
 from agentrl.settings.yaml_values import to_yaml
 from agentrl.simulate.config import SimulationConfig
@@ -184,259 +180,6 @@ class RunConfig(Settings):
     trackers: tuple[ComponentField, ...]
     """Where metrics go besides `metrics.jsonl`: a list such as `[tensorboard, {name: wandb,
     project: lakes}]`; by default `[tensorboard]`."""
-
-    @model_validator(mode="after")
-    def _the_recipe_can_do_its_work(self) -> Self:
-        check = getattr(self.recipe.settings, "check_run", None)
-        if check is not None:
-            check(self)
-        return self
-
-    @model_validator(mode="after")
-    def _a_mixture_can_be_trained_on(self) -> Self:
-        own = [one for one in self.env.mixture if one.algorithm is not None]
-        if own and (brings_algorithm(self.recipe) or hasattr(self.algorithm.factory, "estimate")):
-            raise ValueError(
-                f"env.mixture: {own[0].called} has algorithm settings of its own, which only the"
-                " advantages of groups can have: leave them out with an algorithm that has a"
-                " critic, or a recipe with its own algorithm"
-            )
-        if other := [
-            one for one in own if one.algorithm and one.algorithm.name != self.algorithm.name
-        ]:
-            raise ValueError(
-                f"env.mixture: {other[0].called} names another algorithm: write only settings of it"
-            )
-        for one in own:
-            made = one.algorithm or self.algorithm
-            if idle := without_effect(made.factory, made.settings, self.algorithm.settings):
-                raise ValueError(
-                    f"env.mixture: {one.called} sets algorithm.{' and algorithm.'.join(idle)} of"
-                    " its own, which the advantages of its groups do not use, as configured. The"
-                    " loss is the same for the whole batch: write it in the section algorithm of"
-                    " the run, for all environments"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _an_agent_decides_what_an_environment_leaves_to_the_run(self) -> Self:
-        if programs := [one.name for one in self.env.mixture if one.is_agent]:
-            raise ValueError(
-                f"env.mixture: {programs[0]} is a program, which a run trains alone: write it"
-                " as env"
-            )
-        if not self.env.is_agent:
-            return self
-        own = {
-            "env.wrappers": bool(self.env.wrappers),
-            "env.system_prompt": self.env.system_prompt is not None,
-            "env.rules": bool(self.env.rules),
-            "env.agents": bool(self.env.agents),
-            "cluster.env_workers": bool(getattr(self.cluster.settings, "env_workers", 0)),
-            "env.requires": bool(self.env.requires),
-            "env.isolation=inline": self.env.isolation == "inline",
-            "rollout.context": self.rollout.context.name != "full",
-            "model.history=template": self.model.history == "template",
-        }
-        if wrong := [name for name, is_set in own.items() if is_set]:
-            raise ValueError(
-                f"env is a program, {self.env.name!r}, which keeps its own conversations and runs"
-                f" as it is: leave out {' and '.join(wrong)}"
-            )
-        self._check_containment()
-        return self
-
-    def _check_containment(self) -> None:
-        """Refuse to keep a program from the network that does not run in processes of its own."""
-        env = self.env
-        if self.gateway.network == "open" or env.name.startswith("agent:command "):
-            return
-        if env.name == "agent:remote":
-            raise ValueError(
-                "gateway.network=gateway keeps the programs that the run starts from the network,"
-                " and agents elsewhere (agent:remote) are started by others: leave it out"
-            )
-        if env.isolation != "process" and env.python is None:
-            raise ValueError(
-                f"gateway.network=gateway needs a process for each episode, and {env.name!r} runs"
-                " in threads: write env.isolation=process"
-            )
-
-    @model_validator(mode="after")
-    def _members_have_others_to_be_compared_with(self) -> Self:
-        if brings_algorithm(self.recipe):
-            return self
-        own = [one.algorithm or self.algorithm for one in self.env.mixture]
-        comparing = [
-            one for one in own or [self.algorithm] if getattr(one.make(), "compares_members", False)
-        ]
-        sizes = {one.group_size or self.rollout.group_size for one in self.env.mixture} or {
-            self.rollout.group_size
-        }
-        if 1 in sizes and comparing:
-            by = [
-                name
-                for name in ("group_baseline", "reward_weight")
-                if getattr(comparing[0].settings, name, None)
-            ]
-            by_what = f" ({by[0]}={getattr(comparing[0].settings, by[0])})" if by else ""
-            raise ValueError(
-                f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r}, as"
-                f" configured, compares the members of a group{by_what}: all advantages would be 0,"
-                " and nothing would be learned. Set rollout.group_size to 2 or more (8 is usual),"
-                " or choose algorithm=ppo, whose critic needs no group"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_batch_has_others_to_be_normalised_with(self) -> Self:
-        if brings_algorithm(self.recipe):
-            return self
-        alone = self.rollout.groups_per_step == self.rollout.group_size == 1
-        algorithm, scope = self.algorithm.make(), self.batch_processing.normalize
-        if not alone or getattr(algorithm, "credits_turns", False):
-            return self  # the turns of one episode are several numbers
-        if scope != "group" or isinstance(algorithm, NormalizesAdvantages):
-            by = (
-                f"the algorithm {self.algorithm.name!r}"
-                if scope == "group"
-                else f"batch_processing.normalize={scope}"
-            )
-            whole = (
-                " (algorithm.reward_to_go=false)"
-                if hasattr(self.algorithm.settings, "reward_to_go")
-                else ""
-            )
-            raise ValueError(
-                f"rollout.groups_per_step and rollout.group_size are 1, and {by} compares the"
-                f" episodes of a batch: the only advantage{whole} would be 0, and nothing would be"
-                " learned. Set rollout.groups_per_step to 2 or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_critics_advantages_are_its_own(self) -> Self:
-        has_critic = hasattr(self.algorithm.factory, "estimate") and not brings_algorithm(
-            self.recipe
-        )
-        if self.batch_processing.normalize != "group" and has_critic:
-            raise ValueError(
-                f"batch_processing.normalize={self.batch_processing.normalize} normalises what is"
-                f" found by comparing the members of groups, and {self.algorithm.name!r} asks a"
-                " critic: leave it out (ppo has algorithm.whiten=true)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _parts_of_episodes_can_be_trained_on(self) -> Self:
-        if self.rollout.staleness_rule != "segment":
-            return self
-        algorithm, own = self.algorithm.make(), brings_algorithm(self.recipe)
-        if own or not (isinstance(algorithm, ActorCritic) and algorithm.bootstraps):
-            asks_none = (
-                f"recipe {self.recipe.name!r}" if own else f"algorithm {self.algorithm.name!r}"
-            )
-            raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of episodes that go on, and what"
-                f" follows them is worth what a critic says: the {asks_none}, as configured, asks"
-                " none. Choose algorithm=ppo or algorithm=turn_ppo, with"
-                " algorithm.truncated=bootstrap, or another staleness_rule"
-            )
-        rewards = [self.reward, *(one.reward for one in self.env.mixture if one.reward is not None)]
-        parts = [part for reward in rewards for part in reward.parts]
-        if compared := [name_of(part) for part in parts if hasattr(part.factory, "score_group")]:
-            raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of groups, and the reward"
-                f" {compared[0]!r} compares whole ones: leave it out, or choose another"
-                " staleness_rule"
-            )
-        if self.rollout.filter_zero_variance or self.batch_processing.keep_variance < 1:
-            raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of groups before their rewards are"
-                " known, so these cannot be filtered by them: leave out"
-                " rollout.filter_zero_variance and batch_processing.keep_variance"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_teach_what_the_algorithm_learns_from_them(self) -> Self:
-        for name, algorithm in self.trained_with():
-            check_groups(
-                name, algorithm, self.batch_processing, filters=self.rollout.filter_zero_variance
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_resumed_run_meets_the_same_opponents(self) -> Self:
-        for agent, route in self.env.agents.items():
-            if (
-                isinstance(route, FrozenRoute)
-                and route.refresh
-                and self.checkpoint.every % route.refresh
-            ):
-                raise ValueError(
-                    f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every"
-                    f" ({self.checkpoint.every}), or a resumed run would meet other opponents than"
-                    " an uninterrupted one"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_best_is_measured(self) -> Self:
-        best, every = self.checkpoint.best, self.checkpoint.every
-        if not best:
-            return self
-        suites = {suite.name: suite for suite in self.evaluation.suites}
-        of = best.split("/")[1]
-        if of in suites:
-            section, measured, tasks = f"that of the suite {of}", suites[of].every, suites[of].tasks
-        elif best.count("/") == 2:
-            raise ValueError(
-                f"checkpoint.best names the suite {of!r}; there is {', '.join(suites) or 'none'}"
-            )
-        else:
-            section, measured, tasks = (
-                "evaluation.every",
-                self.evaluation.every,
-                self.evaluation.tasks,
-            )
-        if not (tasks and measured and measured % every == 0):
-            raise ValueError(
-                "checkpoint.best needs evaluations of steps that are saved: checkpoint.every"
-                f" ({every}) must divide {section} ({measured}), and evaluation.tasks ({tasks})"
-                " must be more than 0"
-            )
-        if best.endswith("/reward") and all(
-            reward.only_compares for reward in self._rewards_of(best)
-        ):
-            raise ValueError(
-                f"checkpoint.best={best} is never measured: evaluations play each task once, and"
-                " every part of the reward compares the members of a group. Add a part that scores"
-                " single episodes, or write checkpoint.best=eval/success if the environment gives"
-                " a verdict"
-            )
-        return self
-
-    def _rewards_of(self, metric: str) -> list[RewardsConfig]:
-        """What scores the episodes that a metric of evaluations is about."""
-        own, parts = self.rewards_by_env(), metric.split("/")
-        if parts[1] == "envs":
-            return [own.get("/".join(parts[2:-1]), self.reward)]
-        suite = next((suite for suite in self.evaluation.suites if suite.name == parts[1]), None)
-        if suite is not None:
-            return [own.get(suite.label, self.reward)]
-        return [own.get(env, self.reward) for env in self.env.all]
-
-    @model_validator(mode="after")
-    def _suites_have_an_environment(self) -> Self:
-        if self.env.mixture and (
-            none := [suite.name for suite in self.evaluation.suites if suite.env is None]
-        ):
-            raise ValueError(
-                f"evaluation.suites: the run has several environments, so name that of {none[0]} in"
-                " its env"
-            )
-        return self
 
     def trained_with(self) -> Iterator[tuple[str, Algorithm]]:
         """The algorithms that learn from what the run plays, with what they are called in the

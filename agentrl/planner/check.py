@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.placement.devices import GIB, Inventory, visible
@@ -21,12 +22,7 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
     """
     if not getattr(config.cluster.factory, "one_device", False):
         return
-    name = "lists of devices" if config.placement.lists else config.placement.name
-    if name not in ("auto", "local"):
-        raise ConfigError(
-            f"placement: {name}, but cluster={config.cluster.name} puts everything on the first"
-            " device: write placement=local, or take a cluster that can place (cluster=ray)"
-        )
+    check_stage(config, "start")
     if any(not hasattr(chosen.settings, "layout") for chosen in (config.engine, config.trainer)):
         return
     _check_memory(config, inventory or visible())

@@ -14,9 +14,7 @@ import asyncio
 from typing import ClassVar
 
 from agentrl.algorithms.distill import Distill, DistillLoss
-from agentrl.assembly.engines import check_trains, teacher_engine
-from agentrl.config.run_config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.config.compatibility import check_stage
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.models.tokenizer import check_same_tokens
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -41,36 +39,6 @@ class DistillSettings(DistillLoss):
         """The algorithm of the recipe."""
         return Distill(Distill.Config(**self.model_dump(include=set(DistillLoss.model_fields))))
 
-    def check_run(self, config: RunConfig) -> None:
-        """Check what can be checked before anything starts.
-
-        Raises:
-            ValueError: the run could not be trained with these self.
-        """
-        try:
-            teacher_engine(config, self.teacher)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        if config.rollout.sampling.truncated:
-            raise ValueError(
-                "rollout.sampling leaves tokens out (top_p, top_k or min_p), and an engine scores"
-                " tokens over the whole vocabulary, so teacher and policy could not be compared:"
-                " leave them out, or write recipe=policy_gradient algorithm=distill, whose teacher"
-                " is computed over the same tokens"
-            )
-        if self.reward_weight and config.rollout.group_size == 1:
-            raise ValueError(
-                "recipe.reward_weight compares the members of a group, and rollout.group_size is 1:"
-                " set it to 2 or more, or leave reward_weight out"
-            )
-        refresh = self.teacher.refresh
-        if refresh and config.checkpoint.every % refresh:
-            raise ValueError(
-                f"recipe.teacher.refresh ({refresh}) must divide checkpoint.every"
-                f" ({config.checkpoint.every}), or a resumed run would have another teacher than an"
-                " uninterrupted one"
-            )
-
 
 async def distill(run: Run, settings: DistillSettings) -> None:
     """Train `run.config.steps` steps towards the teacher.
@@ -79,7 +47,7 @@ async def distill(run: Run, settings: DistillSettings) -> None:
         ConfigError: the teacher has other tokens, or its engine cannot score them as they are
         sampled.
     """
-    check_trains(run.config)
+    check_stage(run.config, "training")
     base, teacher = await base_model(run), settings.teacher
     if teacher.model is not None:
         await asyncio.to_thread(check_same_tokens, base, teacher.model, "recipe.teacher.model")

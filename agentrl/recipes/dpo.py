@@ -24,7 +24,7 @@ from agentrl.assembly.devices import open_cluster
 from agentrl.assembly.trainers import make_trainer
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.config.learning_rates import notes_of_warm_up
-from agentrl.config.run_config import PLAYED, RunConfig
+from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
@@ -68,27 +68,6 @@ class DpoSettings(Settings):
     `rollout.sampling.temperature` is."""
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first."""
-
-    def check_run(self, config: RunConfig) -> None:
-        """Check that a run can have this recipe.
-
-        Raises:
-            ValueError: it cannot.
-        """
-        check_trainer(config)
-
-
-def check_trainer(config: RunConfig) -> None:
-    """Check that a run's trainer can learn from pairs.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if getattr(config.trainer.settings, "minibatches", 1) != 1:
-        raise ValueError(
-            f"trainer.minibatches is above 1, and recipe={config.recipe.name} weighs pairs before"
-            " each update: leave it out, and set pairs_per_step in the section `recipe`"
-        )
 
 
 async def dpo(run: Run, settings: DpoSettings) -> None:

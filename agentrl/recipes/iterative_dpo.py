@@ -33,15 +33,15 @@ from agentrl.algorithms.dpo import (
     ranked_pairs,
 )
 from agentrl.algorithms.policy_loss import scored
-from agentrl.assembly.engines import check_trains
 from agentrl.assembly.training import TrainingAssembly, assemble_training
 from agentrl.batch import collate, to_samples
+from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.flow import loop_metrics
 from agentrl.observe.step_report import StepReport
 from agentrl.protocols import Savable
 from agentrl.recipes.demonstrations import DemonstrationsConfig
-from agentrl.recipes.dpo import check_trainer, update
+from agentrl.recipes.dpo import update
 from agentrl.recipes.evaluations import evaluations
 from agentrl.recipes.iterations import Iterations
 from agentrl.recipes.lineage import LINEAGE, PAIRS, Lineage, weights_sha256
@@ -89,35 +89,6 @@ class IterativeDpoSettings(Settings):
         """The algorithm of the recipe."""
         return OnlineDpo(OnlineDpo.Config(beta=self.beta, labels=self.labels))
 
-    def check_run(self, config: RunConfig) -> None:
-        """Check that a run can have this recipe.
-
-        Raises:
-            ValueError: it cannot.
-        """
-        check_trainer(config)
-        if config.rollout.group_size == 1:
-            raise ValueError(
-                "rollout.group_size is 1, and recipe=iterative_dpo compares the members of a group:"
-                " there would be no pairs. Set rollout.group_size to 2 or more (8 is usual)"
-            )
-        if config.rollout.max_staleness:
-            raise ValueError(
-                f"rollout.max_staleness is {config.rollout.max_staleness}, and recipe=iterative_dpo"
-                " plays each iteration with the model that the last one has trained: write"
-                " rollout.max_staleness=0"
-            )
-        if config.rollout.staleness_rule == "segment":
-            raise ValueError(
-                "rollout.staleness_rule=segment trains on parts of episodes, and"
-                " recipe=iterative_dpo compares whole ones: choose another rule"
-            )
-        if config.batch_processing.normalize != "group":
-            raise ValueError(
-                f"batch_processing.normalize={config.batch_processing.normalize} normalises"
-                " advantages, and recipe=iterative_dpo has none, but pairs: leave it out"
-            )
-
     def most_updates(self, config: RunConfig) -> int:
         """The updates of a run of which every group gives all its pairs."""
         size = config.rollout.group_size
@@ -130,7 +101,7 @@ class IterativeDpoSettings(Settings):
 async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     """The recipe: `run.config.steps` iterations, evaluating on held-out tasks before and after."""
     config = run.config
-    check_trains(config)
+    check_stage(config, "training")
     first = await starting_model(run, settings.demonstrations)
     algorithm = settings.trains_with()
     iterations = await asyncio.to_thread(Iterations, run, first, by_first=settings.uses_reference)

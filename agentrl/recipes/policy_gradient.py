@@ -19,8 +19,8 @@ from pathlib import Path
 
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.assembly.engines import check_trains
 from agentrl.assembly.training import assemble_training
+from agentrl.config.compatibility import check_stage
 from agentrl.estimation.advisors import ON_NEWEST, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import elapsed, loop_metrics
@@ -43,7 +43,7 @@ class PolicyGradientSettings(Settings):
 
 async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
-    check_trains(run.config)
+    check_stage(run.config, "training")
     await train(
         run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations)
     )

@@ -6,8 +6,8 @@ The loop is that of `policy_gradient`; `agentrl/rollout/opponents.py` draws who 
 
 from collections.abc import Sequence
 
-from agentrl.assembly.engines import check_trains
 from agentrl.assembly.players import env_host
+from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -26,23 +26,6 @@ class SelfPlaySettings(OpponentsConfig):
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first, if it cannot play at all yet."""
 
-    def check_run(self, config: RunConfig) -> None:
-        """Check what can be checked before anything starts.
-
-        Raises:
-            ValueError: the run does not have one environment.
-        """
-        if config.env.mixture:
-            raise ValueError(
-                "recipe=self_play plays one environment: name it in env, instead of a list"
-            )
-        if config.env.is_agent:
-            raise ValueError(
-                f"recipe=self_play needs an environment of several agents, and {config.env.name!r}"
-                " is a program, which asks one model: take an environment such as kuhn_poker, or"
-                " recipe=policy_gradient"
-            )
-
 
 async def self_play(run: Run, settings: SelfPlaySettings) -> None:
     """Train `run.config.steps` steps on games against itself and against a pool of snapshots.
@@ -51,7 +34,7 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
         ConfigError: the environment has no such seats, or nothing could be learned against
         opponents.
     """
-    check_trains(run.config)
+    check_stage(run.config, "training")
     matches = Matches(settings, await _agents(run.config))
     check_matches(matches, run.config)
     await train(

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 
 from agentrl.algorithms.sft import RejectionSampling
-from agentrl.assembly.engines import check_trains
+from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.files.durable import finish_folder, new_unfinished
@@ -65,7 +65,7 @@ async def sft(run: Run, settings: SftSettings) -> None:
     """
     algorithm = settings.trains_with()
     if algorithm is not None:
-        check_trains(run.config)
+        check_stage(run.config, "training")
     folder = await starting_model(run, settings.demonstrations)
     if settings.recordings is not None:
         folder = await _after_recordings(run, settings.recordings, folder)
