@@ -1,9 +1,15 @@
 """What the commands print to."""
 
+import os
 from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.segment import Segment
+
+PIPE_COLUMNS = 1000
+"""Width of what is no terminal, such as a pipe: no row of a table is folded there, so that `grep`
+finds it."""
 
 
 class SafeConsole(Console):
@@ -13,6 +19,21 @@ class SafeConsole(Console):
     Characters that would move the cursor, name the window, or turn the order of what follows become
     U+FFFD.
     """
+
+    @property  # type: ignore[misc]  # nobody sets the size of this console
+    def size(self) -> ConsoleDimensions:
+        """Columns and lines. COLUMNS in the environment decides where it is set."""
+        size = super().size
+        if self.is_terminal or "COLUMNS" in os.environ:
+            return size
+        return ConsoleDimensions(PIPE_COLUMNS, size.height)
+
+    def rule(self, title: Any = "", **options: Any) -> None:
+        """A line across a terminal with a title in it; in a pipe the title alone."""
+        if self.is_terminal:
+            super().rule(title, **options)
+        else:
+            self.print(title, highlight=False)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
