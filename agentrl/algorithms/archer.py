@@ -3,6 +3,7 @@ token.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from agentrl.algorithms.critic_based import CriticBased
 from agentrl.algorithms.turns import after_trajectories, turns_of
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import Estimate, LossOutput, LossTokens
+from agentrl.protocols import AlgorithmOffers, Estimate, LossOutput, LossTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +50,11 @@ class Archer(CriticBased):
         """
 
     config: Config
-    values_answers = True
-    """See `ActorCritic`."""
+
+    @property
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`."""
+        return replace(super().offers, values_answers=True)
 
     def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
         """See `ActorCritic`. Each turn of the batch ends with the token before which the critic

@@ -1,12 +1,13 @@
 """What algorithms with a critic have in common."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
-from agentrl.protocols import MemberAdvantage
+from agentrl.protocols import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 
@@ -26,9 +27,9 @@ class CriticBased(PolicyAlgorithm):
     config: Config
 
     @property
-    def charges_rewards(self) -> bool:
-        """See `Algorithm`: `estimate` starts from the rewards of tokens."""
-        return False
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`: `estimate` starts from the rewards of tokens."""
+        return replace(super().offers, charges_rewards=False)
 
     def charged(self, batch: TrainBatch, cost_N: FloatArray) -> TrainBatch:
         """See `PolicyAlgorithm`: what advantages the critic finds."""

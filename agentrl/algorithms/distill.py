@@ -11,6 +11,7 @@ from agentrl.algorithms.advantages import leave_one_out
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import floats
 from agentrl.batch import TrainBatch
+from agentrl.protocols import AlgorithmOffers
 from agentrl.trajectory import Group
 
 
@@ -44,28 +45,20 @@ class Distill(PolicyAlgorithm):
         """
 
     config: Config
-    fixed_scale = True
-    """See `Algorithm`: divided by their own spread, they would lose `reward_weight`."""
 
     @property
-    def beyond_rewards(self) -> str:
-        """See `Algorithm`."""
-        return "teacher"
-
-    @property
-    def compares_members(self) -> bool:
-        """See `Algorithm`: what the teacher says compares nothing."""
-        return self.config.reward_weight > 0
-
-    @property
-    def uses_reference(self) -> bool:
-        """See `Algorithm`."""
-        return True
-
-    @property
-    def reference_model(self) -> Path | None:
-        """The folder of the reference, if it is not the model that the run began with."""
-        return self.config.teacher
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`. Divided by their own spread, the advantages would lose
+        `reward_weight`; what the teacher says compares nothing.
+        """
+        return replace(
+            super().offers,
+            uses_reference=True,
+            reference_model=self.config.teacher,
+            compares_members=self.config.reward_weight > 0,
+            fixed_scale=True,
+            beyond_rewards="teacher",
+        )
 
     def advantages(self, group: Group) -> Sequence[float]:
         """The weighted advantage of each member's reward, without the teacher.

@@ -16,6 +16,7 @@ from pydantic import Field
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import FloatArray, above, constant, floats, ints
 from agentrl.batch import TrainBatch
+from agentrl.protocols import AlgorithmOffers
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]
@@ -107,15 +108,11 @@ class OnlineDpo(PolicyAlgorithm):
         the policy is the reference times exp(reward / beta)."""
 
     config: Config
-    compares_members = True
-    """See `Algorithm`."""
-    fixed_scale = True
-    """See `Algorithm`: they are the labels of pairs."""
 
     @property
-    def uses_reference(self) -> bool:
-        """See `Algorithm`."""
-        return True
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`: its advantages are the labels of pairs."""
+        return replace(super().offers, uses_reference=True, compares_members=True, fixed_scale=True)
 
     def advantages(self, group: Group) -> Sequence[float]:
         """The label for the chosen member (1 if it is hard), minus the label for the rejected one,

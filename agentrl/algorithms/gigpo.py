@@ -1,13 +1,14 @@
 """Group-in-group policy optimisation: turns are compared with other turns from the same state."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
 from agentrl.algorithms.advantages import compared_by_state
 from agentrl.algorithms.grpo import Grpo
-from agentrl.protocols import MemberAdvantage
+from agentrl.protocols import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 
@@ -34,9 +35,10 @@ class Gigpo(Grpo):
     config: Config
 
     @property
-    def credits_turns(self) -> bool:
-        """See `Algorithm`."""
-        return super().credits_turns or self.config.step_weight > 0
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`."""
+        offers = super().offers
+        return replace(offers, credits_turns=offers.credits_turns or self.config.step_weight > 0)
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """One advantage per turn.

@@ -4,6 +4,7 @@ one class.
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from math import fsum
 from typing import Annotated, Literal, Self
 
@@ -17,7 +18,7 @@ from agentrl.algorithms.advantages import (
     returns_to_go,
 )
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.protocols import MemberAdvantage
+from agentrl.protocols import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 
@@ -70,8 +71,13 @@ class Grpo(PolicyAlgorithm):
             return self
 
     config: Config
-    compares_members = True
-    """See `Algorithm`."""
+
+    @property
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`."""
+        return replace(
+            super().offers, compares_members=True, credits_turns=self.config.reward_to_go
+        )
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """One advantage per member; with `reward_to_go`, one per turn.

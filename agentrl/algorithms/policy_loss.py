@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens, MemberAdvantage
+from agentrl.protocols import AlgorithmOffers, LossOutput, LossTokens, MemberAdvantage
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Failed, Group
 
@@ -110,29 +110,15 @@ class PolicyAlgorithm:
         self.config = config or type(self).Config()
 
     @property
-    def uses_reference(self) -> bool:
-        """See `Algorithm`."""
-        return self.config.kl > 0 or self.config.kl_reward > 0
-
-    @property
-    def uses_entropy(self) -> bool:
-        """See `Loss`."""
-        return self.config.entropy_bonus > 0
-
-    @property
-    def beyond_rewards(self) -> str:
-        """See `Algorithm`."""
-        return "kl_reward" if self.config.kl_reward else ""
-
-    @property
-    def charges_rewards(self) -> bool:
-        """See `Algorithm`."""
-        return self.config.kl_reward > 0
-
-    @property
-    def credits_turns(self) -> bool:
-        """See `Algorithm`."""
-        return bool(getattr(self.config, "reward_to_go", False))
+    def offers(self) -> AlgorithmOffers:
+        """The facts that follow from the settings of the loss; a subclass replaces some."""
+        own = self.config
+        return AlgorithmOffers(
+            uses_reference=own.kl > 0 or own.kl_reward > 0,
+            uses_entropy=own.entropy_bonus > 0,
+            beyond_rewards="kl_reward" if own.kl_reward else "",
+            charges_rewards=own.kl_reward > 0,
+        )
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """See `Algorithm`."""
@@ -185,7 +171,7 @@ class PolicyAlgorithm:
             loss_N = loss_N + own.kl * current_N * reference_penalty(
                 logprobs_N, tokens.reference_logprobs_N
             )
-        if self.uses_reference:
+        if AlgorithmOffers.of(self).uses_reference:
             metrics["reference_kl"] = k3(logprobs_N.detach(), tokens.reference_logprobs_N)
         return LossOutput(loss_N, metrics)
 

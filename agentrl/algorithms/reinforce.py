@@ -10,7 +10,7 @@ from agentrl.algorithms.advantages import compared, compared_by_turn, normalised
 from agentrl.algorithms.grpo import discounted
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.batch import TrainBatch
-from agentrl.protocols import MemberAdvantage
+from agentrl.protocols import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 
@@ -32,6 +32,11 @@ class Reinforce(PolicyAlgorithm):
         """Credit each turn only with what is earned from it on."""
 
     config: Config
+
+    @property
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`."""
+        return replace(super().offers, credits_turns=self.config.reward_to_go)
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """The return to go of each turn, or each member's return.
@@ -68,9 +73,9 @@ class ReinforcePlusPlus(Reinforce):
     config: Config
 
     @property
-    def compares_members(self) -> bool:
-        """See `Algorithm`."""
-        return self.config.group_baseline
+    def offers(self) -> AlgorithmOffers:
+        """See `PolicyAlgorithm`."""
+        return replace(super().offers, compares_members=self.config.group_baseline)
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """See `Reinforce`."""

@@ -13,7 +13,7 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.errors import TrainingError
-from agentrl.protocols import Algorithm, MemberAdvantage, NormalizesAdvantages
+from agentrl.protocols import Algorithm, AlgorithmOffers, MemberAdvantage, NormalizesAdvantages
 from agentrl.trajectory import Group, Score, Trajectory
 
 
@@ -147,7 +147,7 @@ def _traced_samples(
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
     left_out = processing.left_out(parts, algorithms)
     numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]
-    charged = credits_ if getattr(algorithm, "charges_rewards", False) else None
+    charged = credits_ if AlgorithmOffers.of(algorithm).charges_rewards else None
     for member, (number, trajectory, advantage, earned, why) in enumerate(
         zip(numbers, trajectories, credits_.advantages({}), rewards, left_out, strict=True)
     ):

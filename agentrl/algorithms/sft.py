@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
 from agentrl.algorithms.policy_loss import scored
 from agentrl.arrays import above, at_least, scale_of
 from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens
+from agentrl.protocols import AlgorithmOffers, LossOutput, LossTokens
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, succeeded
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Sft:
     """Advantage 1, cross entropy, mean over tokens."""
 
-    fixed_scale = True
-    """See `Algorithm`: they are the weights of the cross entropy."""
+    offers: ClassVar[AlgorithmOffers] = AlgorithmOffers(fixed_scale=True)
+    """Its advantages are the weights of the cross entropy."""
 
     def advantages(self, group: Group) -> Sequence[float]:
         """1 for every member."""

@@ -12,7 +12,14 @@ from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.models.tokenizer import check_same_tokens
 from agentrl.plugins import Component
-from agentrl.protocols import Algorithm, LatestCheckpoint, Recovery, Trainer, check_trainer
+from agentrl.protocols import (
+    Algorithm,
+    AlgorithmOffers,
+    LatestCheckpoint,
+    Recovery,
+    Trainer,
+    check_trainer,
+)
 
 TrainerRole = Literal["trainer", "reference", "critic"]
 _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {
@@ -88,7 +95,7 @@ def make_advisors(
         return None if newest is None else (newest[0] * training.updates, newest[1] / CRITIC_FOLDER)
 
     config = placed.config
-    teacher: Path | None = getattr(algorithm, "reference_model", None)
+    teacher = AlgorithmOffers.of(algorithm).reference_model
     if teacher is not None:
         check_same_tokens(model, teacher)
     reference = (

@@ -21,10 +21,12 @@ from agentrl.plugins import Component
 from agentrl.protocols import (
     ActorCritic,
     Algorithm,
+    AlgorithmOffers,
     EngineOffers,
     LearnsFromBatches,
     MeasuresSpread,
     NormalizesAdvantages,
+    RecipeOffers,
 )
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.scoring.config import RewardsConfig, name_of
@@ -118,7 +120,7 @@ def check_stage(config: RunConfig, stage: Stage) -> None:
 
 def _rules_of(config: RunConfig) -> Iterator[CompatibilityRule]:
     """The rules of a config: that of its recipe, and those of the table."""
-    check = getattr(config.recipe.settings, "check_run", None)
+    check = RecipeOffers.of(config.recipe.settings).check_run
     if check is not None:
 
         def recipe_accepts(run: ConfiguredRun) -> str:
@@ -134,7 +136,7 @@ def _rules_of(config: RunConfig) -> Iterator[CompatibilityRule]:
 
 def archer_has_a_critic_of_answers(run: ConfiguredRun) -> str:
     algorithm = run.config.algorithm
-    if not run.has_recipe("archer") or getattr(algorithm.factory, "values_answers", False):
+    if not run.has_recipe("archer") or AlgorithmOffers.of(algorithm.make()).values_answers:
         return ""
     return (
         "recipe=archer teaches a critic what answers are worth, and"
@@ -399,7 +401,7 @@ def members_have_others_to_compare_with(run: ConfiguredRun) -> str:
     comparing = [
         algorithm
         for algorithm in algorithms
-        if getattr(algorithm.make(), "compares_members", False)
+        if AlgorithmOffers.of(algorithm.make()).compares_members
     ]
     sizes = {env.group_size or size for env in mixture} or {size}
     if 1 not in sizes or not comparing:
@@ -424,7 +426,7 @@ def episodes_have_others_to_be_normalised_with(run: ConfiguredRun) -> str:
     is_alone = config.rollout.groups_per_step == config.rollout.group_size == 1
     if run.own_algorithm or not is_alone:
         return ""
-    if getattr(run.algorithm, "credits_turns", False):
+    if AlgorithmOffers.of(run.algorithm).credits_turns:
         return ""  # the turns of one episode are several numbers
     if scope == "group" and not isinstance(run.algorithm, NormalizesAdvantages):
         return ""
@@ -506,7 +508,7 @@ def segments_are_not_filtered(run: ConfiguredRun) -> str:
 def normalised_advantages_have_no_scale(run: ConfiguredRun) -> str:
     normalize = run.config.batch_processing.normalize
     for name, algorithm in run.algorithms:
-        if normalize != "group" and getattr(algorithm, "fixed_scale", False):
+        if normalize != "group" and AlgorithmOffers.of(algorithm).fixed_scale:
             return (
                 f"batch_processing.normalize={normalize} divides advantages by their spread, and"
                 f" those of {name} are labels or weights, whose size means something: leave it out"
@@ -551,7 +553,7 @@ def groups_that_vary_teach_more(run: ConfiguredRun) -> str:
 
 
 def _compares(algorithm: Algorithm) -> bool:
-    compares_members = bool(getattr(algorithm, "compares_members", False))
+    compares_members = AlgorithmOffers.of(algorithm).compares_members
     return compares_members or isinstance(algorithm, MeasuresSpread)
 
 
@@ -566,13 +568,13 @@ def _cannot_leave_out(algorithm: Algorithm) -> str:
         )
     if isinstance(algorithm, NormalizesAdvantages):
         return "compares with the whole batch, so the group does not tell"
-    if beyond := getattr(algorithm, "beyond_rewards", ""):
+    if beyond := AlgorithmOffers.of(algorithm).beyond_rewards:
         return f"adds to them what no reward says ({beyond}), so the group does not tell"
     return ""
 
 
 def _cannot_normalise_too(algorithm: Algorithm, normalize: str) -> str:
-    by_turn = getattr(algorithm, "credits_turns", False)
+    by_turn = AlgorithmOffers.of(algorithm).credits_turns
     if normalize == "group" or (_compares(algorithm) and not by_turn):
         return ""
     whose = "of single turns (reward_to_go), which" if by_turn else "that"

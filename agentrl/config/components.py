@@ -10,7 +10,7 @@ from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import brings_algorithm
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, check_trainer
+from agentrl.protocols import ActorCritic, AlgorithmOffers, RecipeOffers, check_trainer
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 
 _DEFAULT_NAMES = {
@@ -85,11 +85,12 @@ def helper_of(
     chosen: Component = made["algorithm"]
     algorithm = chosen.make()
     recipe: Component = made["recipe"]
-    users = [recipe.settings] if brings_algorithm(recipe) else [algorithm, recipe.settings]
+    offers = RecipeOffers.of(recipe.settings)
+    learner = None if offers.own_algorithm else algorithm
     needed = (
-        any(isinstance(user, ActorCritic) for user in users)
+        isinstance(learner, ActorCritic)
         if section == "critic"
-        else any(getattr(user, "uses_reference", False) for user in users)
+        else offers.uses_reference or AlgorithmOffers.of(learner).uses_reference
     )
     own = section_of(section, values.get(section), origins)
     if not needed:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import isclose
 
 from agentrl.config.run_config import RunConfig, unused_by
-from agentrl.protocols import SchedulesLearningRate
+from agentrl.protocols import RecipeOffers, SchedulesLearningRate
 
 _ALIKE = 0.01
 """Rates that differ by a smaller share than this are alike."""
@@ -59,13 +59,13 @@ def jumps_of_schedules(before: RunConfig, config: RunConfig, step: int) -> Itera
 
 def _schedules(config: RunConfig) -> dict[str, tuple[SchedulesLearningRate, int]]:
     """The settings and the updates in a step of the trainers that learn from what is played."""
-    recipe = config.recipe.settings
     if "engine" in unused_by(config.recipe):
         return {}  # such recipes make as many steps as their data need
-    most = getattr(recipe, "most_updates", None)
+    offers = RecipeOffers.of(config.recipe.settings)
+    most = offers.most_updates
     updates = {
         "trainer": 1 if most is None else most(config) // config.steps,
-        "critic": getattr(recipe, "critic_updates", 1),
+        "critic": offers.critic_updates,
     }
     made = {section: getattr(config, section) for section in updates}
     return {

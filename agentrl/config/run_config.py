@@ -21,7 +21,7 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.config import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import Algorithm
+from agentrl.protocols import Algorithm, RecipeOffers
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.scoring.config import RewardsConfig
@@ -187,7 +187,7 @@ class RunConfig(Settings):
         """
         if not brings_algorithm(self.recipe):
             yield f"algorithm={self.algorithm.name}", self.algorithm.make()
-        elif made := getattr(self.recipe.settings, "trains_with", lambda: None)():
+        elif made := RecipeOffers.of(self.recipe.settings).learns_by:
             yield f"recipe={self.recipe.name}", made
         for one in self.env.mixture:
             if one.algorithm is not None:
@@ -229,11 +229,12 @@ PLAYED = ("algorithm", "engine", "reward", "evaluation", "batch_processing", "we
 
 
 def unused_by(recipe: Component) -> tuple[str, ...]:
-    """The sections that a recipe, as configured, does not use: its settings say so in `unused`."""
-    own = ("algorithm",) if brings_algorithm(recipe) else ()
-    return tuple(dict.fromkeys((*own, *getattr(recipe.settings, "unused", ()))))
+    """The sections that a recipe, as configured, does not use."""
+    offers = RecipeOffers.of(recipe.settings)
+    own = ("algorithm",) if offers.own_algorithm else ()
+    return tuple(dict.fromkeys((*own, *offers.unused)))
 
 
 def brings_algorithm(recipe: Component) -> bool:
     """Whether a recipe has an algorithm of its own, and does not use the section `algorithm`."""
-    return bool(getattr(recipe.settings, "own_algorithm", False))
+    return RecipeOffers.of(recipe.settings).own_algorithm

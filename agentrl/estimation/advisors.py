@@ -26,6 +26,7 @@ from agentrl.estimation.value_points import questions
 from agentrl.protocols import (
     ActorCritic,
     Algorithm,
+    AlgorithmOffers,
     Estimate,
     PreparesBatch,
     Trainer,
@@ -136,7 +137,7 @@ class Advisors:
         asked = await asyncio.to_thread(
             questions,
             seen,
-            answers=getattr(algorithm, "values_answers", False),
+            answers=AlgorithmOffers.of(algorithm).values_answers,
             ends=algorithm.bootstraps,
         )
         answered, values_N, ends_M = asked.answered(await critic.predict(asked.asked))

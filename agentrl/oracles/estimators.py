@@ -42,7 +42,7 @@ from agentrl.oracles.problems import (
     stopping,
     t_maze,
 )
-from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch
+from agentrl.protocols import ActorCritic, Algorithm, AlgorithmOffers, LossTokens, PreparesBatch
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
     Completion,
@@ -457,7 +457,7 @@ def advised(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic) -> Tra
     if not isinstance(algorithm, ActorCritic):
         return batch
     asked = questions(
-        batch, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps
+        batch, answers=AlgorithmOffers.of(algorithm).values_answers, ends=algorithm.bootstraps
     )
     estimate = algorithm.estimate(*asked.answered(critic.answers_to(asked)))
     return replace(batch, advantages_N=estimate.advantages_N[asked.own_N])

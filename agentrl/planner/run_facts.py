@@ -12,6 +12,7 @@ from agentrl.models.tiny import SIZES, model_config
 from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.footprint import EngineLayout, TrainerLayout
 from agentrl.plugins import Component
+from agentrl.protocols import RecipeOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.simulate.stages import Stages
@@ -67,7 +68,7 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
     frozen = {route for route in config.env.agents.values() if isinstance(route, FrozenRoute)}
     recipe = config.recipe.settings
     others = len(frozen) + (recipe.num_engines if isinstance(recipe, OpponentsConfig) else 0)
-    others += getattr(recipe, "teacher", None) is not None  # its engine counts as one more
+    others += RecipeOffers.of(recipe).teacher is not None  # its engine counts as one more
     engine, trainer = layouts(config)
     reference, critic = (
         _layout_of("reference", config.reference),

@@ -8,6 +8,7 @@ config validates before anything starts.
 from agentrl.protocols.algorithm import (
     ActorCritic,
     Algorithm,
+    AlgorithmOffers,
     Estimate,
     LearnsFromBatches,
     Loss,
@@ -37,6 +38,7 @@ from agentrl.protocols.enumeration import (
 )
 from agentrl.protocols.env import Env, Isolation, OwnerOnly, ResetResult, ScriptedPlayer, StepResult
 from agentrl.protocols.offers import Offers
+from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.renderer import Conversation, Prompt, Renderer
 from agentrl.protocols.reward import GroupReward, Reward, Rule, ScoresTurns
 from agentrl.protocols.state import Stateful
@@ -70,6 +72,7 @@ from agentrl.settings.sampling import SamplingParams
 __all__ = [
     "ActorCritic",
     "Algorithm",
+    "AlgorithmOffers",
     "AnswerFormat",
     "Conversation",
     "Credit",
@@ -103,6 +106,7 @@ __all__ = [
     "PreparesBatch",
     "Prompt",
     "Question",
+    "RecipeOffers",
     "Recovery",
     "Renderer",
     "ResetResult",

@@ -6,10 +6,13 @@ batch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
+from agentrl.protocols.offers import Offers
 from agentrl.trajectory import Group
 
 if TYPE_CHECKING:
@@ -50,11 +53,39 @@ class LossOutput:
     metrics: Mapping[str, "Tensor"]
 
 
+@dataclass(frozen=True, slots=True)
+class AlgorithmOffers(Offers):
+    """The facts of an algorithm that a config and a run must know, as its attribute `offers`."""
+
+    uses_reference: bool = False
+    """It gets a reference: the model with which the run began, whose logprobs are
+    `LossTokens.reference_logprobs_N`."""
+    reference_model: Path | None = None
+    """The folder of the reference, if it is not the model with which the run began."""
+    uses_entropy: bool = False
+    """Its loss gets `LossTokens.entropies_N`."""
+    compares_members: bool = False
+    """It compares the members of a group; a config with groups of a single member is refused."""
+    fixed_scale: bool = False
+    """Its advantages are labels or weights; a config that normalises them is refused."""
+    beyond_rewards: str = ""
+    """The setting that adds to the advantages what no reward says. A config that leaves out groups
+    by their rewards is refused."""
+    credits_turns: bool = False
+    """The turns of an episode have advantages of their own, which do not add up to 0 over a
+    group."""
+    charges_rewards: bool = False
+    """`prepared` takes costs off the rewards (`TrainBatch.charged`), so its batches know what their
+    advantages come from."""
+    values_answers: bool = False
+    """The critic is also asked after each answer (`ActorCritic`)."""
+
+
 class Loss(Protocol):
     """A pure function of the trainer's logprobs (or a critic's values) and the `LossTokens`.
 
-    If it, or the algorithm whose method it is, has an attribute `uses_entropy` that is true, it
-    gets `LossTokens.entropies_N`.
+    If it, or the algorithm whose method it is, offers `uses_entropy` (`AlgorithmOffers`), it gets
+    `LossTokens.entropies_N`.
     """
 
     def __call__(self, logprobs_N: "Tensor", tokens: LossTokens, /) -> LossOutput:
@@ -64,7 +95,8 @@ class Loss(Protocol):
 
 def uses_entropy(loss: Loss) -> bool:
     """Whether a loss, or the algorithm whose method it is, asks for entropies."""
-    return bool(getattr(getattr(loss, "__self__", loss), "uses_entropy", False))
+    plugin = loss.__self__ if isinstance(loss, MethodType) else loss
+    return AlgorithmOffers.of(plugin).uses_entropy
 
 
 MemberAdvantage = float | Sequence[float]
@@ -72,18 +104,7 @@ MemberAdvantage = float | Sequence[float]
 
 
 class Algorithm(Protocol):
-    """An advantage and a loss.
-
-    If its attribute `uses_reference` is true, it gets a reference: the model with which the run
-    began, whose logprobs are `LossTokens.reference_logprobs_N`. If its attribute `compares_members`
-    is true, a config with groups of a single member is refused. If `fixed_scale` is true, its
-    advantages are labels or weights, and a config that normalises them is refused. If
-    `beyond_rewards` names a setting, that adds to the advantages what no reward says, and a config
-    that leaves out groups by their rewards is refused. If `credits_turns` is true, the turns of an
-    episode have advantages of their own, which do not add up to 0 over a group. If
-    `charges_rewards` is true, `prepared` takes costs off the rewards (`TrainBatch.charged`), so its
-    batches know what their advantages come from.
-    """
+    """An advantage and a loss. What else a run must know of it is `AlgorithmOffers`."""
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """For each member of the group one advantage, or one for each of its turns
@@ -179,7 +200,7 @@ class ActorCritic(Algorithm, Protocol):
     """An algorithm with a critic, which is trained on the same batches as the policy, or on earlier
     ones too.
 
-    If its class attribute `values_answers` is true, the critic is also asked after each answer. The
+    If it offers `values_answers` (`AlgorithmOffers`), the critic is also asked after each answer. The
     batch of `estimate` then has one more loss token after the last one of each turn, for the value
     before it (`agentrl/estimation/value_points.py`), and the weight 0 for tokens that the policy
     does not learn from.

@@ -1,6 +1,6 @@
 """`Offers`: the base of what the plug-ins of a seam say that they offer."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from agentrl.errors import ConfigError
@@ -18,28 +18,23 @@ class Offers:
     def of(cls, plugin: object) -> Self:
         """The offers of a plug-in: of an instance, or of a class.
 
-        One without `offers` offers what attributes with the names of the fields say, and otherwise
-        the defaults.
+        Without `offers`, they are the defaults. An attribute with the name of a field, as in
+        `uses_entropy = True`, stands for that field.
 
         Raises:
-            ConfigError: its `offers` are of another seam, or it has such an attribute beside them,
-                which would be ignored.
+            ConfigError: its `offers` are of another seam.
         """
         names = [field.name for field in fields(cls)]
         stated = {name: getattr(plugin, name) for name in names if hasattr(plugin, name)}
         offers = getattr(plugin, "offers", None)
+        if isinstance(plugin, type) and isinstance(offers, property):
+            offers = None  # it follows from the settings of an instance
         if offers is None:
-            return cls(**stated)
-        kind = plugin if isinstance(plugin, type) else type(plugin)
+            offers = cls()
         if not isinstance(offers, cls):
+            kind = plugin if isinstance(plugin, type) else type(plugin)
             raise ConfigError(
                 f"{kind.__qualname__}.offers is {offers!r:.80}: write {cls.__name__}(...), with"
                 f" {', '.join(names)}"
             )
-        if stated:
-            written = ", ".join(f"{name}=..." for name in stated)
-            raise ConfigError(
-                f"{kind.__qualname__} has `offers`, and the attribute {min(stated)!r} beside them:"
-                f" write offers = {cls.__name__}({written})"
-            )
-        return offers
+        return replace(offers, **stated)

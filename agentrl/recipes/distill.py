@@ -11,12 +11,12 @@ serve; and with `teacher.refresh` it is an earlier version of the policy itself.
 """
 
 import asyncio
-from typing import ClassVar
 
 from agentrl.algorithms.distill import Distill, DistillLoss
 from agentrl.config.compatibility import check_stage
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.models.tokenizer import check_same_tokens
+from agentrl.protocols import RecipeOffers
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import base_model, starting_model
@@ -28,16 +28,20 @@ class DistillSettings(DistillLoss):
     `algorithm` is not used.
     """
 
-    own_algorithm: ClassVar[bool] = True
-
     teacher: TeacherConfig = TeacherConfig()
     """The teacher and its engine."""
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first."""
 
-    def trains_with(self) -> Distill:
+    @property
+    def algorithm(self) -> Distill:
         """The algorithm of the recipe."""
         return Distill(Distill.Config(**self.model_dump(include=set(DistillLoss.model_fields))))
+
+    @property
+    def offers(self) -> RecipeOffers:
+        """The recipe has its own algorithm."""
+        return RecipeOffers(own_algorithm=True, learns_by=self.algorithm)
 
 
 async def distill(run: Run, settings: DistillSettings) -> None:
@@ -52,4 +56,4 @@ async def distill(run: Run, settings: DistillSettings) -> None:
     if teacher.model is not None:
         await asyncio.to_thread(check_same_tokens, base, teacher.model, "recipe.teacher.model")
     model = await starting_model(run, settings.demonstrations)
-    await train(run, settings.trains_with(), model, teacher=teacher)
+    await train(run, settings.algorithm, model, teacher=teacher)

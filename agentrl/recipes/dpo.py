@@ -28,7 +28,7 @@ from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
-from agentrl.protocols import Trainer
+from agentrl.protocols import RecipeOffers, Trainer
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.preferences import (
     Preference,
@@ -52,8 +52,7 @@ class DpoSettings(Settings):
     """Settings of `recipe: dpo`. Nothing is played, so the sections `algorithm`, `engine`,
     `reward`, `evaluation`, `batch_processing` and `weights` are not used."""
 
-    own_algorithm: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = PLAYED
+    offers: ClassVar[RecipeOffers] = RecipeOffers(own_algorithm=True, unused=PLAYED)
 
     preferences: PreferencesConfig
     """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer`

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -39,7 +39,7 @@ from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.flow import loop_metrics
 from agentrl.observe.step_report import StepReport
-from agentrl.protocols import Savable
+from agentrl.protocols import RecipeOffers, Savable
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.dpo import update
 from agentrl.recipes.evaluations import evaluations
@@ -58,8 +58,6 @@ class IterativeDpoSettings(Settings):
     """Settings of `recipe: iterative_dpo`. `steps` is the number of iterations. The section
     `algorithm` is not used.
     """
-
-    own_algorithm: ClassVar[bool] = True
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held to the reference: the smaller, the further it may move."""
@@ -81,13 +79,16 @@ class IterativeDpoSettings(Settings):
     """What the model imitates first."""
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether the run has a second model, the reference."""
-        return self.reference == "first"
-
-    def trains_with(self) -> OnlineDpo:
+    def algorithm(self) -> OnlineDpo:
         """The algorithm of the recipe."""
         return OnlineDpo(OnlineDpo.Config(beta=self.beta, labels=self.labels))
+
+    @property
+    def offers(self) -> RecipeOffers:
+        """The recipe has its own algorithm, and a reference if that is the first model."""
+        return RecipeOffers(
+            own_algorithm=True, learns_by=self.algorithm, uses_reference=self.reference == "first"
+        )
 
     def most_updates(self, config: RunConfig) -> int:
         """The updates of a run of which every group gives all its pairs."""
@@ -103,8 +104,10 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     config = run.config
     check_stage(config, "training")
     first = await starting_model(run, settings.demonstrations)
-    algorithm = settings.trains_with()
-    iterations = await asyncio.to_thread(Iterations, run, first, by_first=settings.uses_reference)
+    algorithm = settings.algorithm
+    iterations = await asyncio.to_thread(
+        Iterations, run, first, by_first=settings.reference == "first"
+    )
     most = settings.most_updates(config)
     async with assemble_training(
         config, algorithm, first, iterations.latest_by_updates, updates=most

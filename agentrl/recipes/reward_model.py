@@ -17,6 +17,7 @@ from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
+from agentrl.protocols import RecipeOffers
 from agentrl.recipes.preferences import (
     Preference,
     PreferencesConfig,
@@ -38,8 +39,9 @@ class RewardModelSettings(Settings):
     `algorithm`, `engine`, `trainer`, `reward`, `evaluation`, `batch_processing`, `weights` and
     `rollout` are not used."""
 
-    own_algorithm: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = (*PLAYED, "trainer", "rollout")
+    offers: ClassVar[RecipeOffers] = RecipeOffers(
+        own_algorithm=True, unused=(*PLAYED, "trainer", "rollout")
+    )
 
     preferences: PreferencesConfig
     """The pairs to learn from."""

@@ -10,6 +10,7 @@ from agentrl.assembly.players import env_host
 from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.protocols import AlgorithmOffers
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
@@ -89,7 +90,7 @@ def check_matches(matches: Matches, config: RunConfig) -> None:
     if (
         matches.config.num_engines
         and size < needed
-        and getattr(config.algorithm.make(), "compares_members", False)
+        and AlgorithmOffers.of(config.algorithm.make()).compares_members
     ):
         raise ConfigError(
             f"rollout.group_size is {size}, and the algorithm {config.algorithm.name!r} compares"

@@ -4,7 +4,7 @@ best episodes.
 
 import asyncio
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -13,6 +13,7 @@ from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import PLAYED
 from agentrl.conversation.renderer import renderer_of
 from agentrl.files.durable import finish_folder, new_unfinished
+from agentrl.protocols import RecipeOffers
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.recordings import RecordingsConfig, recorded
@@ -26,8 +27,6 @@ class SftSettings(Settings):
     is played, so `engine`, `reward`, `evaluation`, `batch_processing` and `weights` are not used
     either."""
 
-    own_algorithm: ClassVar[bool] = True
-
     demonstrations: DemonstrationsConfig | None = None
     """The episodes of a scripted player to imitate first."""
     recordings: RecordingsConfig | None = None
@@ -39,14 +38,19 @@ class SftSettings(Settings):
     `rollout.groups_per_step` groups.
     """
 
-    def trains_with(self) -> RejectionSampling | None:
+    @property
+    def algorithm(self) -> RejectionSampling | None:
         """The algorithm that learns from what the model plays."""
         return None if self.rejection is None else RejectionSampling(self.rejection)
 
     @property
-    def unused(self) -> tuple[str, ...]:
-        """The sections that are not used."""
-        return PLAYED if self.rejection is None else ()
+    def offers(self) -> RecipeOffers:
+        """The recipe has its own algorithm. Without `rejection`, nothing is played."""
+        return RecipeOffers(
+            own_algorithm=True,
+            learns_by=self.algorithm,
+            unused=PLAYED if self.rejection is None else (),
+        )
 
     @model_validator(mode="after")
     def _something_is_imitated(self) -> Self:
@@ -63,7 +67,7 @@ async def sft(run: Run, settings: SftSettings) -> None:
     """Imitate the demonstrations, the recordings, and the model's own best episodes, as far as the
     settings say so.
     """
-    algorithm = settings.trains_with()
+    algorithm = settings.algorithm
     if algorithm is not None:
         check_stage(run.config, "training")
     folder = await starting_model(run, settings.demonstrations)

@@ -94,7 +94,7 @@ from agentrl.observe.step_report import StepReport, merge_metrics
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Renderer, Savable, Trainer
+from agentrl.protocols import AlgorithmOffers, Renderer, Savable, Trainer
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.underway import Underway
@@ -391,10 +391,8 @@ class Run:
         # With a critic, an episode is compared with what was expected of it, and not with its
         # group.
         compares_groups = config.rollout.group_size > 1 and all(
-            getattr(algorithm, "compares_members", False)
-            and not getattr(algorithm, "credits_turns", False)
-            and not getattr(algorithm, "beyond_rewards", "")
-            for _, algorithm in config.trained_with()
+            offers.compares_members and not offers.credits_turns and not offers.beyond_rewards
+            for offers in (AlgorithmOffers.of(algorithm) for _, algorithm in config.trained_with())
         )
         sampling = config.rollout.sampling
         extends = config.model.history == "extend"

@@ -42,14 +42,8 @@ def test_a_mistyped_offer_is_an_error_and_never_a_default():
     with pytest.raises(TypeError, match="report_experts"):
         EngineOffers(report_experts=True)
 
-    class Beside:
-        offers = EngineOffers()
-        reports_experts = True
-
     class Foreign:
         offers = ("reports_experts",)
 
-    with pytest.raises(ConfigError, match=r"Beside has `offers`, and the attribute 'reports_exp"):
-        EngineOffers.of(Beside)
     with pytest.raises(ConfigError, match=r"Foreign.offers is .*: write EngineOffers\(\.\.\.\), w"):
         EngineOffers.of(Foreign)
