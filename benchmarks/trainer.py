@@ -3,7 +3,7 @@ run.
 
     python benchmarks/trainer.py [--device cpu|cuda] [--ranks 2] [--dtype float32|bfloat16]
                                  [--layers 8] [--hidden 256]
-    python benchmarks/trainer.py --peers     (beside TRL and a plain loop: benchmarks/trainer_peers.py)
+    python benchmarks/trainer.py --peers     (beside TRL and a plain loop: trainer_peers.py)
 
 Each trainer makes the same steps on the same batches, with a random model of the given sizes. A
 step is one pass with one update. The model's work is 6 N FLOPs for each token that is not padding

@@ -4,7 +4,7 @@ written out.
 | action space | an action is | words |
 |---|---|---|
 | `Discrete` | the one action word in the message, by default its number | may be given |
-| `MultiDiscrete`, `MultiBinary` | as many whole numbers as the space has, in order, within bounds | |
+| `MultiDiscrete`, `MultiBinary` | the whole numbers of the space, in order, within bounds | |
 | `Box` | as many numbers as the box has, in order, within bounds | |
 | `Text` | the whole message, without the white space at its ends | |
 | `Dict`, `Tuple` | one line for each part, `name: action`, each read by its own space's rule | |

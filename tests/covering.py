@@ -3,7 +3,10 @@ a seed.
 
     coverage = Coverage({"engine": ["local", "vllm"], "cluster": ["local", "ray"], ...}, seed=1)
     while (row := coverage.row()) is not None:
-        coverage.accept(row) if works(row) else coverage.refuse({"engine": "vllm", "cluster": "ray"})
+        if works(row):
+            coverage.accept(row)
+        else:
+            coverage.refuse({"engine": "vllm", "cluster": "ray"})
 
 A row that is refused has shown nothing of its other pairs, so only what the refusal is about is
 settled by it: the others come again in later rows, none of which has what was refused.

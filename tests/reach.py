@@ -376,7 +376,10 @@ def run(files: Sequence[str], seconds: float) -> int:
         "-m",
         "long",
     ]
-    options = "-v -rs --import-mode=importlib -p no:schemathesis --strict-markers --strict-config --durations=10"
+    options = (
+        "-v -rs --import-mode=importlib -p no:schemathesis --strict-markers --strict-config "
+        "--durations=10"
+    )
     command += ["-o", f"addopts={options}", *files]
     process = subprocess.Popen(
         command,

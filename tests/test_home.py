@@ -24,7 +24,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_caches_lie_in_the_home_folder_and_where_nothing_can_be_written_there_beside_temporary_files(
+def test_caches_lie_in_the_home_folder_or_where_that_is_read_only_beside_temporary_files(
     machine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepare_caches()

@@ -240,8 +240,8 @@ def longest_chain(module: str) -> tuple[str, ...]:
 def test_no_module_is_deeper_than_twenty_files():
     deepest = max(map(longest_chain, sorted(module_imports())), key=len)
     assert len(deepest) <= MAX_DEPTH, (
-        f"a chain of {len(deepest)} imports, of which {MAX_DEPTH} are allowed; cut it where a module"
-        " needs only a value or a setting of the next one:\n" + "\n  -> ".join(deepest)
+        f"a chain of {len(deepest)} imports, of which {MAX_DEPTH} are allowed; cut it where a"
+        " module needs only a value or a setting of the next one:\n" + "\n  -> ".join(deepest)
     )
 
 

@@ -166,7 +166,8 @@ for kind in plugins.GROUPS:
     for plugin in plugins.installed(kind):
         if plugin.origin.startswith("agentrl-train "):
             plugins.load(kind, plugin.name)
-files = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "agentrl"}
+own = [name for name in sys.modules if name.split(".")[0] == "agentrl"]
+files = {name: sys.modules[name].__file__ for name in own}
 print(json.dumps([str(distribution("agentrl-train").locate_file("")), files]))
 """
 

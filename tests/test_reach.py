@@ -13,7 +13,9 @@ FILES: Mapping[str, str] = {
     "agentrl/__init__.py": '_NAMES = {"Task": "agentrl.tasks"}\ndef __getattr__(name): ...',
     "agentrl/tasks.py": "class Task: ...",
     "agentrl/flow.py": "def now(): ...",
-    "agentrl/run.py": "def run():\n    from agentrl.flow import now\n    return load('engines', 'fast')",
+    "agentrl/run.py": (
+        "def run():\n    from agentrl.flow import now\n    return load('engines', 'fast')"
+    ),
     "agentrl/fast.py": "import agentrl.remote.client",
     "agentrl/remote/__init__.py": "",
     "agentrl/remote/client.py": "",

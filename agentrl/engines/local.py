@@ -234,7 +234,7 @@ class LocalEngine(Engine):
             self._withdraw(live)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `Engine.score`. All its tokens are computed between two steps, beside the KV cache."""
+        """See `Engine.score`. Its tokens are computed between two steps, beside the KV cache."""
         model = self._entered()
         check_score(request, max_context=self._max_context, vocab_size=model.vocab_size)
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()

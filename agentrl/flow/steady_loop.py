@@ -7,7 +7,7 @@ replace healthy workers because of its own pause. Here that time is a gap: the c
 it, so every deadline has as many seconds left after the gap as before it.
 
     callbacks ... | select | one callback, 9 s            | select | ...
-    clock         0.1      0.1                            0.1        a gap of 9 s, logged with its place
+    clock         0.1      0.1                            0.1        a gap of 9 s, which is logged
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`LiveStatus`: renews a small file of a run every second: its workers that are alive, and what
 waits for what.
 
-RUN/live.json    there while the run's process lives. A process that was killed leaves it, so look whether `pid` lives
+RUN/live.json    there while the run's process lives. A killed process leaves it: check its `pid`
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         self._loop = asyncio.get_running_loop()
 
     def watch(self, underway: Callable[[], Underway]) -> None:
-        """Show what a scheduler does from now on. `underway` is called by the thread that writes."""
+        """Show a scheduler's work from now on. `underway` is called by the writing thread."""
         self._underway = underway
 
     def _write(self) -> float | None:

@@ -248,7 +248,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         ),
         "critic/<metric>": "The critic's own training metrics, as above.",
     },
-    "Exact metrics of the policy before the step (environments that can be enumerated: docs/oracles.md)": {
+    (
+        "Exact metrics of the policy before the step "
+        "(environments that can be enumerated: docs/oracles.md)"
+    ): {
         "exact/return": (
             "Mean return of the policy, undiscounted: every conversation is weighted by its"
             " probability."

@@ -56,7 +56,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self.say(f"[yellow]warning:[/yellow] {escape(text)} (docs/why-it-does-not-learn.md)")
 
     def watch(self, underway: Callable[[], Underway]) -> None:
-        """Show what a scheduler does from now on. `underway` is called by the thread that redraws."""
+        """Show a scheduler's work from now on. `underway` is called by the redrawing thread."""
         self._progress.underway = underway
 
     def resume(self, done: int, rewards: Iterable[float]) -> None:

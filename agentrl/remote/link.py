@@ -308,7 +308,7 @@ class _Line(asyncio.Protocol):
         )
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> ReplyFrame:
-        """Send request `number` and return its answer. Raises `_LostError` if the line ends first."""
+        """Send request `number` and return its answer. Raises `_LostError` if the line ends."""
         if not self.is_open:  # it may have ended right after it opened
             raise _LostError(f"the connection ended ({self._reason(None)})")
         future: asyncio.Future[ReplyFrame] = self._loop.create_future()

@@ -6,7 +6,7 @@ others:
 
     agents:
       black: frozen                                    # the run's first model, unchanged
-      red: {name: frozen, refresh: 10}                 # the policy at the last version divisible by 10
+      red: {name: frozen, refresh: 10}                 # the policy at its last tenth version
       blue: {name: scripted, player: my_game:careful}  # a function of the live environment
 """
 

@@ -1,10 +1,10 @@
 """`Rollouts`: runs groups of episodes under the staleness rule, and loses none.
 
-    rule.admit ─▶ group ─▶ members: slot ─▶ play ─▶ score ─▶ (failed? again) ─▶ finished ─▶ rule.finish
-        ▲           ▲                  │                                        (channel)        │
-        │           └── a free slot ◀──┘   concurrency ◀── engine's load                    rule.select
-        │                                                                                        │
-        └───────────── slots are free when the new weights are live ◀─ trainer ◀─ next_batch ◀───┘
+    rule.admit ─▶ group ─▶ members: slot ─▶ play ─▶ score ─▶ (failed? again) ─▶ finished (channel)
+        ▲           ▲                  │                                           ▼
+        │           └── a free slot ◀──┘   concurrency ◀── engine's load      rule.finish
+        │                                                                          ▼
+        └── slots are free when new weights are live ◀─ trainer ◀─ next_batch ◀─ rule.select
 
 A group is admitted when the rule has a slot for it *and* an episode slot is free, so no ticket ages
 in a queue. Each group is a task of the flow, each member a task of its group

@@ -42,9 +42,10 @@ def _describe(seconds: float) -> str:
         for wait in waits()
         if wait.phase not in ("episode", "group")
     )
+    idle = "  nothing outside: episodes wait for a slot, or the scheduler itself hangs"
     return (
-        f"nothing has moved for {seconds:g} s (rollout.deadlines.stall)."
-        " "
-        f"Waiting:\n{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n`agentrl"
-        " ledger RUN` lists the open episodes; `agentrl train --resume RUN` plays them again"
+        f"nothing has moved for {seconds:g} s (rollout.deadlines.stall). Waiting:\n"
+        f"{stages or idle}\n"
+        "`agentrl ledger RUN` lists the open episodes; `agentrl train --resume RUN` plays them "
+        "again"
     )

@@ -53,7 +53,7 @@ def test_targets_and_advantages_by_hand(fork: int | None) -> None:
     assert estimate.advantages_N[asked.own_N].tolist() == [2.0, 2.0, 4.0, 4.0]
 
 
-def test_after_a_truncated_episode_the_critic_is_asked_or_nothing_is_expected_or_nothing_is_learned() -> (
+def test_after_a_truncation_the_critic_is_asked_or_nothing_is_expected_or_nothing_is_learned() -> (
     None
 ):
     for settings, tail, target in (

@@ -123,7 +123,8 @@ import sys
 import ray
 
 ray.init(sys.argv[1], log_to_driver=False)
-where = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(lambda: ray.get_runtime_context().get_node_id())
+spread = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")
+where = spread(lambda: ray.get_runtime_context().get_node_id())
 while len(set(ray.get([where.remote() for _ in range(4)]))) < 2:
     pass
 """

@@ -82,7 +82,7 @@ def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("asks_at_once")
-def test_a_head_that_does_not_answer_is_dead_after_as_many_looks_and_not_because_this_process_was_stopped() -> (
+def test_a_silent_head_is_dead_after_as_many_looks_and_not_because_this_process_was_stopped() -> (
     None
 ):
     answered, asked = threading.Semaphore(0), threading.Semaphore(0)

@@ -70,7 +70,7 @@ def test_a_folder_in_place_of_a_config_is_answered_with_what_to_write(path):
     )
 
 
-def test_a_config_that_is_missing_is_answered_with_those_that_are_there_or_with_commands_that_need_none(
+def test_a_missing_config_is_answered_with_those_that_are_there_or_with_commands_that_need_none(
     path,
 ):
     assert problem(path.with_name("lkae.yaml")).endswith(f"Did you mean {str(path)!r}?")

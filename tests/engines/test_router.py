@@ -137,7 +137,7 @@ def test_what_was_sampled_from_and_stop_texts_survive_an_interrupted_turn():
     served([engine], main, "abort_resume")
 
 
-def test_an_answer_of_a_format_begins_again_after_an_interrupt_as_its_engine_keeps_the_place_in_the_format():
+def test_an_answer_of_a_format_begins_again_after_an_interrupt_as_its_engine_keeps_its_place():
     engine = ScriptedEngine.replying(
         lambda request: [*range(6)],
         seconds_per_token=lambda request: 1.0,
@@ -281,7 +281,7 @@ def probeable(**times: float) -> Probeable:
 
 @pytest.mark.parametrize("fault", ["dies_at", "hangs_at"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_its_requests_are_answered(
+def test_an_engine_that_dies_or_hangs_restarts_at_the_current_version_and_its_requests_are_answered(
     fault: str, replicas: int
 ):
     engines = [probeable(**({fault: 13.5} if number == 0 else {})) for number in range(replicas)]

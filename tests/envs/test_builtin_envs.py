@@ -441,9 +441,7 @@ def test_a_search_shows_no_more_documents_than_the_option_says() -> None:
         env.close()
 
 
-def test_a_brief_search_shows_the_one_sentence_of_each_document_that_has_most_words_of_the_query() -> (
-    None
-):
+def test_a_brief_search_shows_of_each_document_the_sentence_with_most_words_of_the_query() -> None:
     for seed in range(50):
         env = begin(Search, seed, brief=True)
         person, other = env.world.chain

@@ -54,7 +54,8 @@ SAFE = '''
     @server.tool()
     def open(number: int) -> Verdict:
         right = number == code["is"]
-        return Verdict(said="open" if right else "locked", reward=float(right), terminated=True, success=right)
+        said = "open" if right else "locked"
+        return Verdict(said=said, reward=float(right), terminated=True, success=right)
 
     @server.tool()
     def grade(answer: str) -> float:
@@ -86,7 +87,9 @@ ODD = '''
                     case "hang":
                         time.sleep(1000)
                     case "child":
-                        child = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                        child = subprocess.Popen(
+                            ["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                        )
                         return {"content": [{"type": "text", "text": str(child.pid)}]}
                     case "reward":
                         return {"content": [], "structuredContent": {"reward": "much"}}
@@ -108,7 +111,8 @@ ODD = '''
             print("INFO asked for", asked["method"], flush=True)
         if "id" in asked:
             result = answer(asked["method"], asked.get("params") or {})
-            about = {"result": result} if result else {"error": {"code": -32601, "message": "no such method"}}
+            error = {"code": -32601, "message": "no such method"}
+            about = {"result": result} if result else {"error": error}
             print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **about}), flush=True)
 '''
 

@@ -70,20 +70,28 @@ QUESTS = '''
         return float(answer in completion[-1].content)
 
     def rows(count, text="Count to {}."):
-        return Dataset.from_list([{"question": text.format(2 + n % 3), "answer": str(2 + n % 3)} for n in range(count)])
+        goals = [2 + n % 3 for n in range(count)]
+        return Dataset.from_list([{"question": text.format(n), "answer": str(n)} for n in goals])
 
     def load_environment(kind="count", count=20, own_eval=False):
         rubric = vf.Rubric({"failing": [failing], "group": [best]}.get(kind, [right]))
         if kind == "tools":
-            return vf.ToolEnv(tools=[add], dataset=rows(count, "What is 1 + 1 + {}?"), rubric=vf.Rubric([says]))
+            sums = rows(count, "What is 1 + 1 + {}?")
+            return vf.ToolEnv(tools=[add], dataset=sums, rubric=vf.Rubric([says]))
         if kind == "single":
-            shots = [{"role": "user", "content": "Count to 2."}, {"role": "assistant", "content": "1 2"}]
+            shots = [
+                {"role": "user", "content": "Count to 2."}, {"role": "assistant", "content": "1 2"}
+            ]
             return vf.SingleTurnEnv(
-                dataset=rows(count), system_prompt="You count.", few_shot=shots, rubric=vf.Rubric([says], [0.5])
+                dataset=rows(count), system_prompt="You count.", few_shot=shots,
+                rubric=vf.Rubric([says], [0.5]),
             )
         env = Forgetful if kind == "forgetful" else Count
         eval_rows = rows(count, "In the exam, count to {}.") if own_eval else None
-        return env(dataset=rows(count), eval_dataset=eval_rows, system_prompt="You count.", rubric=rubric, max_turns=6)
+        return env(
+            dataset=rows(count), eval_dataset=eval_rows, system_prompt="You count.", rubric=rubric,
+            max_turns=6,
+        )
 '''
 
 

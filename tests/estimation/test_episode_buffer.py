@@ -65,7 +65,7 @@ def trajectories(batch: TrainBatch) -> list[tuple[int, ...]]:
     ]
 
 
-def test_whole_trajectories_of_the_last_steps_come_after_the_new_ones_and_their_tasks_are_told() -> (
+def test_whole_trajectories_of_the_last_steps_follow_the_new_ones_and_their_tasks_are_told() -> (
     None
 ):
     replay, uses = filled(5)

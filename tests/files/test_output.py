@@ -19,7 +19,8 @@ console = Console()
 with lossy_output():
     for line in range(2000):
         console.print(f"line {line}")
-        print("an environment's own line", file=(sys.stdout, sys.stderr)[line % 2], flush=line % 3 == 0)
+        stream = (sys.stdout, sys.stderr)[line % 2]
+        print("an environment's own line", file=stream, flush=line % 3 == 0)
 with open(sys.argv[1], "w") as file:
     file.write("the end")
     assert file.fileno() > 2

@@ -31,7 +31,8 @@ ALL_BUT_THE_GATEWAY = """
 import json, os, socket, sys, urllib.request
 
 body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
-headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+key = os.environ["OPENAI_API_KEY"]
+headers = {"authorization": "Bearer " + key, "content-type": "application/json"}
 asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
 with urllib.request.urlopen(asked) as answer:
     said = json.load(answer)["choices"][0]["message"]["content"]
@@ -159,7 +160,8 @@ from agentrl.trajectory import Task
 async def main():
     desk = Desk(GatewayConfig(network="gateway"))
     async with serving(desk):
-        await CommandAgent("touch STARTED; sleep 600", None, desk).run(ProgramAssignment(Task("x", 0), desk.url, "KEY"))
+        agent = CommandAgent("touch STARTED; sleep 600", None, desk)
+        await agent.run(ProgramAssignment(Task("x", 0), desk.url, "KEY"))
 
 asyncio.run(main())
 """

@@ -92,7 +92,8 @@ SCRIPT = """
 import json, os
 assert os.environ["OPENAI_BASE_URL"] == "http://127.0.0.1:1/v1"
 assert os.environ["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
-assert json.loads(os.environ["AGENTRL_TASK"]) == {"env": "agent:x", "seed": 7, "options": {"size": 3}, "id": "t1"}
+task = json.loads(os.environ["AGENTRL_TASK"])
+assert task == {"env": "agent:x", "seed": 7, "options": {"size": 3}, "id": "t1"}
 with open(os.environ["AGENTRL_REWARD_FILE"], "w") as file:
     json.dump({"reward": 0.5, "success": True}, file)
 """
@@ -182,7 +183,8 @@ from agentrl.trajectory import Task
 
 async def main():
     command = {DAEMON.format(mark=mark)!r} + "touch {started}; while :; do sleep 600; done"
-    agent = CommandAgent(command).run(ProgramAssignment(Task("x", 0), "http://127.0.0.1:1", "k-of-a-daemon"))
+    assignment = ProgramAssignment(Task("x", 0), "http://127.0.0.1:1", "k-of-a-daemon")
+    agent = CommandAgent(command).run(assignment)
     playing = asyncio.get_running_loop().create_task(agent)
     await asyncio.to_thread(sys.stdin.read)
     playing.cancel()

@@ -35,7 +35,8 @@ ECHO = '''
         def reset(self, *, seed, options):
             there = [name for name in ("torch", "lonely") if importlib.util.find_spec(name)]
             python = shutil.which("python")
-            return sys.prefix, {"packages": there, "cwd": os.getcwd(), "python": python, "pid": os.getpid()}
+            pid = os.getpid()
+            return sys.prefix, {"packages": there, "cwd": os.getcwd(), "python": python, "pid": pid}
 
         def step(self, action):
             if action == "hang":
@@ -153,7 +154,8 @@ import importlib.abc, sys
 class Others(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names | {allowed | {"agentrl"}!r} and not top.startswith("_sysconfigdata"):
+        known = sys.stdlib_module_names | {allowed | {"agentrl"}!r}
+        if top not in known and not top.startswith("_sysconfigdata"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Others())
 import agentrl.hosting.fork_server_process

@@ -228,7 +228,7 @@ def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
 
 
 @pytest.mark.slow
-def test_many_start_at_once_and_when_what_they_are_forked_from_dies_the_next_are_forked_from_another():
+def test_many_start_at_once_and_when_their_parent_dies_the_next_are_forked_from_another():
     async def main() -> None:
         envs = host()
         live = [envs.acquire(HERE) for _ in range(24)]

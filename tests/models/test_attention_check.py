@@ -91,7 +91,8 @@ async def trained(folder: Path, head: str = "logprobs") -> None:
                 "max_window_layers": 1,
                 "sliding_window": 48,
             },
-            r"Qwen2MoeForCausalLM has a sliding window of 48 tokens .* of which only its mask knows",
+            r"Qwen2MoeForCausalLM has a sliding window of 48 tokens .* "
+            r"of which only its mask knows",
         ),
         ("DogeConfig", {"sliding_window": None}, r"DogeForCausalLM computes other hidden states"),
     ],

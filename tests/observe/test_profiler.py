@@ -146,7 +146,7 @@ def test_a_trace_that_breaks_off_is_read_up_to_its_last_whole_packet(tmp_path):
         assert read_trace(path).slices == whole.slices[: len(read_trace(path).slices)]
 
 
-def test_the_time_of_recording_is_subtracted_where_the_controller_worked_and_then_where_nothing_did():
+def test_the_time_of_recording_is_subtracted_where_the_controller_worked_then_where_nothing_did():
     one, idle, other = (
         frozenset({"controller"}),
         frozenset[str](),

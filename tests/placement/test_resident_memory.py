@@ -21,7 +21,8 @@ PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 import numpy as np, torch
-import agentrl.trainers.rank.one_device, agentrl.trainers.rank.worker, transformers.models.qwen3.modeling_qwen3
+import agentrl.trainers.rank.one_device, agentrl.trainers.rank.worker
+import transformers.models.qwen3.modeling_qwen3
 from agentrl.batch import TrainingSample, collate
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer
@@ -36,13 +37,14 @@ def sample(seed):
     rng, mask = np.random.default_rng(seed), np.zeros(length, bool)
     mask[-loss_tokens:] = True
     zeros = np.zeros(length)
-    return TrainingSample(rng.integers(0, sizes["vocab_size"], length), mask, zeros, np.ones(length),
-                          np.where(mask, 0, -1), zeros)
+    tokens = rng.integers(0, sizes["vocab_size"], length)
+    return TrainingSample(tokens, mask, zeros, np.ones(length), np.where(mask, 0, -1), zeros)
 
 async def main():
     torch.ones(2, 2) @ torch.ones(2, 2)
     imported = resident("VmRSS:")
-    async with LocalTrainer(LocalTrainer.Config.model_validate(settings), folder, total_steps=3) as trainer:
+    config = LocalTrainer.Config.model_validate(settings)
+    async with LocalTrainer(config, folder, total_steps=3) as trainer:
         batch = collate([sample(seed) for seed in range(2)])
         await trainer.step(batch, LOSS, 1.0)  # makes the moments
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here

@@ -342,7 +342,8 @@ answers = os.fdopen(os.dup(1), "w")
 for line in sys.stdin:
     folder, *arguments = json.loads(line)
     os.chdir(folder)
-    log = os.open(f"{len([name for name in os.listdir() if name.endswith('.log')])}.log", os.O_WRONLY | os.O_CREAT)
+    logs = [name for name in os.listdir() if name.endswith(".log")]
+    log = os.open(f"{len(logs)}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -160,7 +160,8 @@ LOW = """
 env: {name: guess_number, options: {max_turns: 1}}
 recipe:
   name: iterative_dpo
-  demonstrations: {player: "agentrl.envs.guess_number:weak_player", episodes: 256, lr: 3.0e-3, epochs: 2}
+  demonstrations:
+    {player: "agentrl.envs.guess_number:weak_player", episodes: 256, lr: 3.0e-3, epochs: 2}
   labels: soft
   epochs: 2
   pairs_per_step: 8

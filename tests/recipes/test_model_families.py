@@ -36,7 +36,8 @@ SETTINGS = [
     "env: tests.model_families:Parrot",
     "reward: tests.model_families:EvenLetters",
     "steps: 2",
-    "rollout: {groups_per_step: 2, group_size: 3, budget: {turns: 3}, max_staleness: 0, sampling: {max_tokens: 12}}",
+    "rollout: {groups_per_step: 2, group_size: 3, budget: {turns: 3}, max_staleness: 0, "
+    "sampling: {max_tokens: 12}}",
     "evaluation: {tasks: 0}",
     "trackers: []",
     "checkpoint: {every: 2}",

@@ -132,7 +132,7 @@ def test_the_first_version_is_evaluated_on_engines_of_its_own_after_a_kill(
 
 
 @pytest.mark.parametrize("settings", [(), ("evaluation.engines=1",), ("evaluation.overlap=true",)])
-def test_the_last_version_is_owed_its_evaluation_when_a_resume_adds_steps_and_a_resume_alone_evaluates_nothing(
+def test_the_last_version_is_owed_its_evaluation_when_a_resume_adds_steps_and_none_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
 ) -> None:
     run = Launches(tmp_path, monkeypatch, *settings)

@@ -24,9 +24,10 @@ rollout: {{groups_per_step: 2, group_size: 2, budget: {{turns: 3}}, sampling: {{
 evaluation:
   tasks: 2
   suites:
-    - {{name: wide, tasks: 3, samples: 4, every: 1, env: {{name: guess_number, options: {{high: 90}}}},
-       budget: {{turns: 1}}}}
-    - {{name: questions, env: qa, data: {data}, split: train, tasks: 9, reward: {{name: length, free: 1, limit: 9}}}}
+    - {{name: wide, tasks: 3, samples: 4, every: 1, budget: {{turns: 1}},
+       env: {{name: guess_number, options: {{high: 90}}}}}}
+    - {{name: questions, env: qa, data: {data}, split: train, tasks: 9,
+       reward: {{name: length, free: 1, limit: 9}}}}
 checkpoint: {{every: 1, keep: 1, best: eval/wide/success}}
 trackers: []
 """

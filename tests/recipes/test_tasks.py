@@ -37,7 +37,8 @@ trackers: []
 MIXED = """
 env:
   - {{name: guess_number, weight: 2, options: {{high: 4}}, budget: {{turns: 2}}}}
-  - {{name: qa, tasks: {data}, reward: {{name: length, free: 1, limit: 9}}, group_size: 3, max_tokens: 2}}
+  - {{name: qa, tasks: {data}, reward: {{name: length, free: 1, limit: 9}}, group_size: 3,
+     max_tokens: 2}}
 steps: 2
 rollout: {{groups_per_step: 3, group_size: 2, budget: {{turns: 3}}, sampling: {{max_tokens: 4}}}}
 evaluation: {{tasks: 2}}

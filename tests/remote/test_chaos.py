@@ -142,7 +142,7 @@ def turns_of(run: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_step_is_lost_or_doubled(
+def test_a_run_goes_on_while_a_server_stops_and_another_is_killed_and_no_step_is_lost_or_doubled(
     tmp_path,
 ):
     notes, run = tmp_path / "notes", tmp_path / "run"

@@ -213,7 +213,7 @@ async def half_open(server: EnvServer, sockets: int) -> int:
 
 
 @pytest.mark.slow
-def test_ten_thousand_unused_sessions_and_thousands_of_half_open_connections_lapse_and_leave_memory_flat():
+def test_ten_thousand_unused_sessions_and_half_open_connections_lapse_and_leave_memory_flat():
     # Both ends of a connection are this process's.
     sockets = min(2000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 200)
     with served(Echo, drain_seconds=0, max_sessions=SESSIONS, request_seconds=3) as server:

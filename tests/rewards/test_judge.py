@@ -396,7 +396,7 @@ def test_what_asking_again_cannot_mend_is_asked_once(
     asyncio.run(main())
 
 
-def test_a_judge_that_has_answered_and_is_not_found_is_asked_again_and_one_that_never_has_is_an_error(
+def test_a_lost_judge_that_has_answered_is_asked_again_and_one_that_never_has_is_an_error(
     tmp_path: Path,
 ) -> None:
     gone = JudgeReply(status=404)

@@ -546,7 +546,8 @@ def test_a_unit_is_known_by_each_of_its_names(text, unit):
 
 
 FRAGMENTS = r"""
-\boxed{ \boxed { } \frac{1}{2} \overline{3} \mathrm{e} \text{ cm} \% % $ \$ € ^ ^{ ² _ | \mid \\ ~ ? . , e-3 .0
+\boxed{ \boxed { } \frac{1}{2} \overline{3} \mathrm{e} \text{ cm} \% % $ \$ € ^ ^{ ² _ | \mid \\ ~
+? . , e-3 .0
 7 12 0.5 1/3 9007199254740993 m km/h per square dollars and ½ ٣ × 10⁻² −5
 """
 

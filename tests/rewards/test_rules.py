@@ -163,7 +163,7 @@ def test_no_message_at_all_is_wrong(name):
     assert judge(name, [], gold) == 0.0
 
 
-def test_a_task_without_a_right_answer_or_with_one_of_another_form_is_an_error_that_says_what_to_write():
+def test_a_task_without_a_right_answer_or_with_another_form_of_it_is_an_error_with_a_remedy():
     rule = load("rewards", "exact")
     with pytest.raises(
         ConfigError, match=r"has no option 'answer'.*it has 'size'. Write gold: OPTION"

@@ -209,7 +209,7 @@ def play_once(engine, make_env, **settings):
     return run_virtual(main)
 
 
-def test_an_agent_earns_for_a_turn_what_comes_until_its_next_one_and_before_its_first_as_a_head_start():
+def test_an_agent_earns_for_a_turn_what_comes_until_its_next_and_before_its_first_as_a_head_start():
     env = telling(
         (1.0, {"agent": "a", "rewards": {"a": 1.0, "b": 0.5}}),
         (0.0, {"agent": "b", "rewards": {"b": 0.25}}),

@@ -30,7 +30,8 @@ env:
   options: {hands: 4}
   agents: {south: {name: frozen, refresh: 2}}
   wrappers: [{name: time_limit, turns: 9}]
-rollout: {groups_per_step: 2, group_size: 4, sampling: {max_tokens: 4}, context: {name: last_k, turns: 1}}
+rollout:
+  {groups_per_step: 2, group_size: 4, sampling: {max_tokens: 4}, context: {name: last_k, turns: 1}}
 trainer: {lr: 1e-3}
 checkpoint: {every: 2}
 evaluation: {tasks: 4}

@@ -46,7 +46,7 @@ def test_those_without_a_turn_and_all_where_none_is_wanted_are_left_out() -> Non
     assert none.take() == []
 
 
-def test_a_run_that_ends_in_the_middle_of_a_step_keeps_its_episodes_and_one_that_ends_at_its_end_none(
+def test_a_run_that_ends_amid_a_step_keeps_its_episodes_and_one_that_ends_after_it_none(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run.yaml"

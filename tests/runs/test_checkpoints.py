@@ -106,7 +106,7 @@ def killed_before(
 
 
 @pytest.mark.slow
-def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_best_and_can_be_done_again(
+def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best_and_can_be_repeated(
     tmp_path,
 ):
     values = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.4}

@@ -60,7 +60,7 @@ def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(
         assert len(run.metrics.rows()) == 1
 
 
-def test_a_run_that_is_stopped_between_two_steps_saves_the_last_and_one_that_was_just_saved_does_not(
+def test_a_run_stopped_between_two_steps_saves_the_last_and_one_that_was_just_saved_does_not(
     tmp_path: Path,
 ) -> None:
     class Weights(Savable):

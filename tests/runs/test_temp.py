@@ -61,7 +61,7 @@ def test_temporary_files_of_this_process_and_of_its_children_lie_in_the_run(tmp_
     assert (tempfile.gettempdir(), os.environ.get("TMPDIR")) == before
 
 
-def test_what_a_killed_process_leaves_is_removed_at_the_next_start_and_what_others_leave_at_their_end(
+def test_leftovers_of_a_killed_process_are_removed_at_the_next_start_and_of_others_at_their_end(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"

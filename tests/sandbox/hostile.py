@@ -119,7 +119,8 @@ def endless(rng: Random) -> str:
             "import re; re.match('(a+)+$', 'a' * 64 + 'b')",
             "print(len(str(7 ** 10 ** 8)))",
             "signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-            "for s in set(range(1, 32)) - {9, 19}: signal.signal(s, lambda *_: None)\nwhile True: pass",
+            "for s in set(range(1, 32)) - {9, 19}: signal.signal(s, lambda *_: None)\n"
+            "while True: pass",
             "import itertools; sum(1 for _ in itertools.permutations(range(20)))",
         ]
     )
@@ -172,12 +173,14 @@ def write_outside(rng: Random) -> str:
     ]
     rng.shuffle(places)
     return f"""
-for place in {places} + [sys.prefix + "/", sys.prefix + "/lib/", os.path.dirname(os.__file__) + "/"]:
+own = [sys.prefix + "/", sys.prefix + "/lib/", os.path.dirname(os.__file__) + "/"]
+for place in {places} + own:
     name = place + "agentrl-{rng.randrange(10**6)}"
     wall("wrote " + name, lambda: open(name, "w"))
     wall("made " + name, lambda: os.mkdir(name))
     wall("made a link " + name, lambda: os.symlink("x", name))
-for name in ("/usr/bin/env", os.__file__, sys.executable, "/dev/sda", "/dev/vda", "/dev/mem", "/dev/kmsg"):
+for name in ("/usr/bin/env", os.__file__, sys.executable, "/dev/sda", "/dev/vda", "/dev/mem",
+             "/dev/kmsg"):
     wall("opened to write " + name, lambda: open(name, "r+b"))
     wall("removed " + name, lambda: os.unlink(name))
     wall("renamed " + name, lambda: os.rename(name, name + "x"))
@@ -190,8 +193,9 @@ for name in ("/usr/bin/env", os.__file__, sys.executable, "/dev/sda", "/dev/vda"
 @contained("ran")
 def read_secrets(rng: Random) -> str:
     return """
-for name in ("/etc/shadow", "/etc/passwd", "/etc/hosts", "/etc/ssh", "/var/log", "/var/run/docker.sock",
-             "/boot", "/home", "/root/.ssh", "/root/.bashrc", "/sys/class", "/run", "/mnt", "@SECRET@", "@CHECKOUT@"):
+for name in ("/etc/shadow", "/etc/passwd", "/etc/hosts", "/etc/ssh", "/var/log",
+             "/var/run/docker.sock", "/boot", "/home", "/root/.ssh", "/root/.bashrc", "/sys/class",
+             "/run", "/mnt", "@SECRET@", "@CHECKOUT@"):
     wall("opened " + name, lambda: open(name, "rb").read(10))
     wall("listed " + name, lambda: os.listdir(name))
 if any("SECRET" in name or "KEY" in name for name in os.environ):
@@ -212,8 +216,9 @@ for pid in pids:
         wall(f"/proc/{pid}/{name}", lambda: open(f"/proc/{pid}/{name}", "rb").read(10))
         wall(f"list /proc/{pid}/{name}", lambda: os.listdir(f"/proc/{pid}/{name}"))
         wall(f"link /proc/{pid}/{name}", lambda: os.readlink(f"/proc/{pid}/{name}"))
-for name in ("/proc/cpuinfo", "/proc/meminfo", "/proc/kcore", "/proc/kallsyms", "/proc/sys/kernel/hostname",
-             "/proc/net/tcp", "/proc/version", "/proc/sysrq-trigger", "/proc/cmdline"):
+for name in ("/proc/cpuinfo", "/proc/meminfo", "/proc/kcore", "/proc/kallsyms",
+             "/proc/sys/kernel/hostname", "/proc/net/tcp", "/proc/version", "/proc/sysrq-trigger",
+             "/proc/cmdline"):
     wall(name, lambda: open(name, "rb").read(10))
 """
 
@@ -222,11 +227,13 @@ for name in ("/proc/cpuinfo", "/proc/meminfo", "/proc/kcore", "/proc/kallsyms", 
 def network(rng: Random) -> str:
     return f"""
 for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
-    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK, socket.AF_PACKET, 38, 40):
+    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK,
+                   socket.AF_PACKET, 38, 40):
         wall(f"socket {{family}} {{kind}}", lambda: socket.socket(family, kind))
 wall("loopback", lambda: socket.create_connection(("127.0.0.1", @PORT@), timeout=0.2))
 wall("loopback 6", lambda: socket.create_connection(("::1", @PORT@), timeout=0.2))
-wall("outside", lambda: socket.create_connection(("{rng.choice(["1.1.1.1", "8.8.8.8"])}", 53), timeout=0.2))
+outside = ("{rng.choice(["1.1.1.1", "8.8.8.8"])}", 53)
+wall("outside", lambda: socket.create_connection(outside, timeout=0.2))
 wall("listen", lambda: socket.create_server(("127.0.0.1", 0)))
 wall("pair of datagram sockets", lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
 one, other = socket.socketpair()
@@ -255,13 +262,15 @@ if os.getppid() != before:
 
 @contained("ran")
 def daemons(rng: Random) -> str:
+    escapes = ["os.setsid()", "os.setpgid(0, 0)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"]
+    lives = ["pass", "while True: time.sleep(0.001)", "for fd in range(3): os.close(fd)"]
     return f"""
 def daemon(depth):
     try:
         if os.fork() == 0:
-            {rng.choice(["os.setsid()", "os.setpgid(0, 0)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])}
+            {rng.choice(escapes)}
             if depth: daemon(depth - 1)
-            {rng.choice(["pass", "while True: time.sleep(0.001)", "for fd in range(3): os.close(fd)"])}
+            {rng.choice(lives)}
             time.sleep(1000)
     except OSError:
         pass
@@ -296,7 +305,8 @@ def links(rng: Random) -> str:
     )
     return f"""
 os.symlink({target!r}, "link")
-wall("through a link", lambda: open("link/shadow").read() if os.path.isdir("link") else open("link").read())
+wall("through a link",
+     lambda: open("link/shadow").read() if os.path.isdir("link") else open("link").read())
 wall("write through a link", lambda: open("link/agentrl", "w"))
 for name in ("/etc/shadow", "@SECRET@"):
     wall("hard link", lambda: os.link(name, "hard"))
@@ -347,7 +357,8 @@ for pid in (1, os.getppid(), @DRIVER@):
         if libc.ptrace(request, pid, 0, 0) != -1: print("ESCAPED ptrace", pid)
     vector = (ctypes.c_size_t * 2)(id(pid), 8)
     if libc.process_vm_readv(pid, vector, 1, vector, 1, 0) != -1: print("ESCAPED process_vm_readv")
-    if libc.process_vm_writev(pid, vector, 1, vector, 1, 0) != -1: print("ESCAPED process_vm_writev")
+    if libc.process_vm_writev(pid, vector, 1, vector, 1, 0) != -1:
+        print("ESCAPED process_vm_writev")
     wall("limits of others", lambda: __import__("resource").prlimit(pid, 7, (1, 1)))
 """
 
@@ -425,6 +436,12 @@ sys.exit(3)
 @contained("ran")
 def leftovers(rng: Random) -> str:
     """Leaves what it can for the next one, and looks for what the last one left."""
+    last = [
+        "os.mkdir('d'); os.chmod('d', 0)",
+        "os.mkdir('d', 0)",
+        "open('.hidden', 'w')",
+        "os.mkfifo('fifo')",
+    ]
     return f"""
 for place in (".", "/tmp", "/dev/shm", "/box"):
     try: left = os.listdir(place)
@@ -439,7 +456,7 @@ for module in ("json", "math", "os"):
 if "LEFT" in os.environ: print("ESCAPED: the environment of another run")
 os.environ["LEFT"] = "x"; os.putenv("LEFT", "x")
 os.umask(0o777)
-{rng.choice(["os.mkdir('d'); os.chmod('d', 0)", "os.mkdir('d', 0)", "open('.hidden', 'w')", "os.mkfifo('fifo')"])}
+{rng.choice(last)}
 """
 
 
@@ -485,7 +502,8 @@ def fill():
             return
         try:
             if {way!r} == "larger": one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-            if {way!r} == "hidden": socket.send_fds(held[-1], [b"x"], [one.fileno(), other.fileno()]) if held else 0
+            if {way!r} == "hidden" and held:
+                socket.send_fds(held[-1], [b"x"], [one.fileno(), other.fileno()])
         except OSError:
             pass
         one.setblocking(False)
@@ -535,8 +553,8 @@ def scarce_objects(rng: Random) -> str:
     """What the machine or a user has only so many of."""
     return f"""
 context = ctypes.c_ulong(0)
-syscall("made an AIO context", {{"x86_64": 206, "aarch64": 0}}[os.uname().machine], {rng.randint(1, 60000)},
-        ctypes.byref(context))
+syscall("made an AIO context", {{"x86_64": 206, "aarch64": 0}}[os.uname().machine],
+        {rng.randint(1, 60000)}, ctypes.byref(context))
 if libc.inotify_init1({rng.choice([0, 0x80000])}) != -1: print("ESCAPED: watches files")
 if libc.inotify_init() != -1: print("ESCAPED: watches files")
 """
@@ -554,12 +572,15 @@ pattern = b"LO" + b"OT-"
 reading, writing = os.pipe()
 libc.sbrk.restype = ctypes.c_void_p
 big = bytearray(1 << 20)
-starts = {{libc.sbrk(0), id(object()), id("x" * 300), ctypes.addressof((ctypes.c_char * len(big)).from_buffer(big))}}
+starts = {{libc.sbrk(0), id(object()), id("x" * 300),
+          ctypes.addressof((ctypes.c_char * len(big)).from_buffer(big))}}
 seen, found = set(), set()
 for start in starts:
     for page in range(-(24 << 20) // 4096, (8 << 20) // 4096):
         address = (start & ~4095) + page * 4096
-        if address in seen or libc.write(writing, ctypes.c_void_p(address), ctypes.c_size_t(4096)) != 4096:
+        if address in seen:
+            continue
+        if libc.write(writing, ctypes.c_void_p(address), ctypes.c_size_t(4096)) != 4096:
             continue
         seen.add(address)
         part = os.read(reading, 4096)
@@ -586,7 +607,8 @@ wall("took a lease", lambda: fcntl.fcntl(file, 1024, fcntl.F_RDLCK))
 wall("is told of changes", lambda: fcntl.fcntl(folder, 1026, 0x8000003F))
 wall("sees who locks", lambda: fcntl.fcntl(file, fcntl.F_GETLK, asked))
 wall("sees who locks", lambda: fcntl.fcntl(file, 36, asked))
-wall("locked it for all", lambda: fcntl.flock(file, fcntl.LOCK_{rng.choice(["EX", "SH"])} | fcntl.LOCK_NB))
+wall("locked it for all",
+     lambda: fcntl.flock(file, fcntl.LOCK_{rng.choice(["EX", "SH"])} | fcntl.LOCK_NB))
 wall("left a hint", lambda: fcntl.fcntl(file, 1036, struct.pack("Q", {rng.randint(1, 5)})))
 syscall("has files of its own", 436, 100, 200, 2)
 """

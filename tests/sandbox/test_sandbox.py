@@ -124,8 +124,10 @@ async def main():
 
 if __name__ == "__main__":
     print(asyncio.run(main()))
-    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool: print(list(pool.map(square, range(4))))
-    print(subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True, text=True).stdout, end="")
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+        print(list(pool.map(square, range(4))))
+    child = subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True, text=True)
+    print(child.stdout, end="")
 """
 
     async def main(sandbox: Sandbox) -> None:
@@ -311,7 +313,8 @@ import fcntl, os, struct, sys, time
 file = open(os.__file__, "rb")
 free = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 7, 1, 0)
 if sys.stdin.read() == "send":
-    for take in (lambda: fcntl.lockf(file, fcntl.LOCK_SH, 1, 7), lambda: fcntl.flock(file, fcntl.LOCK_SH)):
+    for take in (lambda: fcntl.lockf(file, fcntl.LOCK_SH, 1, 7),
+                 lambda: fcntl.flock(file, fcntl.LOCK_SH)):
         try:
             take()
             print("sent")
@@ -320,7 +323,8 @@ if sys.stdin.read() == "send":
     time.sleep(1)
 else:
     time.sleep(0.5)
-    for ask in (lambda: fcntl.fcntl(file, fcntl.F_GETLK, free) != free, lambda: fcntl.flock(file, fcntl.LOCK_EX | 4)):
+    for ask in (lambda: fcntl.fcntl(file, fcntl.F_GETLK, free) != free,
+                lambda: fcntl.flock(file, fcntl.LOCK_EX | 4)):
         try:
             print("received", ask())
         except OSError:
@@ -365,7 +369,8 @@ def test_shells_and_children_run_with_either_means(means: str) -> None:
     )  # with the filter, `wait` of dash waits for ever
     program = """
 import asyncio, subprocess, multiprocessing
-print(subprocess.run(["/bin/sh", "-c", "WAIT (echo a; sleep 0.01; echo b) | cat"], capture_output=True).stdout)
+piped = ["/bin/sh", "-c", "WAIT (echo a; sleep 0.01; echo b) | cat"]
+print(subprocess.run(piped, capture_output=True).stdout)
 print(subprocess.run(["/bin/bash", "-c", "sleep 0.01 & wait; echo c"], capture_output=True).stdout)
 async def main():
     process = await asyncio.create_subprocess_exec("/bin/echo", "d", stdout=subprocess.PIPE)

@@ -144,7 +144,8 @@ FILES = [
         "MMLU",
         "mmlu.parquet",
         parquet([{"question": "2 + 2?", "subject": "algebra", "choices": CHOICES, "answer": 1}]),
-        r"""write 'tasks.prompt="{question}\n{choices | lettered}"' and tasks.columns={answer: answer}""",
+        r"""write 'tasks.prompt="{question}\n{choices | lettered}"' """
+        "and tasks.columns={answer: answer}",
         LETTERED,
         1,
     ),
@@ -152,7 +153,8 @@ FILES = [
         "MMLU, as CSV with a column for each choice",
         "mmlu.csv",
         text("question,A,B,C,D,answer\n2 + 2?,3,4,5,6,B\n"),
-        r"""write 'tasks.prompt="{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"' and tasks.columns={answer: answer}""",
+        r"""write 'tasks.prompt="{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"' """
+        "and tasks.columns={answer: answer}",
         LETTERED,
         "B",
     ),
@@ -170,7 +172,8 @@ FILES = [
                 }
             ]
         ),
-        r"""write 'tasks.prompt="{question}\n{options | lettered}"' and tasks.columns={answer: answer}""",
+        r"""write 'tasks.prompt="{question}\n{options | lettered}"' """
+        "and tasks.columns={answer: answer}",
         LETTERED,
         "B",
     ),
@@ -187,7 +190,8 @@ FILES = [
                 }
             ]
         ),
-        r"""write 'tasks.prompt="{question}\n{choices.text | lettered}"' and tasks.columns={answer: answerKey}""",
+        r"""write 'tasks.prompt="{question}\n{choices.text | lettered}"' """
+        "and tasks.columns={answer: answerKey}",
         LETTERED,
         "B",
     ),
@@ -241,7 +245,8 @@ FILES = [
                 }
             ]
         ),
-        r"""write 'tasks.prompt="{context}\n\n{question}"' and tasks.columns={answer: answers.text}""",
+        r"""write 'tasks.prompt="{context}\n\n{question}"' """
+        "and tasks.columns={answer: answers.text}",
         "It is there.\n\nWhere?",
         ["there"],
     ),
@@ -269,7 +274,8 @@ FILES = [
         "Dolly",
         "dolly.jsonl",
         lines([{"instruction": "2 + 2?", "context": "", "response": "4", "category": "open_qa"}]),
-        r"""write 'tasks.prompt="{context}\n\n{instruction}"' and tasks.columns={answer: response}""",
+        r"""write 'tasks.prompt="{context}\n\n{instruction}"' """
+        "and tasks.columns={answer: response}",
     ),
     DataFile(
         "ShareGPT",

@@ -39,7 +39,8 @@ HOSTILE = (
     ),
     (
         "<iframe"
-        " srcdoc=\"<script>parent.document.title='owned'</script>\"></iframe><style>*{display:none}</style>"
+        " srcdoc=\"<script>parent.document.title='owned'</script>\"></iframe>"
+        "<style>*{display:none}</style>"
     ),
     "<form action=https://evil.example><input autofocus onfocus=\"document.title='owned'\"></form>",
 )
@@ -277,7 +278,8 @@ def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
         """WCAG's contrast of the text and its background."""
         return page.script("""
             const light = (name) => {
-              const [r, g, b] = getComputedStyle(document.body)[name].match(/\\d+/g).map((c) => c / 255)
+              const [r, g, b] = getComputedStyle(document.body)[name].match(/\\d+/g)
+                .map((c) => c / 255)
                 .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
               return 0.2126 * r + 0.7152 * g + 0.0722 * b;
             };
@@ -300,7 +302,8 @@ def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
             width = page.script("return document.documentElement.scrollWidth")
             assert width <= 390, f"{path} is {width} wide"
             out_of_sight = page.script("""
-                const wide = [document.querySelector(".lanes"), document.querySelector(".settings")].filter(Boolean);
+                const wide = [".lanes", ".settings"]
+                  .map((name) => document.querySelector(name)).filter(Boolean);
                 return wide.map((one) => one.scrollWidth - one.clientWidth);""")
             assert all(pixels <= 0 for pixels in out_of_sight), f"a part of {path} is out of sight"
     finally:
@@ -524,7 +527,8 @@ def test_many_runs_fit_a_row_and_have_colours_of_their_own(serve, tmp_path):
     lines = page.script(
         """
         return [...document.querySelector(".chart svg g").querySelectorAll("path")]
-          .map((line) => `${line.getAttribute("stroke")} ${line.getAttribute("stroke-dasharray")}`);"""
+          .map((line) => [line.getAttribute("stroke"), line.getAttribute("stroke-dasharray")])
+          .map((pair) => pair.join(" "));"""
     )
     assert len(set(lines)) == 9
     assert page.script("return document.documentElement.scrollWidth <= innerWidth")
@@ -731,10 +735,13 @@ def test_a_double_click_shows_the_whole_range_and_leads_nowhere(serve, watched):
     page.wait(lambda: page.texts("[data-metric=reward] svg"))
     page.script(
         """
-        const svg = document.querySelector("[data-metric=reward] svg"), box = svg.getBoundingClientRect();
+        const svg = document.querySelector("[data-metric=reward] svg");
+        const box = svg.getBoundingClientRect();
         const at = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
-          bubbles: true, pointerId: 1, clientX: box.left + share * box.width, clientY: box.top + 50 }));
-        svg.setPointerCapture = () => {}; at("pointerdown", 0.5); at("pointermove", 0.9); at("pointerup", 0.9);"""
+          bubbles: true, pointerId: 1,
+          clientX: box.left + share * box.width, clientY: box.top + 50 }));
+        svg.setPointerCapture = () => {};
+        at("pointerdown", 0.5); at("pointermove", 0.9); at("pointerup", 0.9);"""
     )
     whole = (
         "return [...document.querySelectorAll('button')].find((b) => b.textContent === 'whole"

@@ -45,7 +45,8 @@ CALLED = {
             },
             {
                 "role": "assistant",
-                "content": 'Yes.\n<tool_call>\n{"name": "buy", "arguments": {"what": "tea"}}\n</tool_call>',
+                "content": "Yes.\n<tool_call>\n"
+                '{"name": "buy", "arguments": {"what": "tea"}}\n</tool_call>',
                 "reasoning": "Tea it is.",
                 "tool_calls": '[{"name": "buy", "arguments": {"what": "tea"}, "id": ""}]',
                 "tool_call_id": "",

@@ -464,7 +464,7 @@ BEFORE_THE_COMMIT = [
 
 
 @pytest.mark.parametrize("name", BEFORE_THE_COMMIT)
-def test_a_fault_before_the_commit_is_tried_again_and_one_that_stays_leaves_the_old_version_everywhere(
+def test_a_fault_before_the_commit_is_retried_and_one_that_stays_leaves_the_old_version_everywhere(
     name: str, lively_dir: Path, shared_memory: Path
 ) -> None:
     async def main() -> None:

@@ -127,7 +127,7 @@ class _Frame(BaseModel):
 
 
 async def _serve(client: WebSocket, openenv_sessions: OpenEnvSessions, answer: _AnswerTo) -> None:
-    """Answer a connection's frames in order, until it closes or has been silent for `idle_seconds`."""
+    """Answer a connection's frames in order, until it closes or is silent for `idle_seconds`."""
     try:
         async with openenv_sessions.session(
             client.query_params.get("session_id") or None

@@ -173,7 +173,8 @@ def test_frames_that_are_wrong_get_openenvs_codes_and_end_nothing(counting):
             '{"type": "reset", "data": {"seed": -1}}': "VALIDATION_ERROR",
             '{"type": "reset", "data": {"seed": "x"}}': "VALIDATION_ERROR",
             '{"type": "reset", "data": {"seed": true}}': "VALIDATION_ERROR",
-            '{"type": "step", "data": {"type": "call_tool", "tool_name": "a", "arguments": {"x": NaN}}}': (
+            '{"type": "step", "data": '
+            '{"type": "call_tool", "tool_name": "a", "arguments": {"x": NaN}}}': (
                 "VALIDATION_ERROR"
             ),
         }.items():
