@@ -20,8 +20,8 @@ START_SECONDS = 1800.0
 minutes to load."""
 
 START_ATTEMPTS = 8
-"""How often one restart is tried, which takes about a minute with the pauses: the machine may be lost
-too, which takes a while to notice."""
+"""How often one restart is tried, which takes about a minute with the pauses: the machine may be
+lost too, which takes a while to notice."""
 
 
 class Supervised:
