@@ -11,7 +11,7 @@ class Stateful(Protocol):
     """
 
     def state(self) -> Any:
-        """The state, of values that JSON has: mappings with texts as keys, lists, numbers, texts."""
+        """The state as JSON has it: mappings with texts as keys, lists, numbers, texts."""
         ...
 
     def restore(self, state: Any) -> None:
