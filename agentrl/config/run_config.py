@@ -1,7 +1,8 @@
 """`RunConfig`: the settings of a run.
 
 Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with its own `Config`; a
-run's config composes them. `compatibility.py` has the rules between sections, `loading.py` reads a config.
+run's config composes them. `compatibility.py` has the rules between sections, `loading.py` reads a
+config.
 """
 
 import re
