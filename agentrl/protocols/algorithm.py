@@ -200,10 +200,10 @@ class ActorCritic(Algorithm, Protocol):
     """An algorithm with a critic, which is trained on the same batches as the policy, or on earlier
     ones too.
 
-    If it offers `values_answers` (`AlgorithmOffers`), the critic is also asked after each answer. The
-    batch of `estimate` then has one more loss token after the last one of each turn, for the value
-    before it (`agentrl/estimation/value_points.py`), and the weight 0 for tokens that the policy
-    does not learn from.
+    If it offers `values_answers` (`AlgorithmOffers`), the critic is also asked after each answer.
+    The batch of `estimate` then has one more loss token after the last one of each turn, for the
+    value before it (`agentrl/estimation/value_points.py`), and the weight 0 for tokens that the
+    policy does not learn from.
     """
 
     @property
