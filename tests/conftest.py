@@ -146,4 +146,4 @@ def every_metric_of_a_run_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None
             assert [name for name in row if name != "step" and meaning_of(name) is None] == []
             super().append(row)
 
-    monkeypatch.setattr("agentrl.runs.run.MetricsFile", Described)
+    monkeypatch.setattr("agentrl.runs.recorder.MetricsFile", Described)

@@ -93,7 +93,7 @@ def demo(overrides: Overrides = None) -> None:
 
 
 def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
-    from agentrl.runs.run import was_begun
+    from agentrl.runs.preflight import was_begun
 
     return was_begun(loaded, change=change)
 

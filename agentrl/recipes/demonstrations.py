@@ -90,7 +90,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
         f" successful{unknown}; imitating {'these' if demonstrations.successes_only else 'all'}"
     )
     if known:
-        run.write(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
+        run.recorder.write(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
     if not trajectories:
         raise ConfigError(
             f"no episode of {demonstrations.player} was successful{unknown}, so"
@@ -98,7 +98,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
             " player, or imitate all"
         )
     loss = await learn(run, trajectories, base, into, demonstrations)
-    run.write(0, {"demonstrations/loss": loss})
+    run.recorder.write(0, {"demonstrations/loss": loss})
 
 
 async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:
@@ -134,7 +134,7 @@ async def learn(
     losses: list[float] = []
     settings = run.config.trainer.settings.model_copy(update={"lr": how.lr})
     for text in notes_of_warm_up("trainer.warmup_steps", settings, len(batches), "the imitation"):
-        run.note(0, text)
+        run.recorder.note(0, text)
     async with (
         open_cluster(run.config) as placed,
         make_trainer(

@@ -112,7 +112,7 @@ async def _learn(
     temperature, lr = settings.temperature, settings.preferences.lr
     scheduled = run.config.trainer.settings.model_copy(update={"lr": lr})
     for text in notes_of_warm_up("trainer.warmup_steps", scheduled, len(batches), "recipe=dpo"):
-        run.note(0, text)
+        run.recorder.note(0, text)
     async with (
         open_cluster(run.config) as placed,
         make_trainer(placed, base, steps=len(batches), temperature=temperature, lr=lr) as trainer,
@@ -124,7 +124,7 @@ async def _learn(
             metrics = await update(
                 trainer, algorithm, replace(pairs, reference_logprobs_N=reference_N)
             )
-            run.write(step, metrics)
+            run.recorder.write(step, metrics)
             if (step + 1) % max(1, len(batches) // 8) == 0:
                 run.display.say(
                     f"{step + 1} of {len(batches)} steps: {metrics['accuracy']:.0%} in the right"
@@ -143,7 +143,7 @@ async def _learn(
                 for pair, first in zip(measured, held_references, strict=True)
             ]
             accuracy = float(np.mean(np.concatenate(held) > 0))
-            run.write(len(batches), {"eval/preference_accuracy": accuracy})
+            run.recorder.write(len(batches), {"eval/preference_accuracy": accuracy})
             run.display.say(
                 f"of {len(measured)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right"
                 " order"

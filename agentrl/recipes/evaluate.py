@@ -178,7 +178,7 @@ async def evaluate_run(
     run.evaluations.begin(step, left)
     for name in left:
         if not beside:
-            run.begin_phase(step, "evaluation")
+            run.status.begin_phase(step, "evaluation")
         evaluation = await evaluate(rollouts, name)
         await _record(run, step, evaluation)
         check_best(run, step, evaluation)
@@ -248,10 +248,10 @@ async def _record(run: Run, step: int, evaluation: Evaluation) -> None:
         for trajectory in evaluation.failed
         if isinstance(trajectory.status, Failed)
     ]
-    await run.record_episodes(evaluation.name, step, [*evaluation.scored, *lost])
+    await run.recorder.record_episodes(evaluation.name, step, [*evaluation.scored, *lost])
     report_of(step, evaluation, run.config).write(run.folder / "evaluations")
-    run.track_samples(evaluation.name, step, evaluation.scored)
-    run.record_evaluation(step, evaluation)
+    run.recorder.track_samples(evaluation.name, step, evaluation.scored)
+    run.recorder.record_evaluation(step, evaluation)
 
 
 def report_of(

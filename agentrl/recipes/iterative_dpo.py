@@ -121,9 +121,9 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                 "batch_processing", BatchProcessing(config.batch_processing, algorithm)
             )
             scheduler = parts.rollouts(run, start, processing.teaches)
-            async with scheduler as rollouts, run.keeping_episodes(rollouts.take_all):
+            async with scheduler as rollouts, run.recorder.keeping_episodes(rollouts.take_all):
                 for iteration in range(start, config.steps):
-                    clock = Stopwatch(partial(run.begin_phase, iteration))
+                    clock = Stopwatch(partial(run.status.begin_phase, iteration))
                     with clock("rollout"):
                         groups = await rollouts.next_batch()
                     with clock("train"):
@@ -150,7 +150,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                         batch_processing=processing.update(groups),
                         event_loop=loop_metrics(),
                     )
-                    await run.record_step(report)
+                    await run.recorder.record_step(report)
                     tasks, updates = [group.task.id for group in groups], int(learned["updates"])
                     lineage = iterations.lineage(
                         iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates

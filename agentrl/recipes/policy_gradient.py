@@ -84,11 +84,11 @@ async def train(
             scheduler = parts.rollouts(run, start, processing.teaches)
             async with (
                 scheduler as rollouts,
-                run.keeping_episodes(rollouts.take_all),
+                run.recorder.keeping_episodes(rollouts.take_all),
                 run.writing_checkpoints(),
             ):
                 for step in range(start, config.steps):
-                    clock = Stopwatch(partial(run.begin_phase, step))
+                    clock = Stopwatch(partial(run.status.begin_phase, step))
                     with clock("rollout"):
                         async with run.saved_if_stopped(step, parts):
                             groups = await rollouts.next_batch()
@@ -105,7 +105,7 @@ async def train(
                             metrics = await trainer.step(
                                 batch, algorithm.loss, algorithm.normalizer(batch)
                             )
-                            health = await run.record_samples(
+                            health = await run.recorder.record_samples(
                                 step, groups, replace(made, batch=batch), trainer
                             )
                     with clock("weights"):
@@ -126,7 +126,7 @@ async def train(
                         batch_processing=processing.update(groups),
                         event_loop=loop_metrics(),
                     )
-                    await run.record_step(report)
+                    await run.recorder.record_step(report)
                     if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                         await run.begin_checkpoint(step + 1, parts)
                     async with run.saved_if_stopped(step + 1, parts):

@@ -92,7 +92,7 @@ async def _train(
     warm_up = max(1, len(batches) // 10)
     for step, batch in enumerate(batches):
         metrics = await asyncio.to_thread(core.step, batch, min(1.0, (step + 1) / warm_up))
-        run.write(step, metrics)
+        run.recorder.write(step, metrics)
         if (step + 1) % max(1, len(batches) // 8) == 0:
             run.display.say(
                 f"{step + 1} of {len(batches)} steps: loss {metrics['loss']:.3f} nats a pair, "
@@ -100,7 +100,7 @@ async def _train(
             )
     if held_out:
         accuracy = await asyncio.to_thread(core.accuracy, held_out)
-        run.write(len(batches), {"eval/preference_accuracy": accuracy})
+        run.recorder.write(len(batches), {"eval/preference_accuracy": accuracy})
         run.display.say(
             f"of {len(held_out)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order"
         )

@@ -87,6 +87,6 @@ async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> P
         conversations = await recorded(config, renderer)
         run.display.say(f"imitating {len(conversations)} conversations of {config.path}")
         loss = await learn(run, conversations, base, new_unfinished(final), config)
-        run.write(0, {"recordings/loss": loss})
+        run.recorder.write(0, {"recordings/loss": loss})
         finish_folder(final)
     return final

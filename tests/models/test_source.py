@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.models.source import commit_of, description_folder, here, model_folder, weight_files
-from agentrl.runs.run import check_model
+from agentrl.runs.preflight import check_model
 from agentrl.weights.bundle import weight_shapes
 
 ROOT = Path(__file__).parents[2]

@@ -160,7 +160,7 @@ def test_a_run_prints_its_warnings_and_keeps_them_in_the_summary(tmp_path: Path)
         for step in range(IN_A_ROW):
             row = {**GOOD, "cut_answers": 1.0, "success": 0.0, "seconds": 1.0, "staleness/max": 0.0}
             run.metrics.append({"step": step, **row})
-            run._warn({"step": step, **row})
+            run.recorder.warn_of({"step": step, **row})
         asyncio.run(run.finish())
     assert (
         "warning: in 3 steps in a row, up to step 2: 100% of the answers were cut"

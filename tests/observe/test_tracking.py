@@ -159,7 +159,7 @@ def test_a_run_outlives_its_tracker_warns_of_it_and_tells_it_how_it_ended(tmp_pa
     try:
         with Run(validate_config(values), console) as run:
             for step in range(5):
-                run.write(step, {"loss": 0.25})
+                run.recorder.write(step, {"loss": 0.25})
             if error is not None:
                 raise error
     except (ValueError, KeyboardInterrupt):

@@ -108,7 +108,7 @@ class Launches:
         ) as run:
             with suppress(KilledError, asyncio.CancelledError):
                 asyncio.run(asyncio.wait_for(trains(run), 20))
-            return dict(run._summarised())
+            return dict(run.summarise())
 
 
 def test_the_first_version_is_evaluated_on_engines_of_its_own_after_a_kill(

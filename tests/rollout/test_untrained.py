@@ -53,8 +53,8 @@ def test_a_run_that_ends_amid_a_step_keeps_its_episodes_and_one_that_ends_after_
     path.write_text(f"env: frozen_lake\nrun_dir: {tmp_path / 'run'}\ntrackers: []\n")
 
     async def ends(run: Run, step: int, phase: str, error: BaseException | None) -> None:
-        run.begin_phase(step, phase)
-        async with run.keeping_episodes(lambda: [played(step)]):
+        run.status.begin_phase(step, phase)
+        async with run.recorder.keeping_episodes(lambda: [played(step)]):
             if error is not None:
                 raise error
 

@@ -32,7 +32,7 @@ from agentrl.ledger.ledger import Ledger, check_ledger
 from agentrl.observe.metrics import MetricsFile
 from agentrl.protocols import Savable
 from agentrl.runs.checkpoint import CHECKSUMS, Checkpoints, damage, export
-from agentrl.runs.run import was_begun
+from agentrl.runs.preflight import was_begun
 from agentrl.trainers.rank.checkpoint import FORMAT, STATE_FILE, read_state, save_state
 from agentrl.trajectory import Task
 from tests.commands import Command

@@ -24,7 +24,8 @@ from agentrl.config import (
 )
 from agentrl.errors import ConfigError
 from agentrl.protocols import Savable
-from agentrl.runs.run import Run, was_begun
+from agentrl.runs.preflight import was_begun
+from agentrl.runs.run import Run
 from agentrl.trajectory import Task
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report import write_report
