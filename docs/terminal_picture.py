@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agentrl.observe.dashboard import Dashboard
 from agentrl.observe.run_progress import EnvPace, RunProgress
-from agentrl.rollout.underway import OpenGroup, Underway
+from agentrl.rollout.accounts import OpenGroup, SchedulerStatus
 
 PICTURE = Path(__file__).parent / "pictures" / "terminal.png"
 COLUMNS = 96
@@ -56,7 +56,9 @@ def made_up() -> RunProgress:
         OpenGroup("train-000412", "sokoban", 75.0),
         OpenGroup("train-000413", "sokoban", 34.0),
     ]
-    progress.underway = lambda: Underway(96, 128, 11, 16, {"environment": 3, "engine": 1}, longest)
+    progress.underway = lambda: SchedulerStatus(
+        96, 128, 11, 16, {"environment": 3, "engine": 1}, longest
+    )
     progress.warn(
         STEPS - 1,
         f"in 3 steps in a row, up to step {STEPS - 1}: 12% of the answers were cut at "

@@ -129,7 +129,7 @@ class TrainingAssembly(RolloutAssembly):
             keep_untrained=self.config.observe.untrained_episodes,
             teaches=teaches,
         )
-        run.status.watch(rollouts.underway)
+        run.status.watch(rollouts.status)
         return rollouts
 
 

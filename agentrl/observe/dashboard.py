@@ -14,7 +14,7 @@ from agentrl.cluster.worker_registry import registered_workers
 from agentrl.flow import notices
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.run_progress import RunProgress
-from agentrl.rollout.underway import Underway
+from agentrl.rollout.accounts import SchedulerStatus
 
 _CURVE_ROWS = 4
 _NARROW = 60
@@ -75,7 +75,7 @@ class Dashboard:
             for label, line in zip(labels, lines, strict=True)
         )
 
-    def _rows(self, underway: Underway | None) -> Iterator[tuple[str, RenderableType]]:
+    def _rows(self, underway: SchedulerStatus | None) -> Iterator[tuple[str, RenderableType]]:
         progress = self._progress
         if progress.phase:
             seconds = duration(progress.clock() - progress.phase_since)
@@ -128,7 +128,7 @@ class Dashboard:
                 yield "warning", Text(f"step {step}: {text}", style="yellow")
 
 
-def _ready(underway: Underway | None) -> str:
+def _ready(underway: SchedulerStatus | None) -> str:
     if underway is None:
         return ""
     return (

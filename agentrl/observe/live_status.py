@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.cluster.worker_registry import WorkerCount, registered_workers
 from agentrl.files.durable import remove_left, unfinished
 from agentrl.flow import PendingWait, PeriodicThread, notices, waits
-from agentrl.rollout.underway import Underway
+from agentrl.rollout.accounts import SchedulerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LiveState:
     workers: tuple[WorkerCount, ...] = ()
     waits: tuple[PendingWait, ...] = ()
     notices: tuple[str, ...] = ()
-    underway: Underway | None = None
+    underway: SchedulerStatus | None = None
 
 
 _FORMAT = TypeAdapter(LiveState)
@@ -59,7 +59,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         self._path = run / FILE
         self._every = every
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._underway: Callable[[], Underway] | None = None
+        self._underway: Callable[[], SchedulerStatus] | None = None
         self._thread = PeriodicThread(self._write, name="live status")
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
         """A phase of the run begins on this event loop, whose waits are shown from now on."""
         self._loop = asyncio.get_running_loop()
 
-    def watch(self, underway: Callable[[], Underway]) -> None:
+    def watch(self, underway: Callable[[], SchedulerStatus]) -> None:
         """Show a scheduler's work from now on. `underway` is called by the writing thread."""
         self._underway = underway
 

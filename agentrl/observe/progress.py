@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from agentrl.observe.dashboard import Dashboard, line_of
 from agentrl.observe.run_progress import RunProgress
-from agentrl.rollout.underway import Underway
+from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.trajectory import Group
 
 
@@ -55,7 +55,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._progress.warn(step, text)
         self.say(f"[yellow]warning:[/yellow] {escape(text)} (docs/why-it-does-not-learn.md)")
 
-    def watch(self, underway: Callable[[], Underway]) -> None:
+    def watch(self, underway: Callable[[], SchedulerStatus]) -> None:
         """Show a scheduler's work from now on. `underway` is called by the redrawing thread."""
         self._progress.underway = underway
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from agentrl.rollout.underway import Underway
+from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.trajectory import Group
 
 _STEPS_FOR_PACE = 10
@@ -46,7 +46,7 @@ class RunProgress:
     """Its episodes that failed."""
     slowest: tuple[EnvPace, ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
-    underway: Callable[[], Underway] | None = None
+    underway: Callable[[], SchedulerStatus] | None = None
     began: float = 0.0
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_FOR_PACE))
     _last: float | None = None

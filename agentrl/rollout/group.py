@@ -6,14 +6,14 @@ another process: it gets an `Assignment`, reports what happens meanwhile, and re
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from agentrl.errors import AgentRLError, DeadlineError, Layer
+from agentrl.errors import AgentRLError, DeadlineError
 from agentrl.flow import EventLog, Flow, elapsed, now
 from agentrl.ledger.ledger import Ledger
+from agentrl.rollout.accounts import DiscardReason, OpenGroup, RolloutAccounts
 from agentrl.rollout.assignment import (
     Assignment,
     EpisodeLength,
@@ -24,16 +24,12 @@ from agentrl.rollout.assignment import (
     TurnsPlayed,
 )
 from agentrl.rollout.attempts import Attempts, LastAttempt
-from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.outage import LONGEST_PAUSE
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
-from agentrl.rollout.underway import OpenGroup
-from agentrl.rollout.untrained import UntrainedEpisodes
-from agentrl.rollout.waste import Reason, Waste
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
 
@@ -109,11 +105,11 @@ class _GroupState:
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     """Why each of the lost members was lost."""
-    reason: Reason = "stale"
+    reason: DiscardReason = "stale"
     """Why those that play are cancelled: unless the group ends itself, it was given up."""
 
     @property
-    def discard_reason(self) -> Reason:
+    def discard_reason(self) -> DiscardReason:
         """The reason recorded for members that are cancelled now."""
         return "failed" if self.clock.expired() else self.reason
 
@@ -129,8 +125,7 @@ class GroupRunner:
     ledger: Ledger
     events: EventLog
     slots: EpisodeSlots
-    bias: Bias
-    waste: Waste
+    accounts: RolloutAccounts
     seed: int
     """The run's."""
     episode_ended: Callable[[], None]
@@ -142,17 +137,14 @@ class GroupRunner:
     """Parts of episodes that go on are trained on."""
     playing: dict[int, _GroupState] = field(default_factory=dict)
     """The groups of which parts can be trained on, by the numbers of their tasks."""
-    untrained: UntrainedEpisodes = field(default_factory=lambda: UntrainedEpisodes(0))
-    failures: Counter[Layer] = field(default_factory=Counter)
-    """Attempts that failed, by layer."""
 
     def longest(self, count: int = 3) -> list[OpenGroup]:
         """The groups that have been played for the longest. Any thread may ask."""
-        playing = list(self.playing.values())
-        found = [
-            OpenGroup(one.task.id, one.task.env, one.loop.time() - one.began) for one in playing
+        groups = [
+            OpenGroup(state.task.id, state.task.env, state.loop.time() - state.began)
+            for state in list(self.playing.values())
         ]
-        return sorted(found, key=lambda one: -one.seconds)[:count]
+        return sorted(groups, key=lambda group: -group.seconds)[:count]
 
     def take_segments(self, number: int, step: int) -> Group | None:
         """What the members of a running group have played since the last call, to be trained on at
@@ -217,9 +209,10 @@ class GroupRunner:
                 try:
                     return await self._play(state)
                 except BaseException as error:
-                    why = "failed" if isinstance(error, MembersLostError) else state.discard_reason
-                    self.waste.episodes(
-                        why, (one for played in state.played.values() for one, _ in played)
+                    lost = isinstance(error, MembersLostError)
+                    self.accounts.tokens.add_episodes(
+                        "failed" if lost else state.discard_reason,
+                        (whole for scored in state.played.values() for whole, _ in scored),
                     )
                     raise
         except TimeoutError:
@@ -320,7 +313,9 @@ class GroupRunner:
             self._count_failed(state, member, episode, result, result.failure)
             return result
         for trajectory in trajectories:
-            self.bias.sampled(EpisodeLength(trajectory.seconds, trajectory.num_tokens))
+            self.accounts.lengths.add_sampled(
+                EpisodeLength(trajectory.seconds, trajectory.num_tokens)
+            )
             self.ledger.unused(state.number, member, attempt, trajectory.dropped)
         return result
 
@@ -364,11 +359,10 @@ class GroupRunner:
             self.episode_ended()
 
     def _count_cancelled(self, state: _GroupState, episode: _LiveEpisode) -> None:
-        for length in episode.lengths:  # it had ended, and was being scored
-            self.bias.sampled(length)
-        if not episode.lengths:
-            self.bias.cut(elapsed() - episode.began, episode.sampled_tokens)
-        self.waste.episode(state.discard_reason, episode.untrained_tokens)
+        length = EpisodeLength(elapsed() - episode.began, episode.sampled_tokens)
+        self.accounts.add_cancelled(
+            state.discard_reason, episode.lengths, length, episode.untrained_tokens
+        )
 
     def _count_failed(
         self,
@@ -378,8 +372,7 @@ class GroupRunner:
         result: MemberResult,
         failure: Failed,
     ) -> None:
-        self.waste.episode("failed", episode.untrained_tokens)
-        self.failures[failure.layer] += 1
+        self.accounts.add_failed(failure, result.trajectories, episode.untrained_tokens)
         self.ledger.end(
             state.number,
             member,
@@ -388,8 +381,6 @@ class GroupRunner:
             f"{failure.layer}: {failure.error}",
         )
         self.events.record("episode failed", f"{state.task.id}/{member}/{episode.attempt}")
-        score = Score.failed(failure.error, failure.layer)
-        self.untrained.keep(failure.layer, [(one, score) for one in result.trajectories])
 
 
 def _describe_loss(member: int, last: LastAttempt) -> str:

@@ -25,8 +25,8 @@ from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedErr
 from agentrl.flow import Channel, EventLog, Flow
 from agentrl.ledger.ledger import Ledger
 from agentrl.protocols import Curriculum, Engine, GroupReward, MixesEnvironments, Reward, TaskSource
+from agentrl.rollout.accounts import DiscardedSamples, RolloutAccounts, SchedulerStatus
 from agentrl.rollout.attempts import Attempts
-from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.group import GroupRunner, MembersLostError
@@ -35,9 +35,6 @@ from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner, ObservesBatches
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
-from agentrl.rollout.underway import Underway
-from agentrl.rollout.untrained import UntrainedEpisodes
-from agentrl.rollout.waste import Waste
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
@@ -133,7 +130,7 @@ class Rollouts:
         self._playing: dict[Ticket, tuple[_Playing, asyncio.Task[None]]] = {}
         self._ready: dict[Ticket, tuple[int, Group]] = {}
         self._batch: list[Group] = []  # that nothing has been recorded of yet
-        self._bias, self._waste = Bias(), Waste()
+        self._accounts = RolloutAccounts(DiscardedSamples(keep_untrained))
         self._generated = 0  # tokens, when the metrics were last asked for
         pipeline = RewardPipeline.of(reward, config.deadlines.reward, config.retries)
         self._groups = GroupRunner(
@@ -143,14 +140,12 @@ class Rollouts:
             ledger,
             self._events,
             self._slots,
-            self._bias,
-            self._waste,
+            self._accounts,
             seed,
             self._episode_ended,
             Attempts(config.retries, Outages(config.deadlines.outage)),
             self._group_size,
             reports_turns=config.staleness_rule == "segment",
-            untrained=UntrainedEpisodes(keep_untrained),
         )
 
     async def __aenter__(self) -> Self:
@@ -199,7 +194,7 @@ class Rollouts:
                     f" {step}"
                 )
             self._events.record("trained", group.task.id)
-            self._bias.trained(group)
+            self._accounts.lengths.add_trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
         groups = self._batch = [group for _, group in chosen]
         if self._mixture is not None:
@@ -210,7 +205,7 @@ class Rollouts:
             self._cancel_stale(ticket)
         self._admit()
         batch = [*groups, *self._segments(step)]
-        self._waste.trained(batch)
+        self._accounts.tokens.add_trained(batch)
         return batch
 
     @asynccontextmanager
@@ -230,14 +225,14 @@ class Rollouts:
             self._cancel_stale(ticket)
         self._admit()
 
-    def underway(self) -> Underway:
-        """What is being played. Any thread may ask."""
-        return Underway(
+    def status(self) -> SchedulerStatus:
+        """The present state, for displays. Any thread may ask."""
+        return SchedulerStatus(
             self._slots.taken,
             self._slots.limit,
             len(self._ready) + self._finished.snapshot().depth,
             self._config.groups_per_step,
-            dict(self._groups.failures),
+            dict(self._accounts.failures),
             self._groups.longest(),
             self._slots.queued,
         )
@@ -265,8 +260,7 @@ class Rollouts:
                 else {}
             ),
             "generated_tokens": self._generated_tokens(),
-            **self._waste.metrics(),
-            **self._bias.metrics(),
+            **self._accounts.metrics(),
             **self._groups.reward.metrics(),
             **(self._observer.metrics() if self._observer is not None else {}),
             **(getattr(self._curriculum, "metrics", dict)()),
@@ -284,7 +278,7 @@ class Rollouts:
         `keep_untrained` of each kind.
         """
         self._batch = []
-        return self._groups.untrained.take()
+        return self._accounts.samples.take()
 
     def take_all(self) -> list[tuple[Trajectory, Score]]:
         """What a run that ends in the middle of a step has played and not recorded:
@@ -423,8 +417,7 @@ class Rollouts:
         self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
         self._filtered.append((number, group))
-        self._waste.episodes("filtered", group.trajectories)
-        self._groups.untrained.keep("filtered", zip(group.trajectories, group.scores, strict=True))
+        self._accounts.add_discarded("filtered", group)
         self._lose(group.task)
         if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
@@ -447,8 +440,7 @@ class Rollouts:
         """Cancel the group of a ticket that the rule gave up, or drop it if finished."""
         if ticket in self._ready:
             number, group = self._ready.pop(ticket)
-            self._waste.episodes("stale", group.trajectories)
-            self._groups.untrained.keep("stale", zip(group.trajectories, group.scores, strict=True))
+            self._accounts.add_discarded("stale", group)
             self._lose(group.task)
         else:
             playing, work = self._playing.pop(ticket)

@@ -16,7 +16,7 @@ from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.machine import MachineLog
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
-from agentrl.rollout.underway import Underway
+from agentrl.rollout.accounts import SchedulerStatus
 
 
 class RunStatus:
@@ -63,7 +63,7 @@ class RunStatus:
         phase: str | None = self._row.get("phase")
         return phase
 
-    def watch(self, underway: Callable[[], Underway]) -> None:
+    def watch(self, underway: Callable[[], SchedulerStatus]) -> None:
         """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by
         other threads.
         """

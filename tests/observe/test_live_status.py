@@ -18,10 +18,12 @@ from agentrl.observe.live_status import (
     read_live_state,
     write_live_state,
 )
-from agentrl.rollout.underway import OpenGroup, Underway
+from agentrl.rollout.accounts import OpenGroup, SchedulerStatus
 from tests.processes import PATIENCE_SECONDS
 
-PLAYED = Underway(7, 8, 12, 64, {"environment": 3}, [OpenGroup("train-000003", "lake", 4.5)], 2)
+PLAYED = SchedulerStatus(
+    7, 8, 12, 64, {"environment": 3}, [OpenGroup("train-000003", "lake", 4.5)], 2
+)
 
 
 async def said(run: Path, holds: Callable[[LiveState], bool]) -> LiveState:

@@ -22,7 +22,7 @@ from agentrl.observe.braille import braille_curve
 from agentrl.observe.dashboard import Dashboard, duration, line_of
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.run_progress import EnvPace, RunProgress, slowest_envs
-from agentrl.rollout.underway import OpenGroup, Underway
+from agentrl.rollout.accounts import OpenGroup, SchedulerStatus
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 from tests.processes import PATIENCE_SECONDS
 
@@ -80,7 +80,7 @@ def made_up(steps: int = 40, of: int = 100) -> tuple[RunProgress, Clock]:
     clock.now += 5
     progress.held_out = (30, 0.613)
     progress.slowest = (EnvPace("[red]sokoban", 1.31, 10.2),)
-    progress.underway = lambda: Underway(
+    progress.underway = lambda: SchedulerStatus(
         96,
         128,
         11,
@@ -168,7 +168,7 @@ def test_a_warning_leaves_the_picture_when_it_is_old():
 def test_what_is_no_terminal_gets_a_line_for_each_step_and_no_control_characters(console):
     file = io.StringIO()
     with ProgressDisplay(Console(file=file, width=80, **console), 3) as display:
-        display.watch(lambda: Underway(1, 2, 3, 4, {"environment": 2}))
+        display.watch(lambda: SchedulerStatus(1, 2, 3, 4, {"environment": 2}))
         for step in range(3):
             display.begin_phase("rollout")
             display.step(step, metrics(step / 2))

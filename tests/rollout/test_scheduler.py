@@ -32,13 +32,13 @@ from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
+from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.staleness import STALENESS_RULES
-from agentrl.rollout.underway import Underway
 from agentrl.rollout.watchdog import watch
 from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
@@ -109,7 +109,7 @@ class World:
     events: EventLog = field(default_factory=EventLog)
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    underway: list[Underway] = field(default_factory=list)
+    underway: list[SchedulerStatus] = field(default_factory=list)
     untrained: list[list[tuple[Trajectory, Score]]] = field(default_factory=list)
     fails_at: int | None = None
     """The step whose training fails."""
@@ -157,7 +157,7 @@ class World:
         try:
             for step in range(self.steps):
                 self.batches.append(await rollouts.next_batch())
-                self.underway.append(rollouts.underway())
+                self.underway.append(rollouts.status())
                 if step == self.fails_at:
                     raise TrainingError("the loss is not finite")
                 self.untrained.append(rollouts.take_untrained())

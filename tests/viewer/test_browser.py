@@ -19,7 +19,7 @@ from agentrl.flow import PendingWait
 from agentrl.observe.ending import Ending
 from agentrl.observe.live_status import LiveState, write_live_state
 from agentrl.observe.machine import MachineState
-from agentrl.rollout.underway import OpenGroup, Underway
+from agentrl.rollout.accounts import OpenGroup, SchedulerStatus
 from agentrl.testing.made_up_run import BEGIN, MadeUpRun
 from agentrl.viewer.report import write_report
 from agentrl.viewer.server import PageServer
@@ -331,7 +331,9 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
     (run.folder / "launches.jsonl").write_text(
         json.dumps({"at": HOSTILE[0], "host": HOSTILE[1], "commit": HOSTILE[3]})
     )
-    played = Underway(1, 2, 3, 4, {"environment": 5}, [OpenGroup(HOSTILE[3], HOSTILE[0], 60.0)])
+    played = SchedulerStatus(
+        1, 2, 3, 4, {"environment": 5}, [OpenGroup(HOSTILE[3], HOSTILE[0], 60.0)]
+    )
     doing(
         run,
         HOSTILE[1],
@@ -445,7 +447,9 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
         PendingWait("engine", "generate", 1, 0.2),
         PendingWait("engine", "update_weights", 1, 0.2),
     )
-    played = Underway(256, 256, 12, 64, {"reward": 2}, [OpenGroup("train-000007", "lake", 75.0)], 1)
+    played = SchedulerStatus(
+        256, 256, 12, 64, {"reward": 2}, [OpenGroup("train-000007", "lake", 75.0)], 1
+    )
     doing(
         run,
         "rollout",
@@ -476,7 +480,12 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
         run,
         "train",
         LiveState(
-            os.getpid(), 2.0, (WorkerCount("trainer", 4, 4),), (), (), Underway(0, 256, 0, 64)
+            os.getpid(),
+            2.0,
+            (WorkerCount("trainer", 4, 4),),
+            (),
+            (),
+            SchedulerStatus(0, 256, 0, 64),
         ),
     )
     page.wait(lambda: rows()["now"] == "The trainer works; episodes wait for its new weights.")

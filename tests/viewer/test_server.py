@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.errors import ConfigError
 from agentrl.observe.live_status import LiveState, write_live_state
-from agentrl.rollout.underway import Underway
+from agentrl.rollout.accounts import SchedulerStatus
 from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.viewer.folders import RunFolder, find_runs
 from agentrl.viewer.server import PageServer, create_page_app
@@ -385,7 +385,10 @@ def test_a_run_says_what_it_does_now_as_long_as_the_process_that_says_it_lives(m
     run = RunFolder("one", made.folder)
     assert run.status()["now"] is None  # a run of an earlier release
     state = LiveState(
-        os.getpid(), 5.0, (WorkerCount("engine", 1, 2),), underway=Underway(3, 4, 1, 2, {}, [])
+        os.getpid(),
+        5.0,
+        (WorkerCount("engine", 1, 2),),
+        underway=SchedulerStatus(3, 4, 1, 2, {}, []),
     )
     write_live_state(made.folder / "live.json", state)
     status = run.status()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.rollout.bias import Bias
+from agentrl.rollout.accounts import LengthBias
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.durations import Durations
 from agentrl.simulate.config import SimulationConfig
@@ -58,7 +58,7 @@ def test_the_mean_is_finite_positive_and_in_the_unit_of_the_lengths(ended, cut, 
 
 def test_none_that_ended_has_no_mean():
     assert durations([]).mean() == durations([], [1.0, 2.0]).mean() == 0.0
-    assert Bias().metrics() == {"bias/seconds": 1.0, "bias/tokens": 1.0}
+    assert LengthBias().metrics() == {"bias/seconds": 1.0, "bias/tokens": 1.0}
 
 
 @pytest.mark.parametrize(("kept", "cut"), [(8, 1), (8, 4), (8, 8), (4, 12), (1, 24)])

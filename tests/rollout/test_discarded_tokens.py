@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from agentrl.flow import now
+from agentrl.rollout.accounts import DiscardedTokens
 from agentrl.rollout.seeds import SPLITS
-from agentrl.rollout.waste import Waste
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Score
 from tests.rollout.test_scheduler import SlowEnv, Sum, World, config
@@ -118,6 +118,6 @@ def test_nothing_is_sampled_for_a_group_that_is_certain_to_be_dropped_while_the_
 
 
 def test_the_count_begins_again_with_each_step():
-    waste = Waste()
-    waste.episodes("stale", ())
-    assert waste.metrics() == {"wasted_tokens": 0.0, "wasted_share": 0.0}
+    tokens = DiscardedTokens()
+    tokens.add_episodes("stale", ())
+    assert tokens.metrics() == {"wasted_tokens": 0.0, "wasted_share": 0.0}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.errors import FilterBudgetError
-from agentrl.rollout.untrained import UntrainedEpisodes
+from agentrl.rollout.accounts import DiscardedSamples
 from agentrl.runs.run import Run
 from agentrl.trajectory import Completion, Failed, Score, Task, Trajectory, Turn
 
@@ -28,7 +28,7 @@ def names(kept: list[tuple[Trajectory, Score]]) -> list[str]:
 
 
 def test_the_first_of_each_kind_are_kept_until_they_are_taken() -> None:
-    untrained = UntrainedEpisodes(2)
+    untrained = DiscardedSamples(2)
     untrained.keep("engine", [played(number) for number in range(5)])
     untrained.keep("filtered", [played(9)])
     assert names(untrained.take()) == ["t/0/0", "t/1/0", "t/9/0"]
@@ -38,10 +38,10 @@ def test_the_first_of_each_kind_are_kept_until_they_are_taken() -> None:
 
 
 def test_those_without_a_turn_and_all_where_none_is_wanted_are_left_out() -> None:
-    untrained = UntrainedEpisodes(1)
+    untrained = DiscardedSamples(1)
     untrained.keep("environment", [played(0, turns=0), played(1)])
     assert names(untrained.take()) == ["t/1/0"]
-    none = UntrainedEpisodes(0)
+    none = DiscardedSamples(0)
     none.keep("environment", [played(1)])
     assert none.take() == []
 
