@@ -45,6 +45,7 @@ GROUPS = (
     "trainers",
     "algorithms",
     "recipes",
+    "staleness_rules",
     "task_sources",
     "clusters",
     "trackers",

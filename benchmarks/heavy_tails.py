@@ -21,8 +21,8 @@ from rich.table import Table
 
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
+from agentrl.rollout.rule_registry import installed_rules, load_rule
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
 from agentrl.simulate.env import EpisodePlan
 from agentrl.simulate.latency import Constant
@@ -36,9 +36,7 @@ TAILS: dict[str, Callable[[Random], float]] = {
 }
 
 
-def played(
-    rule: StalenessRuleName, tail: Callable[[Random], float], bound: int, steps: int, seed: int
-) -> Report:
+def played(rule: str, tail: Callable[[Random], float], bound: int, steps: int, seed: int) -> Report:
     """A run of `steps` steps under a rule."""
 
     def plan_of(task: int, member: int) -> EpisodePlan:
@@ -72,17 +70,18 @@ def main() -> None:
         table = Table(
             "rule", "s/step", "oldest", "left out", "duration", title=f"{name}, K = {args.bound}"
         )
-        for rule, kind in STALENESS_RULES.items():
+        for rule in installed_rules():
+            masks = load_rule(rule).masks
             reports = [
                 played(rule, tail, args.bound, args.steps, seed) for seed in range(args.seeds)
             ]
             tokens = sum((report.staleness_tokens for report in reports), start=Counter[int]())
             old = (
                 sum(count for age, count in tokens.items() if age > args.bound) / tokens.total()
-                if kind.masks
+                if masks
                 else 0.0
             )
-            oldest = min(args.bound, max(tokens)) if kind.masks else max(tokens)
+            oldest = min(args.bound, max(tokens)) if masks else max(tokens)
             seconds = statistics.fmean(report.seconds / report.steps for report in reports)
             duration = statistics.fmean(report.metrics["bias/seconds"] for report in reports)
             table.add_row(rule, f"{seconds:.1f}", str(oldest), f"{old:.3f}", f"{duration:.2f}")

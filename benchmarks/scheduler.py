@@ -28,7 +28,6 @@ from agentrl.flow import Retries
 from agentrl.protocols import GenerateRequest
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
-from agentrl.rollout.staleness import StalenessRuleName
 from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.env import EpisodePlan
 from agentrl.simulate.latency import Constant
@@ -49,7 +48,7 @@ class IndexedTasks:
         return Task("simulated", index, {}, f"task-{index:06d}")
 
 
-def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
+def world(workload: Workload, bound: int, rule: str) -> World:
     """The workload as a simulation of the production scheduler."""
     instant = workload.slots >= 1_000_000
 
@@ -92,7 +91,7 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
     return World(rollout, simulation, workload.steps, workload.seed, goes_on=True, **parts)
 
 
-def ours(workload: Workload, bound: int, rule: StalenessRuleName = "deadline_first") -> Result:
+def ours(workload: Workload, bound: int, rule: str = "deadline_first") -> Result:
     """The result of `Rollouts`. Tokens that `mask` leaves out of the loss count as discarded."""
     report = world(workload, bound, rule).run()
     fates, tokens = report.episode_fates, report.staleness_tokens
@@ -116,7 +115,7 @@ def rows(
     """
 
     @cache
-    def all_of_ours(bound: int, rule: StalenessRuleName = "deadline_first") -> tuple[Result, float]:
+    def all_of_ours(bound: int, rule: str = "deadline_first") -> tuple[Result, float]:
         return summary([ours(workload, bound, rule) for workload in workloads])
 
     def ours_at(bound: int) -> Result:

@@ -193,6 +193,7 @@ SETTINGS_MODULES = {
     "latency",
     "plugins",
     "retries",
+    "rule_registry",
     "run_config",
     "sampling",
     "staleness",

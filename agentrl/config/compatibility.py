@@ -146,10 +146,10 @@ def archer_has_a_critic_of_answers(run: ConfiguredRun) -> str:
 
 
 def archer_trains_on_whole_episodes(run: ConfiguredRun) -> str:
-    if not run.has_recipe("archer") or run.config.rollout.staleness_rule != "segment":
+    if not run.has_recipe("archer") or not run.config.rollout.rule.trains_on_segments:
         return ""
     return (
-        "rollout.staleness_rule=segment trains on parts of episodes, and recipe=archer uses"
+        f"{_chosen_rule(run)} trains on parts of episodes, and recipe=archer uses"
         " tasks again only when they have been trained on whole: choose another"
         " staleness_rule, or recipe=policy_gradient"
     )
@@ -258,10 +258,10 @@ def iterative_dpo_plays_with_the_newest_model(run: ConfiguredRun) -> str:
 
 
 def iterative_dpo_compares_whole_episodes(run: ConfiguredRun) -> str:
-    if not run.has_recipe("iterative_dpo") or run.config.rollout.staleness_rule != "segment":
+    if not run.has_recipe("iterative_dpo") or not run.config.rollout.rule.trains_on_segments:
         return ""
     return (
-        "rollout.staleness_rule=segment trains on parts of episodes, and"
+        f"{_chosen_rule(run)} trains on parts of episodes, and"
         " recipe=iterative_dpo compares whole ones: choose another rule"
     )
 
@@ -453,9 +453,13 @@ def critic_advantages_are_not_normalised(run: ConfiguredRun) -> str:
     )
 
 
+def _chosen_rule(run: ConfiguredRun) -> str:
+    return f"rollout.staleness_rule={run.config.rollout.staleness_rule}"
+
+
 def segments_have_a_critic(run: ConfiguredRun) -> str:
     config = run.config
-    if config.rollout.staleness_rule != "segment":
+    if not config.rollout.rule.trains_on_segments:
         return ""
     has_critic = isinstance(run.algorithm, ActorCritic) and run.algorithm.bootstraps
     if has_critic and not run.own_algorithm:
@@ -463,7 +467,7 @@ def segments_have_a_critic(run: ConfiguredRun) -> str:
     by_recipe = f"recipe {config.recipe.name!r}"
     cause = by_recipe if run.own_algorithm else f"algorithm {config.algorithm.name!r}"
     return (
-        "rollout.staleness_rule=segment trains on parts of episodes that go on, and what"
+        f"{_chosen_rule(run)} trains on parts of episodes that go on, and what"
         f" follows them is worth what a critic says: the {cause}, as configured, asks"
         " none. Choose algorithm=ppo or algorithm=turn_ppo, with"
         " algorithm.truncated=bootstrap, or another staleness_rule"
@@ -472,7 +476,7 @@ def segments_have_a_critic(run: ConfiguredRun) -> str:
 
 def segments_have_rewards_of_single_episodes(run: ConfiguredRun) -> str:
     config = run.config
-    if config.rollout.staleness_rule != "segment":
+    if not config.rollout.rule.trains_on_segments:
         return ""
     rewards = [env.reward for env in config.env.mixture if env.reward is not None]
     parts = [part for reward in (config.reward, *rewards) for part in reward.parts]
@@ -480,7 +484,7 @@ def segments_have_rewards_of_single_episodes(run: ConfiguredRun) -> str:
     if not comparing:
         return ""
     return (
-        "rollout.staleness_rule=segment trains on parts of groups, and the reward"
+        f"{_chosen_rule(run)} trains on parts of groups, and the reward"
         f" {comparing[0]!r} compares whole ones: leave it out, or choose another"
         " staleness_rule"
     )
@@ -488,12 +492,12 @@ def segments_have_rewards_of_single_episodes(run: ConfiguredRun) -> str:
 
 def segments_are_not_filtered(run: ConfiguredRun) -> str:
     config = run.config
-    if config.rollout.staleness_rule != "segment":
+    if not config.rollout.rule.trains_on_segments:
         return ""
     if not config.rollout.filter_zero_variance and config.batch_processing.keep_variance == 1:
         return ""
     return (
-        "rollout.staleness_rule=segment trains on parts of groups before their rewards are"
+        f"{_chosen_rule(run)} trains on parts of groups before their rewards are"
         " known, so these cannot be filtered by them: leave out"
         " rollout.filter_zero_variance and batch_processing.keep_variance"
     )

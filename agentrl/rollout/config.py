@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl.conversation.context import FULL, Context
+from agentrl.errors import ConfigError, PluginError
 from agentrl.flow.retries import Retries
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
+from agentrl.rollout.rule_registry import load_rule
+from agentrl.rollout.staleness import StalenessRule
 from agentrl.scoring.config import RulePoolConfig
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
@@ -105,10 +107,11 @@ class RolloutConfig(Settings):
     (`agentrl/conversation/context.py`)."""
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained ones a token may be; 0 is synchronous training."""
-    staleness_rule: StalenessRuleName = "deadline_first"
-    """Which groups are trained on next; `agentrl/rollout/staleness.py` lists the guarantees and
-    costs of each rule.
-    """
+    staleness_rule: str = "deadline_first"
+    """Which groups are trained on next: `deadline_first`, `segment` (with a critic), `mask`,
+    `drop`, or a rule of another package (entry-point group `agentrl.staleness_rules`, or
+    `package.module:Name`). `agentrl/rollout/staleness.py` lists the guarantees and costs of each.
+    `wait`, `gate` and `drain` are for simulations alone (`agentrl simulate CONFIG`)."""
     max_live_episodes: int = Field(1024, gt=0)
     """Most episodes running at once; below this, the limit follows the engine's load
     (`agentrl/rollout/concurrency.py`)."""
@@ -133,13 +136,28 @@ class RolloutConfig(Settings):
     deadlines: Deadlines = Field(Deadlines(), validate_default=True)
     rules: RulePoolConfig = RulePoolConfig()
 
+    @property
+    def rule(self) -> type[StalenessRule]:
+        """The class of the staleness rule."""
+        return load_rule(self.staleness_rule)
+
+    def check_rule_trains(self) -> None:
+        """Refuse a staleness rule that is for simulations alone.
+
+        Raises:
+            ConfigError: it is; names the rule to train with.
+        """
+        if self.rule.train_with:
+            raise ConfigError(
+                f"rollout.staleness_rule={self.staleness_rule} is the rule of another system, for"
+                f" `agentrl simulate` alone: train with {self.rule.train_with}"
+            )
+
     def oldest_trained(self, step: int) -> int:
         """Tokens sampled under an older version than this carry no loss at `step` (rules `mask` and
         `segment`).
         """
-        return (
-            max(0, step - self.max_staleness) if STALENESS_RULES[self.staleness_rule].masks else 0
-        )
+        return max(0, step - self.max_staleness) if self.rule.masks else 0
 
     @model_validator(mode="after")
     def _a_group_of_one_does_not_vary(self) -> Self:
@@ -149,6 +167,15 @@ class RolloutConfig(Settings):
                 " more, or leave filter_zero_variance out"
             )
         return self
+
+    @field_validator("staleness_rule")
+    @classmethod
+    def _the_rule_exists(cls, name: str) -> str:
+        try:
+            load_rule(name)
+        except PluginError as error:
+            raise ValueError(str(error)) from error
+        return name
 
     @field_validator("deadlines")
     @classmethod

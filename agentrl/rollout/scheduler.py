@@ -34,7 +34,7 @@ from agentrl.rollout.member import Member
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner, ObservesBatches
-from agentrl.rollout.staleness import STALENESS_RULES, Ticket
+from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
@@ -98,7 +98,7 @@ class Rollouts:
         self._engine = engine
         self._ledger = ledger
         self._rescue = rescue
-        self._rule = STALENESS_RULES[config.staleness_rule](
+        self._rule = config.rule(
             max_staleness=config.max_staleness,
             groups_per_step=config.groups_per_step,
             version=version,
@@ -145,7 +145,7 @@ class Rollouts:
             self._episode_ended,
             Attempts(config.retries, Outages(config.deadlines.outage)),
             self._group_size,
-            reports_turns=config.staleness_rule == "segment",
+            reports_turns=self._rule.trains_on_segments,
         )
 
     async def __aenter__(self) -> Self:
@@ -165,7 +165,8 @@ class Rollouts:
     async def next_batch(self) -> list[Group]:
         """The groups of the next training step, in order of admission; waits for them.
 
-        Under the rule `segment`, partial groups follow: what the stragglers have played so far.
+        Under a rule that trains on segments, partial groups follow: what the stragglers have played
+        so far.
 
         Raises:
             RetriesExhaustedError: too many tasks failed.
@@ -213,7 +214,7 @@ class Rollouts:
         """Publish the weights of the last batch inside; afterwards, the engine samples under
         `version`.
 
-        Entering waits if the staleness rule requires it (only `drain` does); leaving frees the
+        Entering waits if the staleness rule requires it (none of ours does); leaving frees the
         batch's slots.
         """
         self._absorb(self._finished.drain())

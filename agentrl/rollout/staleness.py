@@ -22,68 +22,92 @@ ready. Each choice leaves at most (d - s) G = (d - (s + 1) + 1) G for the next s
 none with deadline s remains after step s. The rule waits only when the bound would otherwise break:
 no rule can wait less.
 
-The other rules are values of the same setting, for comparison. Except `Mask`, they are what other
-systems do:
+The other rules make another choice where `DeadlineFirst` waits for a straggler:
 
-- `Wait`: strictly in order of admission. Bounded; waits for every straggler.
-- `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are admitted in total by
-  step s; finished groups are taken first come, first served. Never waits for stragglers, which may
-  therefore be older than the bound.
-- `Mask` (ours): admits as `Gate`, takes the ready tickets with the earliest deadlines, and never
-  waits; tokens older than the bound carry no loss. Every group is trained on, and no gradient comes
-  from a token older than K versions; the price is that the first tokens of some stragglers are not
-  trained on.
 - `Segment` (ours): as `DeadlineFirst`, but instead of waiting for a straggler it trains on what the
   straggler has played so far, beside the G ready groups, and a critic stands for the rest. The
   straggler plays on with a deadline as if it were admitted now, so the proof above holds. Needs an
   algorithm with a critic. A single turn that outlasts K versions cannot be cut: its old tokens
   carry no loss.
+- `Mask` (ours): at most (s + K + 1) G groups are admitted in total by step s; it takes the ready
+  tickets with the earliest deadlines, and never waits; tokens older than the bound carry no loss.
+  Every group is trained on, and no gradient comes from a token older than K versions; the price is
+  that the first tokens of some stragglers are not trained on.
 - `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up
   and replaced, as soon as the batch before is chosen without them: nothing more is sampled for them
   while it is trained on. Bounded, but biased towards short episodes.
-- `Drain`: new weights wait until no group is playing, and no group starts meanwhile.
+
+A rule is a plug-in (entry-point group `agentrl.staleness_rules`): a subclass of `StalenessRule`
+whose properties say what it promises, and `agentrl.testing.check_staleness_rule` holds it to them.
+`agentrl/rollout/rule_registry.py` knows all rules by name. Those of other systems, which only
+simulations use, are in `agentrl/simulate/rival_rules.py`.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from heapq import nsmallest
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from agentrl.errors import StalenessError
-
-StalenessRuleName = Literal["deadline_first", "wait", "gate", "mask", "segment", "drop", "drain"]
 
 
 class Ticket(NamedTuple):
     """Permission for one group to run. Ordered by deadline, then by admission."""
 
     deadline: int
+    """The last step at which no token of the group is older than the bound."""
     number: int
+    """Tickets of the rule before it."""
     admitted_version: int
+    """The policy version that was live when it was given out."""
 
 
 class StalenessRule:
-    """Base class of all rules: keeps track of the tickets. `version` is the live policy version,
-    which is also the number of the next step.
+    """Base class of all rules: keeps track of the tickets. A subclass overrides `_has_room`,
+    `_choose` or `give_up`.
 
-    `bounded`: whether no group is ever trained after its deadline. `masks`: whether tokens older
-    than the bound carry no loss.
+    Example, with K = 1 and G = 1, so that two groups may exist at once:
+        >>> rule = DeadlineFirst(max_staleness=1, groups_per_step=1)
+        >>> slow, quick = rule.admit(), rule.admit()
+        >>> rule.finish(quick)
+        >>> rule.select() == [quick]  # nothing forces step 0 to wait for the slow one
+        True
+        >>> rule.publish(1)  # version 1 is live, and a slot is free
+        []
+        >>> next_one = rule.admit()
+        >>> rule.finish(next_one)
+        >>> rule.select() is None  # at step 1 the slow one is due: its deadline is 0 + K
+        True
+        >>> rule.finish(slow)
+        >>> rule.select() == [slow]
+        True
     """
 
-    bounded = True
-    masks = False
+    bounded: ClassVar[bool] = True
+    """No group is ever trained on after its deadline. The scheduler ends a run that breaks this."""
+    masks: ClassVar[bool] = False
+    """Tokens older than the bound carry no loss."""
+    drops: ClassVar[bool] = False
+    """It may give up groups, which are then replaced."""
+    trains_on_segments: ClassVar[bool] = False
+    """It takes parts of groups that are still being played (`renewed`). What follows a part is
+    worth what a critic says, so the algorithm must have one."""
+    train_with: ClassVar[str] = ""
+    """Of a rule for simulations alone: the rule to train with instead, and why that is as good."""
     renewed: Mapping[Ticket, Ticket] = {}
     """The tickets of the groups of which a part belongs to the last batch, each with the one that
-    replaces it.
-    """
+    replaces it."""
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         if max_staleness < 0 or groups_per_step < 1:
             raise ValueError("max_staleness must be at least 0 and groups_per_step at least 1")
         self.max_staleness = max_staleness
+        """K, in versions."""
         self.groups_per_step = groups_per_step
+        """G."""
         self.version = version
+        """The live policy version, which is also the number of the next step."""
         self._next_number = 0
         self._playing: dict[Ticket, None] = {}  # in order of admission
         self._ready: dict[Ticket, None] = {}  # in order of finishing
@@ -93,12 +117,12 @@ class StalenessRule:
 
     @property
     def capacity(self) -> int:
-        """How many groups may exist at once."""
+        """Groups that may exist at once."""
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
     def next_step(self) -> int:
-        """The step that the next batch will be trained at."""
+        """The step at which the next batch will be trained on."""
         return self.version + bool(self._training)
 
     def admit(self) -> Ticket | None:
@@ -155,10 +179,8 @@ class StalenessRule:
             raise StalenessError(f"version {version} cannot follow version {self.version}")
         self.version = version
         self._training = []
-        del (
-            self._playing_until[version - 1],
-            self._ready_until[version - 1],
-        )  # no group has this deadline any more
+        # No group has this deadline any more.
+        del self._playing_until[version - 1], self._ready_until[version - 1]
         return self.give_up()
 
     def give_up(self) -> list[Ticket]:
@@ -185,19 +207,22 @@ class DeadlineFirst(StalenessRule):
     """Earliest deadline first; waits only if a group could not be trained in time otherwise."""
 
     def _choose(self) -> list[Ticket] | None:
-        return nsmallest(self.groups_per_step, self._ready) if self._missed() is None else None
+        if self._first_missed_deadline() is not None:
+            return None
+        return nsmallest(self.groups_per_step, self._ready)
 
-    def _missed(self) -> int | None:
+    def _first_missed_deadline(self) -> int | None:
         """The first deadline that could not be met any more if the earliest G ready tickets were
         taken now.
         """
-        left = 0  # tickets with a deadline of at most d that remain after these are taken
-        taken = self.groups_per_step
+        remaining = 0  # tickets with a deadline of at most d that are left after this batch
+        places = self.groups_per_step  # of the batch, that tickets with later deadlines may take
         for d in range(self.version, self.version + self.max_staleness + 1):
-            now_taken = min(taken, self._ready_until[d])
-            taken -= now_taken
-            left += self._playing_until[d] + self._ready_until[d] - now_taken
-            if left > (d - self.version) * self.groups_per_step:
+            taken = min(places, self._ready_until[d])
+            places -= taken
+            remaining += self._playing_until[d] + self._ready_until[d] - taken
+            # The steps after this one, up to d, have (d - s) G places.
+            if remaining > (d - self.version) * self.groups_per_step:
                 return d
         return None
 
@@ -207,12 +232,13 @@ class Segment(DeadlineFirst):
 
     bounded = False
     masks = True
+    trains_on_segments = True
 
     def _choose(self) -> list[Ticket] | None:
         self.renewed = {}
         # All ready tickets up to a missed deadline are taken, so those that remain until then are
         # playing.
-        while self._missed() is not None:
+        while self._first_missed_deadline() is not None:
             old = min(self._playing)
             new = old._replace(deadline=self.version + self.max_staleness)
             self._leave_play(old)
@@ -222,19 +248,13 @@ class Segment(DeadlineFirst):
         return nsmallest(self.groups_per_step, self._ready)
 
 
-class Wait(StalenessRule):
-    """Strictly in order of admission."""
-
-    def _choose(self) -> list[Ticket] | None:
-        batch = nsmallest(self.groups_per_step, self._ready)
-        oldest_playing = next(iter(self._playing), None)
-        return None if oldest_playing is not None and oldest_playing < batch[-1] else batch
-
-
-class Gate(StalenessRule):
-    """Limits the number of admissions; first come, first served. Not bounded."""
+class Mask(StalenessRule):
+    """Limits the number of admissions; takes the earliest deadlines among the ready tickets; late
+    tokens carry no loss.
+    """
 
     bounded = False
+    masks = True
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         super().__init__(
@@ -252,14 +272,6 @@ class Gate(StalenessRule):
         steps = self.version - self._first_version + self.max_staleness + 1
         return self._next_number - self._forfeited < steps * self.groups_per_step
 
-
-class Mask(Gate):
-    """Admits as `Gate`; takes the earliest deadlines among the ready tickets; late tokens carry no
-    loss.
-    """
-
-    masks = True
-
     def _choose(self) -> list[Ticket] | None:
         return nsmallest(self.groups_per_step, self._ready)
 
@@ -269,50 +281,13 @@ class Drop(StalenessRule):
     that is certain.
     """
 
+    drops = True
+
     def give_up(self) -> list[Ticket]:
         """The tickets whose deadline is before the next step, playing or ready."""
-        late = [
-            ticket
-            for kept in (self._playing, self._ready)
-            for ticket in kept
-            if ticket.deadline < self.next_step
-        ]
+        existing = [*self._playing, *self._ready]
+        late = [ticket for ticket in existing if ticket.deadline < self.next_step]
         for ticket in late:
             self._playing.pop(ticket, None)
             self._ready.pop(ticket, None)
         return late
-
-
-class Drain(StalenessRule):
-    """New weights wait until no group is playing, and no group starts while they wait."""
-
-    def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
-        super().__init__(
-            max_staleness=max_staleness, groups_per_step=groups_per_step, version=version
-        )
-        self._draining = False
-
-    def may_publish(self) -> bool:
-        """Only when no group is playing; after a refusal, no group is admitted before `publish`."""
-        self._draining = bool(self._playing)
-        return not self._playing
-
-    def publish(self, version: int) -> list[Ticket]:
-        """As for every rule."""
-        self._draining = False
-        return super().publish(version)
-
-    def _has_room(self) -> bool:
-        return not self._draining and super()._has_room()
-
-
-STALENESS_RULES: dict[StalenessRuleName, type[StalenessRule]] = {
-    "deadline_first": DeadlineFirst,
-    "wait": Wait,
-    "gate": Gate,
-    "mask": Mask,
-    "segment": Segment,
-    "drop": Drop,
-    "drain": Drain,
-}
-"""Each rule by its name in a config."""

@@ -82,6 +82,7 @@ def check_config(loaded: LoadedConfig, *, new_model: bool) -> Mapping[str, str]:
     """
     config = loaded.config
     check_installed(config)
+    config.rollout.check_rule_trains()
     check_options(loaded)
     check_model(config, pinned=not new_model)
     check_placement(config)

@@ -224,12 +224,14 @@ def rules_of(config: RunConfig, processing: BatchProcessing) -> StepRules:
     they may be.
     """
     rollout = config.rollout
-    masked = rollout.max_staleness > 0 and rollout.staleness_rule == "mask"
+    masked = (
+        rollout.max_staleness > 0 and rollout.rule.masks and not rollout.rule.trains_on_segments
+    )
     return StepRules(
         trains=processing.teaches if rollout.filter_zero_variance else lambda group: True,
         oldest=rollout.oldest_trained(rollout.max_staleness + masked),
         versions=(0, 1) if masked else (0,),
-        cut=1 if rollout.staleness_rule == "segment" else None,
+        cut=1 if rollout.rule.trains_on_segments else None,
         engine_is_old=getattr(config.trainer.settings, "old_logprobs", "trainer") == "engine",
     )
 

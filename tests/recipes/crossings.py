@@ -184,7 +184,7 @@ FACTORS: Mapping[str, Mapping[str, Piece]] = {
         "none": {},
         **{
             rule: {"rollout": {"max_staleness": 1, "staleness_rule": rule}}
-            for rule in ("deadline_first", "wait", "gate", "mask", "segment", "drop", "drain")
+            for rule in ("deadline_first", "mask", "segment", "drop")
         },
     },
     "algorithm": {

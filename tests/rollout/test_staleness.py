@@ -6,90 +6,108 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import StalenessError
-from agentrl.rollout.staleness import (
-    STALENESS_RULES,
-    DeadlineFirst,
-    Drain,
-    Drop,
-    Gate,
-    Segment,
-    StalenessRule,
-    Ticket,
-    Wait,
-)
-
-BOUNDED = sorted(STALENESS_RULES.keys() - {"gate", "mask", "segment"})
+from agentrl.errors import ConfigError, ConformanceError, StalenessError
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.rule_registry import installed_rules, load_rule
+from agentrl.rollout.staleness import DeadlineFirst, Drop, Mask, Segment, StalenessRule, Ticket
+from agentrl.simulate.rival_rules import Drain, Gate, Wait
+from agentrl.testing import check_staleness_rule
+from agentrl.testing.staleness_rules import Adversary, check_promises
 
 
-class Adversary:
-    """Makes groups ready in the order that is worst for a bound, and fails some; asks for a batch
-    after each.
-    """
-
-    def __init__(self, rule: StalenessRule, rng: random.Random, failing: float = 0.0) -> None:
-        self.rule = rule
-        self.rng = rng
-        self.failing = failing
-        self.playing: list[Ticket] = []
-        self.trained: list[tuple[int, Ticket]] = []
-        self.cut: list[tuple[int, Ticket]] = []
-        self.stale: list[Ticket] = []
-
-    def drive(self, steps: int) -> "Adversary":
-        for step in range(steps):
-            while (batch := self.rule.select()) is None:
-                self.admit()
-                assert self.playing, "the rule waits although nothing can become ready any more"
-                self.end_one()
-            self.trained += [(step, ticket) for ticket in batch]
-            self.cut += [(step, ticket) for ticket in self.rule.renewed]
-            self.playing = [self.rule.renewed.get(ticket, ticket) for ticket in self.playing]
-            given_up = self.rule.give_up()
-            self.stale += given_up
-            self.playing = [ticket for ticket in self.playing if ticket not in given_up]
-            for _ in range(self.rng.randrange(4)):  # some go on while the trainer works
-                self.admit()
-                if self.playing:
-                    self.end_one()
-            while not self.rule.may_publish():
-                self.end_one()
-            assert self.rule.publish(step + 1) == [], "it was certain before, and more was sampled"
-        return self
-
-    def admit(self) -> None:
-        while ticket := self.rule.admit():
-            self.playing.append(ticket)
-
-    def end_one(self) -> None:
-        # Mostly the youngest first.
-        ticket = self.playing.pop(
-            -1 if self.rng.random() < 0.7 else self.rng.randrange(len(self.playing))
-        )
-        if self.rng.random() < self.failing:
-            self.rule.forfeit(ticket)
-        else:
-            self.rule.finish(ticket)
+def test_the_rules_of_this_project_and_of_its_rivals_are_installed():
+    ours = {"deadline_first": DeadlineFirst, "mask": Mask, "segment": Segment, "drop": Drop}
+    rivals = {"wait": Wait, "gate": Gate, "drain": Drain}
+    for name, rule in {**ours, **rivals}.items():
+        assert load_rule(name) is rule
+        assert bool(rule.train_with) == (name in rivals)
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", sorted(installed_rules()))
 @given(
     max_staleness=st.integers(0, 5),
     groups=st.integers(1, 6),
     seed=st.integers(0, 10**9),
     failing=st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_no_schedule_breaks_the_bound_and_only_drop_drops(
-    name, max_staleness, groups, seed, failing
-):
-    rule = STALENESS_RULES[name](max_staleness=max_staleness, groups_per_step=groups)
+def test_no_schedule_breaks_what_a_rule_says_of_itself(name, max_staleness, groups, seed, failing):
+    rule = load_rule(name)(max_staleness=max_staleness, groups_per_step=groups)
     played = Adversary(rule, random.Random(seed), failing).drive(steps=25)
-    assert len(played.trained) == len({ticket for _, ticket in played.trained}) == 25 * groups
-    assert all(
-        0 <= step - ticket.admitted_version <= max_staleness for step, ticket in played.trained
-    )
-    assert rule.bounded
-    assert name == "drop" or not played.stale
+    check_promises(rule, played)
+    assert len(played.trained) == 25 * groups
+
+
+class Forgetful(DeadlineFirst):
+    """Takes whatever is ready."""
+
+    def _choose(self):
+        return list(self._ready)[: self.groups_per_step]
+
+
+class Greedy(StalenessRule):
+    """Admits without end."""
+
+    def _has_room(self):
+        return True
+
+
+class Stuck(StalenessRule):
+    """Wants more than it admits."""
+
+    def _choose(self):
+        return None
+
+
+class Quiet(Drop):
+    drops = False
+
+
+class Cutting(Segment):
+    trains_on_segments = False
+
+
+@pytest.mark.parametrize(
+    ("rule", "finding"),
+    [
+        (Forgetful, "says that it is bounded, and trains on a group"),
+        (Greedy, "groups exist at once"),
+        (Stuck, "nothing can become ready any more"),
+        (Quiet, "set `drops = True`"),
+        (Cutting, "set `trains_on_segments = True`"),
+    ],
+)
+def test_a_rule_that_breaks_its_promise_is_found(rule, finding):
+    with pytest.raises(ConformanceError, match=f"{rule.__name__}, with max_staleness=.*{finding}"):
+        check_staleness_rule(rule)
+
+
+def test_a_rule_that_keeps_its_promises_passes():
+    check_staleness_rule(DeadlineFirst, schedules=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("wait", "deadline_first"), ("gate", "mask"), ("drain", "deadline_first")]
+)
+def test_a_rivals_rule_is_refused_for_training_with_the_rule_to_take(name, instead):
+    config = RolloutConfig(staleness_rule=name)  # as `agentrl simulate` reads it
+    with pytest.raises(
+        ConfigError,
+        match=f"staleness_rule={name} .*`agentrl simulate`.* train with {instead}, which",
+    ):
+        config.check_rule_trains()
+    RolloutConfig(staleness_rule=instead).check_rule_trains()
+
+
+def test_a_rule_of_another_package_is_named_by_its_address():
+    address = f"{__name__}:Forgetful"
+    assert RolloutConfig(staleness_rule=address).rule is Forgetful
+    with pytest.raises(
+        ValueError,
+        match=r"there is no staleness rule 'deadline_frist'\. Did you mean 'deadline_first'",
+    ):
+        RolloutConfig(staleness_rule="deadline_frist")
+    with pytest.raises(ValueError, match="is no staleness rule: write a subclass"):
+        RolloutConfig(staleness_rule=f"{__name__}:Adversary")
 
 
 @given(groups=st.integers(2, 6), seed=st.integers(0, 10**9))
@@ -97,7 +115,7 @@ def test_the_gate_drops_nothing_and_says_that_it_is_not_bounded(groups, seed):
     rule = Gate(max_staleness=1, groups_per_step=groups)
     played = Adversary(rule, random.Random(seed)).drive(steps=25)
     assert len(played.trained) == 25 * groups
-    assert not played.stale
+    assert not played.dropped
     assert not rule.bounded
 
 
@@ -167,7 +185,7 @@ def test_segments_wait_for_no_straggler_and_take_every_part_in_time(
         step <= ticket.deadline <= step + max_staleness
         for step, ticket in [*played.trained, *played.cut]
     )
-    assert not played.stale
+    assert not played.dropped
     assert max_staleness or not played.cut
 
 

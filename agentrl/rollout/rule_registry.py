@@ -1,0 +1,56 @@
+"""The staleness rules by name: those of this project, and those of other packages.
+
+Another package registers a rule by an entry point:
+
+    [project.entry-points."agentrl.staleness_rules"]
+    newest_first = "my_package.rules:NewestFirst"
+"""
+
+from collections.abc import Mapping
+
+from agentrl import plugins
+from agentrl.errors import PluginError
+from agentrl.rollout.staleness import StalenessRule
+
+OWN_RULES = {
+    "deadline_first": "agentrl.rollout.staleness:DeadlineFirst",
+    "segment": "agentrl.rollout.staleness:Segment",
+    "mask": "agentrl.rollout.staleness:Mask",
+    "drop": "agentrl.rollout.staleness:Drop",
+}
+"""The address of each rule of this project that a run can be trained with."""
+RIVAL_RULES = {
+    "wait": "agentrl.simulate.rival_rules:Wait",
+    "gate": "agentrl.simulate.rival_rules:Gate",
+    "drain": "agentrl.simulate.rival_rules:Drain",
+}
+"""The address of each rule of other systems, which simulations alone have."""
+
+
+def installed_rules() -> Mapping[str, str]:
+    """The address of each rule by its name, rivals' included."""
+    plugged = {plugin.name: plugin.address for plugin in plugins.installed("staleness_rules")}
+    return {**plugged, **OWN_RULES, **RIVAL_RULES}
+
+
+def load_rule(name: str) -> type[StalenessRule]:
+    """The class of a rule, by its name or as `package.module:Name`.
+
+    Raises:
+        PluginError: there is no such rule, its import failed, or it is something else.
+    """
+    rules = installed_rules()
+    if name not in rules and ":" not in name:
+        offered = [known for known in rules if known not in RIVAL_RULES]
+        raise PluginError(
+            f"there is no staleness rule {name!r}.{plugins.nearest(name, rules)} There is"
+            f' {", ".join(offered)}. Another can be given as "package.module:Name", or registered'
+            ' in the entry-point group "agentrl.staleness_rules"'
+        )
+    rule = plugins.load("staleness_rules", rules.get(name, name))
+    if not (isinstance(rule, type) and issubclass(rule, StalenessRule)):
+        raise PluginError(
+            f"{name!r} is no staleness rule: write a subclass of"
+            " agentrl.rollout.staleness.StalenessRule"
+        )
+    return rule
