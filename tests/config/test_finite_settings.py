@@ -52,18 +52,14 @@ def shapes(annotation: Any, number: float) -> Iterator[Any]:
     elif origin in (typing.Union, types.UnionType):
         for one in inner:
             yield from shapes(one, number)
-    elif origin is tuple and inner[-1] is Ellipsis:
-        for value in shapes(inner[0], number):
-            yield [value]
     elif origin is tuple:
-        for value in shapes(inner[0], number):
-            yield [value] * len(inner)
+        length = 1 if inner[-1] is Ellipsis else len(inner)
+        yield from ([value] * length for value in shapes(inner[0], number))
     elif origin in (dict, Mapping):
         for value in [number] if inner[1] is Any else shapes(inner[1], number):
             yield {"a": value}
     elif origin in (list, Sequence):
-        for value in shapes(inner[0], number):
-            yield [value]
+        yield from ([value] for value in shapes(inner[0], number))
 
 
 def refused(kind: type[Settings], name: str, value: Any) -> bool:

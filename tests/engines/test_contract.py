@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -1010,6 +1010,62 @@ def test_pressure_is_told(served: Served) -> None:
     served.run(main())
 
 
+@dataclass
+class Marked:
+    """Requests to an engine whose versions are told apart: by the token that each says, and by the
+    mark that is in every value of its KV.
+    """
+
+    served: Served
+    played: list[Played] = field(default_factory=list)
+
+    @staticmethod
+    def token(version: int) -> int:
+        """The only token that a version says."""
+        return 10 + version % 150
+
+    async def update(self) -> None:
+        version = self.served.engine.policy_version + 1
+        weights = self.served.truth.marked_sentinel(self.token(version), 1.0 + version % 7)
+        await self.served.publish(weights)
+
+    async def play(self, request: GenerateRequest) -> tuple[int, ...]:
+        """The prompt and what was said."""
+        completion = await self.served.engine.generate(request)
+        self.played.append((request, completion))
+        return (*request.prompt_ids, *completion.token_ids)
+
+    async def keep_playing(self, number: int, prefix: tuple[int, ...]) -> None:
+        while True:
+            # vLLM's blocks have 128 tokens: one is shared by half of the players, the others fill
+            # theirs in mid-request.
+            tokens = prefix[: 130 if number % 2 else 110]
+            # Each turn could use what the one before has left in the cache.
+            for _ in range(3):
+                prompt = (*tokens, number)
+                tokens = await self.play(self.served.request(prompt, 8 + number, temperature=0.0))
+
+    async def found_in_cache(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt the engine has not computed again."""
+        seen = self.served.engine.stats().cached_tokens
+        await self.play(self.served.request(prompt, 1, temperature=0.0))
+        return self.served.engine.stats().cached_tokens - seen
+
+    def gaps(self) -> list[float]:
+        """How far each answer that saw an update is from one that was computed from its last
+        version alone; every token is its version's, and the first version is exact.
+        """
+        gaps = []
+        for request, completion in self.played:
+            said = [self.token(version) for version in completion.policy_versions.tolist()]
+            assert completion.token_ids.tolist() == said
+            first, last = completion.policy_versions[0], completion.policy_versions[-1]
+            assert self.served.error(request, completion, first) < 1e-3
+            if last > first:
+                gaps.append(self.served.error(request, completion, last))
+        return gaps
+
+
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(
     keeping: Served, times: int
@@ -1020,76 +1076,41 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(
     Tokens tell which weights sampled them. Logprobs tell whose KV they saw: of the version that a
     request began under, all of it must be; of later ones, none may be that was not kept.
     """
-    engine, prefix = keeping.engine, prompt_of(150)
+    engine, prefix, marked = keeping.engine, prompt_of(150), Marked(keeping)
     updates = {"LocalEngine": 12, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 35}[
         type(engine).__name__
     ] * times
-    played: list[Played] = []
-
-    def sentinel(version: int) -> int:
-        return 10 + version % 150
-
-    async def update() -> None:
-        version = engine.policy_version + 1
-        await keeping.publish(keeping.truth.marked_sentinel(sentinel(version), 1.0 + version % 7))
-
-    async def play(request: GenerateRequest) -> tuple[int, ...]:
-        completion = await engine.generate(request)
-        played.append((request, completion))
-        return (*request.prompt_ids, *completion.token_ids)
-
-    async def keep_playing(number: int) -> None:
-        while True:
-            # vLLM's blocks have 128 tokens: one is shared by half of the players, the others fill
-            # theirs in mid-request
-            tokens = prefix[: 130 if number % 2 else 110]
-            for _ in range(
-                3
-            ):  # turns, each of which could use what the one before has left in the cache
-                tokens = await play(keeping.request((*tokens, number), 8 + number, temperature=0.0))
-
-    async def found_in_cache(prompt: Sequence[int]) -> int:
-        seen = engine.stats().cached_tokens
-        await play(keeping.request(prompt, 1, temperature=0.0))
-        return engine.stats().cached_tokens - seen
+    keeps = not isinstance(engine, ScriptedEngine)
 
     async def main() -> None:
-        await update()
+        await marked.update()
         async with asyncio.TaskGroup() as tasks:
-            players = [tasks.create_task(keep_playing(number)) for number in range(MAX_BATCH + 4)]
+            players = [
+                tasks.create_task(marked.keep_playing(number, prefix))
+                for number in range(MAX_BATCH + 4)
+            ]
             for number in range(updates):
-                if (
-                    number == updates // 2
-                ):  # nobody has to wait any more, and a next turn follows at once
+                if number == updates // 2:
+                    # Nobody has to wait any more, and a next turn follows at once.
                     for player in players[MAX_BATCH - 2 :]:
                         player.cancel()
                 await keeping.tokens(3 * MAX_BATCH)
-                await update()
+                await marked.update()
             for player in players:
                 player.cancel()
         await keeping.until(lambda: engine.stats().running == 0)
-        await found_in_cache(prefix)
-        again = await found_in_cache((*prefix, 9))
-        assert (again > 0) == (not isinstance(engine, ScriptedEngine))
-        await update()
-        assert await found_in_cache((*prefix, 9)) == 0
-        await found_in_cache(prefix)
-        assert await found_in_cache((*prefix, 9)) == again
+        await marked.found_in_cache(prefix)
+        again = await marked.found_in_cache((*prefix, 9))
+        assert (again > 0) == keeps
+        await marked.update()
+        assert await marked.found_in_cache((*prefix, 9)) == 0
+        await marked.found_in_cache(prefix)
+        assert await marked.found_in_cache((*prefix, 9)) == again
 
     keeping.run(main())
-    gaps = []
-    for request, completion in played:
-        assert completion.token_ids.tolist() == [
-            sentinel(version) for version in completion.policy_versions.tolist()
-        ]
-        first, last = completion.policy_versions[0], completion.policy_versions[-1]
-        assert keeping.error(request, completion, first) < 1e-3
-        if last > first:
-            gaps.append(keeping.error(request, completion, last))
+    gaps = marked.gaps()
     assert len(gaps) > updates / 2
-    assert (max(gaps) > 0.1) == (
-        not isinstance(engine, ScriptedEngine)
-    )  # the old KV was kept indeed
+    assert (max(gaps) > 0.1) == keeps  # the old KV was kept indeed
 
 
 async def scores_of(engine: Engine, requests: Sequence[ScoreRequest]) -> list[Scores]:
