@@ -36,6 +36,7 @@ def ray_with_gpus() -> None:
     join_shared_ray()
 
 
+@pytest.mark.long
 def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

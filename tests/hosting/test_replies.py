@@ -117,21 +117,20 @@ class InlineOdd(Odd):
     isolation = "inline"
 
 
-PROCESS = pytest.param(
-    "process", marks=pytest.mark.slow
-)  # each reply ends its process, and another one starts
+# Each reply ends its process, and another one starts.
+PROCESS = pytest.param("process", marks=pytest.mark.long)
+ADDRESS = "tests.hosting.test_replies:Odd"
 
 
 @pytest.fixture(scope="module", params=["inline", "thread", PROCESS, "http", "openenv"])
 def factory(request: pytest.FixtureRequest) -> Iterator[Callable[[], Env]]:
     """Makes `Odd`, over each of the transports."""
-    address = "tests.hosting.test_replies:Odd"
     with ExitStack() as stack:
         if request.param in ("http", "openenv"):
             url = stack.enter_context(served(Odd)).url
             yield partial(RemoteEnv if request.param == "http" else OpenEnv, [url])
         else:
-            yield {"inline": InlineOdd, "thread": Odd, "process": partial(ProcessEnv, address)}[
+            yield {"inline": InlineOdd, "thread": Odd, "process": partial(ProcessEnv, ADDRESS)}[
                 request.param
             ]
 
@@ -140,6 +139,18 @@ def factory(request: pytest.FixtureRequest) -> Iterator[Callable[[], Env]]:
 def test_a_reply_that_cannot_be_used_fails_its_episode_and_the_next_one_is_played(
     factory: Callable[[], Env], name: str
 ) -> None:
+    play_after(factory, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a vector for a reward", "reset: half a pair"])
+def test_a_reply_of_a_process_that_cannot_be_used_fails_its_episode(name: str) -> None:
+    play_after(partial(ProcessEnv, ADDRESS), name)
+
+
+def play_after(factory: Callable[[], Env], name: str) -> None:
+    """Play an episode that fails by the reply of this name, and another one."""
+
     async def main() -> None:
         envs = EnvPool({"odd": factory}, EnvDeadlines())
         live = envs.acquire("odd")

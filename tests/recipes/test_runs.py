@@ -261,7 +261,7 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
         assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_of_a_mixture_of_experts_ends_with_the_weights_of_one_that_was_not(tmp_path):
     make_model("Qwen3-MoE", tmp_path / "model")
     settings = [
