@@ -49,6 +49,7 @@ GROUPS = (
     "task_sources",
     "clusters",
     "trackers",
+    "weight_transports",
 )
 _FOLDERS = ("envs", "rewards", "trainers")
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
-from agentrl.cluster.ray_weights import Arrivals, reference_to
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.plugins import Component
@@ -23,6 +22,8 @@ from agentrl.protocols import (
 )
 from agentrl.trajectory import Completion
 from agentrl.weights.bundle import Manifest, WeightBundle
+from agentrl.weights.shipment import shipment_of
+from agentrl.weights.transports.ray_store import RayReceiver, forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +50,7 @@ class _EngineHost:
         return RayProcess.own()
 
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
-        self._arrivals = Arrivals()
+        self._receiver = RayReceiver()
         self._prompts = HeldPrompts()
         self._begun: set[int] = set()
         self._one_begins = asyncio.Condition()
@@ -94,28 +95,27 @@ class _EngineHost:
         return self._report()
 
     async def misses(self, bundle: WeightBundle) -> bool:
-        return self._arrivals.missing(bundle)
+        return self._receiver.missing(bundle)
 
     async def take(self, manifest: Manifest, file: str, content: Any) -> None:
-        await self._arrivals.take(manifest, file, content)
+        await self._receiver.take(manifest, file, content)
 
     async def taken(self, manifest: Manifest) -> None:
-        await self._arrivals.finish(manifest)
+        await self._receiver.finish(manifest)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
         if EngineOffers.of(self._engine).stages_weights:
             try:
-                await self._engine.stage_weights(self._here(weights), version)
+                await self._engine.stage_weights(self._receiver.local(weights), version)
             except WeightsError:
-                await self._arrivals.keep_only(None)  # so that another attempt sends them again
+                await self._receiver.keep_only(None)  # so that another attempt sends them again
                 raise
         return self._report()
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
-        here = self._here(weights)
+        here = self._receiver.local(weights)
         await self._engine.update_weights(here, version)
-        if isinstance(here, WeightBundle):
-            await self._arrivals.keep_only(here)
+        await self._receiver.keep_only(here)
         return self._report()
 
     async def sleep(self) -> None:
@@ -131,10 +131,7 @@ class _EngineHost:
 
     async def close(self) -> None:
         await self._engine.__aexit__(None, None, None)
-        self._arrivals.close()
-
-    def _here(self, weights: Mapping[str, "Tensor"]) -> Mapping[str, "Tensor"]:
-        return self._arrivals.local(weights) if isinstance(weights, WeightBundle) else weights
+        self._receiver.close()
 
     def _report(self) -> _Report:
         return _Report(self._engine.policy_version, self._engine.stats())
@@ -238,12 +235,12 @@ class RayEngine(Engine):
         """See `Engine.stage_weights`. If the actor's machine can read a bundle's folder, only its
         path is sent.
         """
-        await self._bring(weights)
+        await forward(shipment_of(weights), self._call)
         self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine`."""
-        await self._bring(weights)
+        await forward(shipment_of(weights), self._call)
         self._latest = await _answer_of(self._running.update_weights.remote(weights, version))
 
     async def sleep(self) -> None:
@@ -264,21 +261,8 @@ class RayEngine(Engine):
         unseen = max(0, len(self._asked) - seen.running - seen.waiting)
         return replace(seen, waiting=seen.waiting + unseen)
 
-    async def _bring(self, weights: Mapping[str, "Tensor"]) -> None:
-        """Send the files of a bundle to the actor if its machine cannot read them."""
-        if not isinstance(weights, WeightBundle) or not await _answer_of(
-            self._running.misses.remote(weights)
-        ):
-            return
-        try:
-            for bucket in weights.manifest.buckets:
-                content = await asyncio.to_thread(reference_to, weights, bucket.file)
-                await _answer_of(self._running.take.remote(weights.manifest, bucket.file, content))
-            await _answer_of(self._running.taken.remote(weights.manifest))
-        except OSError as error:
-            raise WeightsError(
-                f"{weights} could not be sent to the machine of an engine: {error}"
-            ) from error
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await _answer_of(getattr(self._running, method).remote(*args))
 
     @property
     def _running(self) -> Any:

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.config.compatibility import first_problem
 from agentrl.config.components import component_of, entries_of, helper_of, rewards_of, trackers_of
-from agentrl.config.problems import explained
+from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PluginError
 from agentrl.net.credentials import refuse_credentials
 from agentrl.settings.base import Settings
 from agentrl.tasks.env_config import OneEnv
@@ -98,9 +98,19 @@ def validate_config(
         ]
     if problems:
         raise ConfigError("\n".join(problems))
+    _check_names(config, origins)
+    return LoadedConfig(config, origins)
+
+
+def _check_names(config: RunConfig, origins: Mapping[str, str]) -> None:
+    """Check the names of plug-ins that are no sections of their own."""
     for _, env in _envs_of(config):
         plugins.load("envs", env.name)
-    return LoadedConfig(config, origins)
+    try:
+        plugins.load("weight_transports", config.weights.transport)
+    except PluginError as error:
+        where = written_at(origins, "weights.transport")
+        raise ConfigError(f"weights.transport: {error}{where}") from error
 
 
 def check_options(loaded: LoadedConfig) -> None:

@@ -40,7 +40,7 @@ from agentrl.protocols import (
 )
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
-from agentrl.weights.bundle import WeightBundle
+from agentrl.weights.shipment import Shipment, shipment_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +157,7 @@ class LocalEngine(Engine):
         self._max_context = config.max_context or 0
         self._closed: str | None = "it was not entered (`async with`)"
         self._version = 0
-        self._staged: WeightBundle | None = None
+        self._staged: Shipment | None = None
         self._waiting: list[_Live] = []
         self._scoring: list[tuple[ScoreRequest, asyncio.Future[Scores]]] = []
         self._running: dict[int, _Live] = {}
@@ -256,19 +256,20 @@ class LocalEngine(Engine):
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.stage_weights`. A bundle is verified in a thread while requests continue."""
         self._check_newer(version)
-        if isinstance(weights, WeightBundle):
-            await asyncio.to_thread(weights.verify)
-        self._entered().check_weights(weights)
-        self._staged = weights if isinstance(weights, WeightBundle) else None
+        shipment = shipment_of(weights)
+        await shipment.receive()
+        self._entered().check_weights(shipment)
+        self._staged = shipment
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`. Steps run inline, so no step is in progress."""
-        if not isinstance(weights, WeightBundle) or weights != self._staged:
-            await self.stage_weights(weights, version)
+        shipment = shipment_of(weights)
+        if shipment != self._staged:
+            await self.stage_weights(shipment, version)
         self._staged = None
         self._check_newer(version)
         try:
-            self._entered().load_weights(weights)
+            self._entered().load_weights(shipment)
         except Exception as error:  # the model now has a mix of old and new weights
             raise self._die(error) from error
         self._version = version

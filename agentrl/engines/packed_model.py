@@ -35,7 +35,7 @@ from agentrl.models.routing import Routing
 from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import ScoreRequest
 from agentrl.settings.sampling import SamplingParams
-from agentrl.weights.bundle import shapes_of
+from agentrl.weights.shipment import shipment_of
 
 _ATTENTION = "agentrl_slots"
 _PIECE = 256
@@ -379,7 +379,7 @@ class PackedModel:
         Raises:
             EngineError: a name is unknown or missing (tied names may be), or a shape differs.
         """
-        shapes, own = shapes_of(weights), self.weights
+        shapes, own = shipment_of(weights).shapes(), self.weights
         expected = self._names.published_shapes(
             {name: tensor.shape for name, tensor in own.items()}
         )

@@ -35,7 +35,8 @@ from agentrl.protocols import (
 )
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
-from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
+from agentrl.weights.bundle import weight_shapes
+from agentrl.weights.shipment import Shipment, shipment_of
 from agentrl.weights.store import bundled
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class VllmEngine(Engine):
         self._begin_again: set[str] = set()
         self._salt = "0"
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._staged: WeightBundle | None = None
+        self._staged: Shipment | None = None
         self._stream: WeightStream | None = None
         self._updating = asyncio.Lock()
         self._asleep = False
@@ -271,27 +272,28 @@ class VllmEngine(Engine):
         """
         llm = self._entered()
         self._check_weights(weights, version)
-        if isinstance(weights, WeightBundle):
-            if (
-                self._config.weight_transfer != "files"
-            ):  # it is read in this process, and sent from it
-                await asyncio.to_thread(weights.verify)
-                self._staged = weights
-                return
-            try:
-                work = llm.collective_rpc("verify_weights", args=(str(weights.folder),))
-                found = set(await self._unless_dead(llm, work))
-            except Exception as error:
-                if llm.errored:
-                    raise EngineDeadError(
-                        f"vLLM died during staging: {type(error).__name__}: {error}"
-                    ) from error
-                raise WeightsError(f"vLLM's workers cannot take {weights}: {error}") from error
-            if found != {weights.manifest.checksum}:
-                raise WeightsError(
-                    f"vLLM's workers read other weights than {weights}: checksums {sorted(found)}"
-                )
-            self._staged = weights
+        shipment = shipment_of(weights)
+        if shipment.folder is None or self._config.weight_transfer != "files":
+            # It is read in this process, and sent from it.
+            await shipment.receive()
+        else:
+            await self._verify_in_workers(llm, shipment)
+        self._staged = shipment
+
+    async def _verify_in_workers(self, llm: "AsyncLLM", shipment: Shipment) -> None:
+        try:
+            work = llm.collective_rpc("verify_weights", args=(str(shipment.folder),))
+            checksums = set(await self._unless_dead(llm, work))
+        except Exception as error:
+            if llm.errored:
+                raise EngineDeadError(
+                    f"vLLM died during staging: {type(error).__name__}: {error}"
+                ) from error
+            raise WeightsError(f"vLLM's workers cannot take {shipment}: {error}") from error
+        if checksums != {shipment.checksum}:
+            raise WeightsError(
+                f"vLLM's workers read other weights than {shipment}: checksums {sorted(checksums)}"
+            )
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
@@ -686,7 +688,7 @@ class VllmEngine(Engine):
             raise EngineError(
                 f"weights of version {version} after version {self._version}: versions only grow"
             )
-        given = shapes_of(weights)
+        given = shipment_of(weights).shapes()
         unknown = sorted(given.keys() - self._shapes.keys() - {_TIED_HEAD})
         missing = sorted(self._shapes.keys() - given.keys() - {_TIED_HEAD})
         misshapen = sorted(
@@ -714,12 +716,12 @@ class VllmEngine(Engine):
 
     def _readable(
         self, weights: Mapping[str, "Tensor"], version: int
-    ) -> AbstractAsyncContextManager[Mapping[str, "Tensor"]]:
+    ) -> AbstractAsyncContextManager[Shipment]:
         """The weights in a form that can be loaded: as a bundle for `files`, else unchanged."""
         return (
             bundled(weights, version)
             if self._config.weight_transfer == "files"
-            else nullcontext(weights)
+            else nullcontext(shipment_of(weights))
         )
 
     def _streaming(self, llm: "AsyncLLM") -> "WeightStream":
@@ -731,9 +733,7 @@ class VllmEngine(Engine):
             self._stream = WeightStream(llm, backend, self._config.tensor_parallel)
         return self._stream
 
-    async def _exchange(
-        self, llm: "AsyncLLM", weights: Mapping[str, "Tensor"], version: int
-    ) -> None:
+    async def _exchange(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._config.kv_on_update == "recompute"
@@ -747,7 +747,7 @@ class VllmEngine(Engine):
         # A tied head is in the checkpoint only once; the trainer lists the same tensor under
         # another name too.
         names = [name for name in weights if name in self._shapes]
-        if isinstance(weights, WeightBundle) and self._config.weight_transfer == "files":
+        if self._config.weight_transfer == "files":
             await llm.start_weight_update()
             await llm.update_weights(
                 WeightTransferUpdateRequest({"folder": str(weights.folder), "names": names})

@@ -6,6 +6,7 @@ complete. Each reader checks every byte before use, and gets tensors that are ma
 with files in shared memory, no copy is made between the writer and the model that loads them.
 """
 
+import asyncio
 import errno
 import hashlib
 import os
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 from agentrl.errors import ConfigError, WeightsError
 from agentrl.settings.base import Settings
 from agentrl.weights.low_rank import Factors, LowRank, weight_files
+from agentrl.weights.shipment import Shipment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +69,7 @@ class Manifest(Settings):
         return self.model_copy(update={"checksum": xxhash.xxh3_128_hexdigest(payload.encode())})
 
 
-class WeightBundle(Mapping[str, "Tensor"]):
+class WeightBundle(Shipment):
     """The weights of one version, by Hugging Face names, in files. Pickles as the folder's path and
     the manifest.
 
@@ -76,8 +78,9 @@ class WeightBundle(Mapping[str, "Tensor"]):
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
+        self.folder: Path = folder
         self.manifest = manifest
+        self.checksum = manifest.checksum
         self._files = _Files(folder, manifest.buckets)
 
     @classmethod
@@ -123,6 +126,19 @@ class WeightBundle(Mapping[str, "Tensor"]):
                     f"published weights are damaged: {path} has checksum {found} instead of"
                     f" {bucket.checksum}"
                 )
+
+    async def receive(self) -> None:
+        """Check every byte, in a thread.
+
+        Raises:
+            WeightsError: something is missing or damaged.
+        """
+        await asyncio.to_thread(self.verify)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self.manifest.size
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights, without reading the weights.
@@ -326,13 +342,6 @@ def _file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def shapes_of(weights: Mapping[str, "Tensor"]) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights by name; a bundle's weights are not read."""
-    if isinstance(weights, WeightBundle):
-        return weights.shapes()
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
-
-
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Hugging Face folder's weights, from the headers of its files.
 
@@ -356,6 +365,5 @@ __all__ = [
     "Manifest",
     "Update",
     "WeightBundle",
-    "shapes_of",
     "weight_shapes",
 ]

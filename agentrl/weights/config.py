@@ -26,10 +26,11 @@ class WeightsConfig(Settings):
     """Seconds that each phase of an update, staging and committing, may take on an engine; an
     engine that misses it ends the run. By default 600, and 20 for each GB of the model's files."""
 
-    transport: Literal["auto", "shared_memory", "disk", "direct"] = "auto"
+    transport: str = "auto"
     """Where weights are stored on the way: in this machine's shared memory, or on the disk of
     `folder`, which all machines must see. `auto`: in memory, or on the disk when memory is full.
-    `direct`: nowhere, because engines in this process get the tensors themselves."""
+    `direct`: nowhere, because engines in this process get the tensors themselves. Packages
+    may add others (`agentrl.weight_transports`)."""
     folder: Path | None = None
     """The folder for weights on disk; by default the one for temporary files."""
     bucket_mib: int = Field(default=64, ge=1)

@@ -9,24 +9,21 @@ commit.
 """
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, Self
 
+from agentrl import plugins
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import deadline, now, run_to_completion, span
 from agentrl.protocols import Engine, EngineOffers, Trainer
-from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.store import WeightStore, storage_folders
+from agentrl.weights.shipment import DirectShipment, Shipment
+from agentrl.weights.transport import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -38,15 +35,18 @@ class Published:
     """
 
     version: int
-    weights: Mapping[str, "Tensor"]
+    weights: Shipment
     attempts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """For the run's metrics: bytes written, attempts, seconds by phase."""
-        size = self.weights.manifest.size if isinstance(self.weights, WeightBundle) else 0
         seconds = {f"weights/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
-        return {"weights/bytes": float(size), "weights/attempts": float(self.attempts), **seconds}
+        return {
+            "weights/bytes": float(self.weights.size),
+            "weights/attempts": float(self.attempts),
+            **seconds,
+        }
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -88,16 +88,17 @@ class WeightPublisher:
         self._followers = followers
         self._config = config or WeightsConfig()
         self._deadline = self._config.seconds
-        self._parents = storage_folders(self._config)
-        self._stores: list[WeightStore] = []
-        self._served: dict[int, Mapping[str, Tensor]] = {}  # by engine, for its restarted replicas
+        self._transport: Transport = plugins.load("weight_transports", self._config.transport)(
+            self._config
+        )
+        # By engine. An engine that is restarted receives its version again.
+        self._served: dict[int, Shipment] = {}
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        while self._stores:
-            self._stores.pop().close()
+        self._transport.close()
 
     async def publish(self, trainer: Trainer, version: int) -> Published:
         """Publish the trainer's weights as `version`; returns when the engine samples under it.
@@ -114,24 +115,18 @@ class WeightPublisher:
         with published.phase("commit"):
             await run_to_completion(self._commit(published, engines))
         self._served |= dict.fromkeys(map(id, engines), published.weights)
-        for store in self._stores:
-            await store.keep_only(self._served.values())
+        await self._transport.keep_only(self._served.values())
         return published
 
     async def _staged(
         self, trainer: Trainer, version: int, engines: Sequence[TakesWeights]
     ) -> Published:
         """Write the weights and stage them on all engines; retry failures with new files."""
-        published = Published(version, {})
+        published = Published(version, DirectShipment({}))
         while True:
             published.attempts += 1
             try:
-                if self._parents:
-                    await self._stage_bundle(trainer, published, engines)
-                else:
-                    with published.phase("write"):
-                        published.weights = await trainer.weights()
-                    await self._stage(published, engines)
+                await self._send_and_stage(trainer, published, engines)
                 return published
             except WeightsError as error:
                 if published.attempts >= self._config.attempts:
@@ -141,25 +136,16 @@ class WeightPublisher:
                         f" the previous version. The last error: {error}"
                     ) from error
 
-    async def _stage_bundle(
+    async def _send_and_stage(
         self, trainer: Trainer, published: Published, engines: Sequence[TakesWeights]
     ) -> None:
+        with published.phase("write"):
+            published.weights = await self._transport.send(trainer, published.version)
         try:
-            with self._place(published.version) as place:
-                with published.phase("write"):
-                    published.weights = await trainer.write_weights(place.write)
-                await self._stage(published, engines)
-        except OSError as error:
-            parent = self._parents[0]
-            if len(self._parents) > 1:
-                self._parents.pop(0)
-                logger.warning(
-                    "%s; from now on weights are published in %s", error, self._parents[0]
-                )
-            raise WeightsError(
-                f"writing into {parent} failed: {error}. Make room there, or choose another place"
-                " by weights.transport and weights.folder"
-            ) from error
+            await self._stage(published, engines)
+        except BaseException:
+            await run_to_completion(self._transport.withdraw(published.weights))
+            raise
 
     async def _stage(self, published: Published, engines: Sequence[TakesWeights]) -> None:
         with published.phase("stage"):
@@ -179,12 +165,6 @@ class WeightPublisher:
         for engine in engines:
             with deadline("engine", "update_weights", self._deadline):
                 await engine.update_weights(published.weights, published.version)
-
-    def _place(self, version: int) -> BundlePlace:
-        parent = self._parents[0]
-        if not self._stores or self._stores[-1].folder.parent != parent:
-            self._stores.append(WeightStore.open(parent, self._config.bucket_mib << 20))
-        return self._stores[-1].place(version)
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.files.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.weights.bundle import BundlePlace, WeightBundle
+from agentrl.weights.shipment import shipment_of
 from agentrl.weights.store import BUCKET_BYTES
 
 if TYPE_CHECKING:
@@ -45,10 +46,11 @@ class Snapshots:
         if final.exists():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(weights, WeightBundle):
-            shutil.copytree(weights.folder, new_unfinished(final))
+        shipment = shipment_of(weights)
+        if shipment.folder is not None:
+            shutil.copytree(shipment.folder, new_unfinished(final))
         else:
-            BundlePlace(new_unfinished(final), version, BUCKET_BYTES).write(weights)
+            BundlePlace(new_unfinished(final), version, BUCKET_BYTES).write(shipment.unpacked)
         finish_folder(final)
 
     def open(self, version: int) -> WeightBundle:

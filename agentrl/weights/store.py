@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from agentrl.files.file_lock import FileLock
 from agentrl.flow import run_to_completion
-from agentrl.weights.bundle import BundlePlace, WeightBundle
-from agentrl.weights.config import WeightsConfig
+from agentrl.weights.bundle import BundlePlace
+from agentrl.weights.shipment import Shipment, shipment_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,13 +89,11 @@ class WeightStore:
             self.folder / f"v{version}-{next(self._numbers)}", version, self._bucket_bytes
         )
 
-    async def keep_only(self, kept: Iterable[Mapping[str, "Tensor"]]) -> None:
+    async def keep_only(self, kept: Iterable[Shipment]) -> None:
         """Remove all other bundles. A process that has one open keeps it, and its memory, until it
         closes it.
         """
-        folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)} | {
-            self.folder / _HOLDER
-        }
+        folders = {shipment.folder for shipment in kept} | {self.folder / _HOLDER}
         for folder in set(self.folder.iterdir()) - folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -103,19 +101,6 @@ class WeightStore:
 def default_parent() -> Path:
     """Shared memory if the machine has it, else the folder for temporary files."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def storage_folders(config: WeightsConfig) -> list[Path]:
-    """Folders to write weights to, each if the one before fails; `direct` needs none."""
-    # Other processes have other working directories.
-    disk = (config.folder or Path(tempfile.gettempdir())).absolute()
-    folders = {
-        "auto": [default_parent(), disk],
-        "shared_memory": [SHARED_MEMORY],
-        "disk": [disk],
-        "direct": [],
-    }
-    return folders[config.transport]
 
 
 def sweep(parent: Path) -> None:
@@ -139,18 +124,21 @@ def _lock_of(folder: Path) -> FileLock:
 
 
 @asynccontextmanager
-async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterator[WeightBundle]:
+async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterator[Shipment]:
     """The weights as a bundle: unchanged if they are one, else written to a bundle that the block's
     end removes.
     """
-    if isinstance(weights, WeightBundle):
-        yield weights
+    shipment = shipment_of(weights)
+    if shipment.folder is not None:
+        yield shipment
         return
     store = WeightStore.open(default_parent())
     try:
-        yield await run_to_completion(asyncio.to_thread(store.place(version).write, weights))
+        yield await run_to_completion(
+            asyncio.to_thread(store.place(version).write, shipment.unpacked)
+        )
     finally:
         store.close()
 
 
-__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "default_parent", "storage_folders", "sweep"]
+__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "default_parent", "sweep"]

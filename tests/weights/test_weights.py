@@ -36,7 +36,7 @@ from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights import store as store_module
-from agentrl.weights.bundle import BundlePlace, Update, WeightBundle, shapes_of, weight_shapes
+from agentrl.weights.bundle import BundlePlace, Update, WeightBundle, weight_shapes
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.publisher import Published, WeightPublisher, checksum
@@ -175,18 +175,14 @@ def test_a_low_rank_update_is_published_as_its_factors_and_read_merged(
     BundlePlace(tmp_path / "v1", 1, 10_000).write(merged)
     read = WeightBundle.open(tmp_path / "v1")
     assert read.manifest.size < sum(weight.nbytes for weight in merged.values()) / 10
-    assert shapes_of(read) == base
+    assert read.shapes() == base
     assert checksum(read) == checksum(merged)
     assert checksum(read) != checksum(LowRank(tiny_model_dir, {}))
     with pytest.raises(WeightsError, match=r"an update of .*gone, which cannot be read"):
-        shapes_of(
-            WeightBundle(
-                tmp_path / "v1",
-                read.manifest.model_copy(
-                    update={"update": Update(base=tmp_path / "gone", scales={})}
-                ),
-            )
-        )
+        WeightBundle(
+            tmp_path / "v1",
+            read.manifest.model_copy(update={"update": Update(base=tmp_path / "gone", scales={})}),
+        ).shapes()
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000_000])
@@ -645,7 +641,8 @@ def test_direct_weights_are_handed_over_and_no_file_is_written(
             WeightPublisher(engine, config=WeightsConfig(transport="direct")) as publisher,
         ):
             published = await publisher.publish(Given(truth.new(1)), 1)  # type: ignore[arg-type]
-            assert published.weights is truth.versions[1]
+            for name, tensor in truth.versions[1].items():
+                assert published.weights[name] is tensor
             await truth.assert_serves(engine, 1)
             with pytest.raises(WeightsError, match="unknown"):
                 await publisher.publish(Given({"x": torch.ones(1)}), 2)  # type: ignore[arg-type]

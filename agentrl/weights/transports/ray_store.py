@@ -9,12 +9,21 @@ everywhere else.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from agentrl.errors import WeightsError
 from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
+from agentrl.weights.shipment import Shipment, shipment_of
 from agentrl.weights.store import WeightStore, default_parent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CallActor = Callable[..., Awaitable[Any]]
+"""Calls a method of an engine's actor, given its name and arguments."""
 
 _put: "WeakKeyDictionary[WeightBundle, dict[str, Any]]" = WeakKeyDictionary()
 """References to the files in the object store, by bundle and name; released with the bundle."""
@@ -37,7 +46,29 @@ def reference_to(bundle: WeightBundle, file: str) -> Any:
     return references[file]
 
 
-class Arrivals:
+async def forward(shipment: Shipment, call: CallActor) -> None:
+    """Send the files of a shipment to an engine's machine, if it cannot read them.
+
+    `call` reaches the engine's actor, which passes on the calls to its `RayReceiver`.
+
+    Raises:
+        WeightsError: they cannot be sent.
+    """
+    # Only files are out of reach of another machine; Ray itself sends what is pickled.
+    if not isinstance(shipment, WeightBundle) or not await call("misses", shipment):
+        return
+    try:
+        for bucket in shipment.manifest.buckets:
+            content = await asyncio.to_thread(reference_to, shipment, bucket.file)
+            await call("take", shipment.manifest, bucket.file, content)
+        await call("taken", shipment.manifest)
+    except OSError as error:
+        raise WeightsError(
+            f"{shipment} could not be sent to the machine of an engine: {error}"
+        ) from error
+
+
+class RayReceiver:
     """The bundles that were sent to this machine for one engine. Close it at the end."""
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -50,9 +81,12 @@ class Arrivals:
         """Whether a bundle must be sent here."""
         return bundle.manifest.checksum not in self._here and not bundle.folder.is_dir()
 
-    def local(self, bundle: WeightBundle) -> WeightBundle:
-        """The copy of a bundle on this machine, or the bundle itself if it was not sent here."""
-        return self._here.get(bundle.manifest.checksum, bundle)
+    def local(self, weights: Mapping[str, "Tensor"]) -> Shipment:
+        """The copy on this machine, or the shipment itself if it was not sent here."""
+        shipment = shipment_of(weights)
+        if isinstance(shipment, WeightBundle):
+            return self._here.get(shipment.manifest.checksum, shipment)
+        return shipment
 
     async def take(self, manifest: Manifest, file: str, content: Any) -> None:
         """Write a file of a bundle.
@@ -69,9 +103,9 @@ class Arrivals:
         """Complete a bundle, all of whose files have arrived."""
         self._here[manifest.checksum] = self._places.pop(manifest.checksum).finish(manifest)
 
-    async def keep_only(self, bundle: WeightBundle | None) -> None:
+    async def keep_only(self, shipment: Shipment | None) -> None:
         """Remove all other bundles."""
-        self._here = {key: here for key, here in self._here.items() if here == bundle}
+        self._here = {key: here for key, here in self._here.items() if here == shipment}
         if self._store is not None:
             await self._store.keep_only(self._here.values())
 

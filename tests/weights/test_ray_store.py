@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.cluster import ray_weights
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_placement import Unplaced
-from agentrl.cluster.ray_weights import Arrivals
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.router import Router
 from agentrl.errors import WeightsError
@@ -27,6 +25,8 @@ from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import WeightPublisher
 from agentrl.weights.store import SHARED_MEMORY
+from agentrl.weights.transports import ray_store
+from agentrl.weights.transports.ray_store import RayReceiver
 from tests.cluster.shared_ray import join_shared_ray
 
 
@@ -38,7 +38,7 @@ def written(folder: Path, version: int = 1) -> WeightBundle:
 def test_a_bundle_that_was_brought_is_the_same_and_goes_with_the_next(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     bundles = [written(tmp_path / "there", version) for version in (1, 2)]
-    arrivals = Arrivals(tmp_path / "here")
+    arrivals = RayReceiver(tmp_path / "here")
 
     async def bring(bundle: WeightBundle) -> WeightBundle:
         for bucket in bundle.manifest.buckets:
@@ -46,7 +46,9 @@ def test_a_bundle_that_was_brought_is_the_same_and_goes_with_the_next(tmp_path: 
                 bundle.manifest, bucket.file, np.fromfile(bundle.folder / bucket.file, np.uint8)
             )
         await arrivals.finish(bundle.manifest)
-        return arrivals.local(bundle)
+        here = arrivals.local(bundle)
+        assert isinstance(here, WeightBundle)
+        return here
 
     async def main() -> None:
         first = await bring(bundles[0])
@@ -128,7 +130,7 @@ def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
                 await trainer.step(batch, LOSS, 10.0)
                 new = (await publisher.publish(trainer, version)).weights
                 assert isinstance(new, WeightBundle)
-                assert set(ray_weights._put[new]) == {
+                assert set(ray_store._put[new]) == {
                     bucket.file for bucket in new.manifest.buckets
                 }, "put once"
                 await near.update_weights(new, version)

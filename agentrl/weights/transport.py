@@ -1,0 +1,39 @@
+"""`Transport`: a way of the weights from the trainer to the engines (`weights.transport`).
+
+A package registers one in the entry-point group `agentrl.weight_transports`: a function of
+`WeightsConfig`. A transport only moves data. When engines load it is decided by the two phases of
+`WeightPublisher`.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from agentrl.protocols import Trainer
+from agentrl.weights.shipment import Shipment
+
+
+class Transport(Protocol):
+    """Sends the versions of one trainer. The receiving half is `Shipment.receive`, which each
+    engine calls in its own process.
+    """
+
+    async def send(self, trainer: Trainer, version: int) -> Shipment:
+        """Send the trainer's current weights, or begin to: an engine that receives the shipment
+        waits for the rest.
+
+        Raises:
+            WeightsError: they cannot be sent. Another attempt may succeed.
+        """
+        ...
+
+    async def withdraw(self, shipment: Shipment) -> None:
+        """Release a shipment that no engine has loaded: it is sent again as another one."""
+        ...
+
+    async def keep_only(self, shipments: Iterable[Shipment]) -> None:
+        """Release all shipments but these, which engines that start later may still receive."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...

@@ -1,0 +1,159 @@
+"""The contract of weight transports, and one that a user brings."""
+
+import asyncio
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl import plugins
+from agentrl.config.from_file import load_config
+from agentrl.engines.local import LocalEngine
+from agentrl.errors import ConfigError, WeightsError
+from agentrl.protocols import Trainer
+from agentrl.weights import store
+from agentrl.weights.config import WeightsConfig
+from agentrl.weights.publisher import WeightPublisher, checksum
+from agentrl.weights.shipment import DirectShipment, Shipment
+from agentrl.weights.transport import Transport
+
+Weights = Mapping[str, Tensor]
+
+
+class Given(Trainer):
+    """A trainer that has these weights."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.now = weights
+
+    async def weights(self) -> Weights:
+        return self.now
+
+
+def made(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{i}": torch.randn(20, 7, generator=generator) for i in range(5)}
+
+
+@pytest.fixture(params=["auto", "direct", "disk", "shared_memory"])
+def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(store, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(store, "default_parent", lambda: memory)
+    return str(request.param)
+
+
+def test_every_transport_is_tested() -> None:
+    assert [plugin.name for plugin in plugins.installed("weight_transports")] == [
+        "auto",
+        "direct",
+        "disk",
+        "shared_memory",
+    ]
+
+
+def test_what_is_sent_is_received_and_released(name: str, tmp_path: Path) -> None:
+    config = WeightsConfig(transport=name, folder=tmp_path / "disk", bucket_mib=1)
+    transport: Transport = plugins.load("weight_transports", name)(config)
+
+    async def send(seed: int) -> Shipment:
+        sent = await transport.send(Given(made(seed)), seed)
+        # What other processes can read goes to them as a pickle.
+        received = sent if sent.folder is None else pickle.loads(pickle.dumps(sent))
+        assert received == sent
+        await received.receive()
+        assert checksum(received) == checksum(made(seed))
+        assert received.shapes() == {f"w{i}": (20, 7) for i in range(5)}
+        return sent
+
+    def files() -> set[Path]:
+        return {path.parent for path in tmp_path.rglob("*.safetensors")}
+
+    async def main() -> None:
+        first, second, third = [await send(seed) for seed in (1, 2, 3)]
+        assert first != second
+        folders = {shipment.folder for shipment in (first, second, third)} - {None}
+        assert files() == folders
+        assert (first.size > 0) == bool(folders)
+        await transport.withdraw(second)
+        assert files() == folders - {second.folder}
+        await transport.keep_only([third])
+        assert files() == folders & {third.folder}
+        assert checksum(third) == checksum(made(3))
+        transport.close()
+        transport.close()
+        assert files() == set()
+
+    asyncio.run(main())
+
+
+def test_a_transport_of_a_user_moves_the_weights_of_a_run(tiny_model_dir: Path) -> None:
+    async def main() -> None:
+        async with (
+            LocalEngine(LocalEngine.Config(), tiny_model_dir) as engine,
+            WeightPublisher(engine, config=WeightsConfig(transport=f"{__name__}:Pigeon")) as sender,
+        ):
+            trainer = Given({name: w.clone() + 1 for name, w in engine.weights.items()})
+            published = await sender.publish(trainer, 1)
+            # The first bird was lost.
+            assert (published.attempts, engine.policy_version) == (2, 1)
+            assert checksum(engine.weights) == checksum(trainer.now)
+            assert published.metrics()["weights/bytes"] == 7.0
+
+    Pigeon.said.clear()
+    asyncio.run(main())
+    assert Pigeon.said == ["sent 1", "withdrawn", "sent 1", "received", "kept 1", "closed"]
+
+
+class Flight(DirectShipment):
+    size = 7
+
+    def __init__(self, weights: Weights, lost: bool) -> None:
+        super().__init__(weights)
+        self.lost = lost
+
+    async def receive(self) -> None:
+        if self.lost:
+            raise WeightsError("a hawk")
+        Pigeon.said.append("received")
+
+
+class Pigeon:
+    """A transport whose first shipment does not arrive."""
+
+    said: ClassVar[list[str]] = []
+
+    def __init__(self, config: WeightsConfig) -> None:
+        self.sent = 0
+
+    async def send(self, trainer: Trainer, version: int) -> Shipment:
+        self.sent += 1
+        self.said.append(f"sent {version}")
+        return Flight(await trainer.weights(), lost=self.sent == 1)
+
+    async def withdraw(self, shipment: Shipment) -> None:
+        self.said.append("withdrawn")
+
+    async def keep_only(self, shipments: Iterable[Shipment]) -> None:
+        self.said.append(f"kept {len(list(shipments))}")
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+
+def test_a_transport_that_there_is_not_is_refused_with_those_that_there_are(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("env: guess_number\nweights: {transport: shared_memry}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(config)
+    said = str(caught.value)
+    assert said.startswith("weights.transport: ")
+    assert "'shared_memory'?" in said
+    assert f"{config}:2" in said
