@@ -80,11 +80,11 @@ def measure(tokens: int) -> None:
     made, count = time.perf_counter(), len(groups) * EPISODE * MEMBERS
     batch = batch_of(groups, algorithm, processing, 0)
     ended, after = time.perf_counter(), process.memory_info().rss
-    shard_batch(batch, PACKING, ranks=8)
+    shard_batch(batch, PACKING, parts=8)
     cut = time.perf_counter() - ended
 
     def make() -> None:
-        shard_batch(batch_of(groups, algorithm, processing, 0), PACKING, ranks=8)
+        shard_batch(batch_of(groups, algorithm, processing, 0), PACKING, parts=8)
 
     def record() -> None:
         with tempfile.TemporaryDirectory() as folder:

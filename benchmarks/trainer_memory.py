@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from agentrl.placement.mesh import ONE_RANK
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 import numpy as np
@@ -107,7 +109,7 @@ def peaks_of(vocabulary: int, given: argparse.Namespace) -> Peaks:
         make_model(Path(folder), vocabulary)
         config = LocalTrainer.Config(device=given.device, activation_checkpointing="full")
         model = open_sharding(
-            TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, 1, "")
+            TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, ONE_RANK, "")
         ).model
     measured(model, device, 256, 16)  # makes the gradients
     return Peaks(

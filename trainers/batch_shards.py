@@ -1,5 +1,5 @@
-"""Cuts a batch into shards for a trainer's ranks, with equal numbers of micro-batches and nearly
-equal work.
+"""Cuts a batch into shards for a trainer's data-parallel ranks, with equal numbers of micro-batches
+and nearly equal work.
 """
 
 from collections.abc import Sequence
@@ -14,37 +14,37 @@ from agentrl.trainers.packing import MicroBatch, micro_batches
 from agentrl.trainers.settings import TrainerSettings
 
 BatchShard = Sequence[Sequence[MicroBatch]]
-"""What one rank computes in a step: the micro-batches of each minibatch."""
+"""The work of a data-parallel rank in a step: the micro-batches of each minibatch."""
 
 
 def shard_batch(
     batch: TrainBatch,
     settings: TrainerSettings,
     *,
-    ranks: int,
+    parts: int,
     minibatches: int = 1,
     attention: float = 0.0,
 ) -> list[BatchShard]:
     """Cut a batch into minibatches, these into micro-batches, and divide them into a shard for each
-    rank.
+    of so many data-parallel ranks (`Mesh.data_parallel_size`).
 
-    In each minibatch every rank gets the same number of micro-batches; the costs of two ranks
+    In each minibatch every shard gets the same number of micro-batches; the costs of two shards
     differ by at most that of the largest micro-batch (`MicroBatch.cost`, with `attention`).
-    Micro-batches without a loss token are left out. A single rank gets all, in order.
+    Micro-batches without a loss token are left out. A single shard gets all, in order.
 
     Raises:
         ValueError: the batch has no loss token.
     """
     by_minibatch = [
         _shard_minibatch(
-            micro_batches(part, settings.tokens_at_once, parts=ranks), ranks, attention
+            micro_batches(part, settings.tokens_at_once, parts=parts), parts, attention
         )
         for part in minibatches_of(batch, minibatches)
         if part.num_loss_tokens
     ]
     if not by_minibatch:
         raise ValueError("there is no loss token to train on")
-    return [[by_rank[rank] for by_rank in by_minibatch] for rank in range(ranks)]
+    return [[by_rank[rank] for by_rank in by_minibatch] for rank in range(parts)]
 
 
 def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from agentrl.distribution import install_command
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE, TrainerLayout
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 
@@ -61,7 +62,7 @@ class DeepSpeedTrainer(GroupTrainer):
             """
             return replace(
                 super().layout(),
-                ranks=self.world_size,
+                mesh=Mesh(shard=self.world_size),
                 grows=True,
                 shards=self.zero_stage,
                 offload=self.offload,
@@ -71,6 +72,6 @@ class DeepSpeedTrainer(GroupTrainer):
             )
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return int(self.config.world_size)
+    def mesh(self) -> Mesh:
+        """See `GroupTrainer`: all ranks shard one copy of the model."""
+        return Mesh(shard=self.config.world_size)

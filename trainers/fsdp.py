@@ -8,6 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from agentrl.placement.footprint import TrainerLayout
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 
@@ -39,7 +40,7 @@ class FsdpTrainer(GroupTrainer):
             return replace(
                 super().layout(),
                 precision=self.dtype or "float32",
-                ranks=self.world_size,
+                mesh=Mesh(shard=self.world_size),
                 grows=True,
                 shards=3,
                 keeps_gathered=not self.reshard_after_forward,
@@ -48,6 +49,6 @@ class FsdpTrainer(GroupTrainer):
             )
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return int(self.config.world_size)
+    def mesh(self) -> Mesh:
+        """See `GroupTrainer`: all ranks shard one copy of the model."""
+        return Mesh(shard=self.config.world_size)

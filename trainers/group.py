@@ -20,6 +20,7 @@ from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.models.facts import model_facts
+from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.protocols import Loss, Recovery, Trainer, WriteWeights
 from agentrl.trainers.batch_shards import BatchShard, gather, gather_rows, shard_batch
 from agentrl.trainers.recovery_log import ReplayLog, TrainingStep
@@ -114,12 +115,12 @@ class GroupTrainer(Trainer):
         self._made: tuple[TrainBatch, Sequence[BatchShard]] | None = None
         self._starting = asyncio.Lock()
         self._saving: _Saving | None = None
-        self._attention = attention_share(model) if self.world_size > 1 else 0.0
+        self._attention = attention_share(model) if self.mesh.world_size > 1 else 0.0
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return 1
+    def mesh(self) -> Mesh:
+        """The grid of the ranks."""
+        return ONE_RANK
 
     def worker_count(self) -> WorkerCount:
         """How many ranks are alive, as far as is known. Any thread may ask."""
@@ -127,7 +128,7 @@ class GroupTrainer(Trainer):
         return WorkerCount(
             self._role,
             0 if ranks is None else len(ranks),
-            self.world_size,
+            self.mesh.world_size,
             self._supervised.restarts,
         )
 
@@ -174,10 +175,14 @@ class GroupTrainer(Trainer):
 
         async def predict(ranks: WorkerGroup) -> FloatArray:
             shards = await asyncio.to_thread(
-                shard_batch, batch, self.config, ranks=len(ranks), attention=self._attention
+                shard_batch,
+                batch,
+                self.config,
+                parts=self.mesh.data_parallel_size,
+                attention=self._attention,
             )
-            predictions = await ranks.scatter("predict", [(shard,) for shard in shards])
-            return await asyncio.to_thread(gather, batch, shards, predictions)
+            answers = await ranks.scatter("predict", [(shard,) for shard in self._by_rank(shards)])
+            return await asyncio.to_thread(gather, batch, shards, self._by_part(answers))
 
         predicted = await self._ask(predict, len(batch.tokens_S))
         self._supervised.progress()  # a reference makes no steps
@@ -192,7 +197,9 @@ class GroupTrainer(Trainer):
             by_rank
         ):  # ranks that have been restarted after a checkpoint know of no step
             return None
-        return await asyncio.to_thread(gather_rows, *self._made, self.config.minibatches, by_rank)
+        return await asyncio.to_thread(
+            gather_rows, *self._made, self.config.minibatches, self._by_part(by_rank)
+        )
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The whole float32 weights; tied weights only under their first name.
@@ -278,6 +285,15 @@ class GroupTrainer(Trainer):
         """Free bytes on the fullest of the ranks' devices."""
         return int(min(await self._ask(lambda ranks: ranks.all("free"))))
 
+    def _by_rank(self, shards: Sequence[BatchShard]) -> list[BatchShard]:
+        """The shard that each rank computes: ranks of one part of the batch have the same."""
+        mesh = self.mesh
+        return [shards[mesh.data_parallel_rank(rank)] for rank in range(mesh.world_size)]
+
+    def _by_part(self, answers: Sequence[T]) -> list[T]:
+        """The answer for each part of a batch, of the answers of all ranks."""
+        return [answers[rank] for rank in self.mesh.data_parallel_leaders]
+
     async def _make(self, ranks: WorkerGroup, step: TrainingStep) -> Mapping[str, float]:
         """Make a step on the ranks."""
         batch, loss, normalizer = step
@@ -285,12 +301,12 @@ class GroupTrainer(Trainer):
             shard_batch,
             batch,
             self.config,
-            ranks=len(ranks),
+            parts=self.mesh.data_parallel_size,
             minibatches=self.config.minibatches,
             attention=self._attention,
         )
         args = (loss, normalizer, batch.num_loss_tokens)
-        metrics = await ranks.scatter("step", [(shard, *args) for shard in shards])
+        metrics = await ranks.scatter("step", [(shard, *args) for shard in self._by_rank(shards)])
         self._made = batch, shards
         counted = [one for shard in shards for part in shard for one in part if one.counts]
         return {
@@ -350,7 +366,7 @@ class GroupTrainer(Trainer):
         """Start ranks, and bring them to the state after the steps done. They save again what they
         had not saved.
         """
-        ranks = await self._start(self._role, self._spec.make_rank, self.world_size)
+        ranks = await self._start(self._role, self._spec.make_rank, self.mesh.world_size)
         try:
             checkpoint = await self._loaded(ranks)
             done = checkpoint[0] if checkpoint else 0
@@ -367,7 +383,7 @@ class GroupTrainer(Trainer):
         """Connect new ranks; they load the model, and the checkpoint that this returns."""
         async with self._supervised.starting():
             one_machine = len(set(await ranks.all("machine"))) == 1
-            await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))
+            await ranks.all("open", self.mesh, await ranks.one("reserve", one_machine))
             checkpoint = self._log.checkpoint()
             if checkpoint is not None:
                 await ranks.all("load", checkpoint[1])

@@ -6,6 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank's number among `world_size` ranks, who meet at `address`, rank 0's "host:port"."""
+    """A rank's number on the mesh of all ranks, and where they meet."""
 
     rank: int
-    world_size: int
+    mesh: Mesh
     address: str
+    """Rank 0's "host:port"."""
     meeting: socket.socket | None = None
     """On rank 0: the socket that is bound to `address`."""

@@ -12,6 +12,7 @@ from typing import Literal
 from agentrl.models.facts import ModelFacts
 from agentrl.models.layer_facts import Kept
 from agentrl.placement.devices import DeviceKind
+from agentrl.placement.mesh import ONE_RANK, Mesh
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
@@ -42,7 +43,7 @@ _HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """How a trainer is laid out over its ranks.
+    """How a trainer is laid out over its ranks, which are a `mesh`.
 
     `shards`: what is sharded over the ranks, as in ZeRO (Rajbhandari et al. 2019, arXiv
     1910.02054): 1 the optimizer, 2 gradients too, 3 weights too. `keeps_gathered`: weights are
@@ -61,7 +62,7 @@ class TrainerLayout:
     micro_batch_tokens: int
     minibatches: int
     recompute: Recompute
-    ranks: int = 1
+    mesh: Mesh = ONE_RANK
     grows: bool = False
     shards: int = 0
     keeps_gathered: bool = False

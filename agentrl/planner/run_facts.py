@@ -102,7 +102,7 @@ def placement_request_of(config: RunConfig) -> PlacementRequest:
     return PlacementRequest(
         engines=getattr(config.cluster.settings, "engines", 1),
         tensor_parallel=engine.tensor_parallel,
-        ranks=trainer.ranks,
+        ranks=trainer.mesh.world_size,
         has_engine=engine.here,
         trainer_grows=trainer.grows,
         splits=engine.splits,

@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from agentrl.batch import TrainBatch, collate
 from agentrl.errors import ConfigError
+from agentrl.placement.mesh import ONE_RANK
 from agentrl.protocols import LossOutput
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.batch_shards import shard_batch
@@ -77,8 +78,8 @@ def found(folder: Path, batch: TrainBatch, **settings: Any) -> tuple[float, dict
     """The same by a rank of ours, and the number of its micro-batches."""
     config = LocalTrainer.Config(device="cpu", router_aux_loss_coef=COEFFICIENT, **settings)
     rank = TrainerRank(TrainerSpec(LocalTrainer.sharding, config, folder, 1, 1.0), 0)
-    rank.open(1, "")
-    ((micro_batches,),) = shard_batch(batch, config, ranks=1)
+    rank.open(ONE_RANK, "")
+    ((micro_batches,),) = shard_batch(batch, config, parts=1)
     tally = _Tally()
     rank._accumulate(micro_batches, [None] * len(micro_batches), nothing, 1.0, tally)
     named = rank.sharding.trainable.model.named_parameters()

@@ -40,9 +40,9 @@ def test_every_rank_does_as_much_and_every_token_is_in_one_shard(
     batch = batch_of(seed, samples)
     if batch.num_loss_tokens == 0:
         with pytest.raises(ValueError, match="no loss token"):
-            shard_batch(batch, packed(tokens), ranks=ranks, minibatches=minibatches)
+            shard_batch(batch, packed(tokens), parts=ranks, minibatches=minibatches)
         return
-    shards = shard_batch(batch, packed(tokens), ranks=ranks, minibatches=minibatches)
+    shards = shard_batch(batch, packed(tokens), parts=ranks, minibatches=minibatches)
     assert len(shards) == ranks
     assert len({tuple(len(part) for part in shard) for shard in shards}) == 1
     counted = [one.samples for shard in shards for part in shard for one in part if one.counts]
@@ -57,7 +57,7 @@ def test_predictions_of_ranks_are_gathered_in_the_order_of_the_batch(seed, sampl
     batch = batch_of(seed, samples)
     if batch.num_loss_tokens == 0:
         return
-    shards = shard_batch(batch, packed(tokens), ranks=ranks)
+    shards = shard_batch(batch, packed(tokens), parts=ranks)
     predicted = [[one.samples.rollout_logprobs_N for one in shard[0]] for shard in shards]
     assert np.array_equal(gather(batch, shards, predicted), batch.rollout_logprobs_N)
 
@@ -65,7 +65,7 @@ def test_predictions_of_ranks_are_gathered_in_the_order_of_the_batch(seed, sampl
 @given(seed=seeds, ranks=st.integers(2, 4), attention=st.sampled_from([0.0, 0.01, 1.0]))
 @settings(max_examples=20, deadline=None)
 def test_no_rank_has_more_than_one_micro_batch_more_to_compute_than_another(seed, ranks, attention):
-    shards = shard_batch(batch_of(seed, 60), packed(128), ranks=ranks, attention=attention)
+    shards = shard_batch(batch_of(seed, 60), packed(128), parts=ranks, attention=attention)
     loads = [sum(one.cost(attention) for one in shard[0] if one.counts) for shard in shards]
     largest = max(one.cost(attention) for shard in shards for one in shard[0])
     assert max(loads) - min(loads) <= largest + 1e-6
@@ -85,7 +85,7 @@ def test_a_long_sample_costs_more_than_short_ones_of_as_many_tokens():
 
 def test_one_rank_gets_everything():
     batch = batch_of(1, 20)
-    (shard,) = shard_batch(batch, packed(10**6), ranks=1)
+    (shard,) = shard_batch(batch, packed(10**6), parts=1)
     (micro_batch,) = shard[0]
     assert sorted(micro_batch.numbers_M) == list(range(20))
 
@@ -128,7 +128,7 @@ def test_rows_of_numbers_come_back_in_the_order_of_the_batch(seed, samples, rank
     batch = batch_of(seed, samples)
     assume(batch.num_loss_tokens > 0)
     numbered = replace(batch, advantages_N=np.arange(batch.num_loss_tokens, dtype=np.float32))
-    shards = shard_batch(numbered, packed(64), ranks=ranks, minibatches=minibatches)
+    shards = shard_batch(numbered, packed(64), parts=ranks, minibatches=minibatches)
     pairs = [
         [
             np.stack([one.samples.advantages_N, -one.samples.advantages_N])

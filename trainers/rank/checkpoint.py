@@ -140,7 +140,7 @@ class Snapshot:
         """The state after `step` steps, to be copied before it changes. All ranks have to call it
         at the same time.
         """
-        rank, ranks = sharding.rank, sharding.ranks
+        rank, ranks = sharding.rank, sharding.mesh.world_size
 
         def tensors(
             folder: str, stem: str, stored: Sequence[Stored], parts: Mapping[str, Part]

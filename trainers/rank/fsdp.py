@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
@@ -44,12 +45,12 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     config = cast("FsdpTrainer.Config", spec.config)
     device = join(rank_info)
     model, trainable, origin = make_model(spec)
-    _shard(model, config, device, rank_info.world_size)
+    _shard(model, config, device, rank_info.mesh)
     home = torch.device("cpu") if config.optimizer_offload else device
     _take_memory(model, home, device)
     sharding = FullyShard(
         rank_info.rank,
-        rank_info.world_size,
+        rank_info.mesh,
         device,
         home,
         model,
@@ -62,14 +63,14 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
 
 
 def _shard(
-    model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int
+    model: Predictor, config: "FsdpTrainer.Config", device: torch.device, mesh: Mesh
 ) -> None:
     """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied
     weights stay tied.
     """
     low = in_bfloat16(config, device)
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (world_size,)),
+        "mesh": init_device_mesh(device.type, (mesh.shard,)),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
         ),
@@ -118,7 +119,7 @@ class FullyShard:
     """`Sharding` with FSDP2. `home`: the device of its shards while it is awake."""
 
     rank: int
-    ranks: int
+    mesh: Mesh
     device: torch.device
     home: torch.device
     model: Predictor
@@ -228,6 +229,6 @@ class FullyShard:
         """FSDP gives each rank the same number of rows, as far as there are enough."""
         if not isinstance(tensor, DTensor):
             return Part(tensor.shape, 0, tensor.detach(), replicated=True)
-        rows = -(-tensor.shape[0] // self.ranks)
+        rows = -(-tensor.shape[0] // self.mesh.shard)
         start = min(self.rank * rows, tensor.shape[0]) * tensor.shape[1:].numel()
         return Part(tensor.shape, start, tensor.to_local().detach())

@@ -100,7 +100,7 @@ class Adapters:
 
     def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
         """See `TrainableParameters`. Each rank merges some of the weights, one after another."""
-        rank, ranks = sharding.rank, sharding.ranks
+        rank, ranks = sharding.rank, sharding.mesh.world_size
         whole = {
             name: tensor.detach().cpu().clone()
             for name, tensor in sharding.whole(everywhere=True).items()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
@@ -50,7 +51,7 @@ class OneDevice:
     trainable: TrainableParameters
     optimizer: torch.optim.Optimizer
     rank: int = 0
-    ranks: int = 1
+    mesh: Mesh = ONE_RANK
 
     def prepare(self) -> None:
         """See `Sharding`."""

@@ -28,7 +28,7 @@ def join(rank_info: RankInfo) -> torch.device:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         int(port),
-        rank_info.world_size,
+        rank_info.mesh.world_size,
         is_master=meeting is not None,
         timeout=_PATIENCE,
         # A store that makes its socket itself listens on all interfaces.
@@ -38,7 +38,7 @@ def join(rank_info: RankInfo) -> torch.device:
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
         rank=rank_info.rank,
-        world_size=rank_info.world_size,
+        world_size=rank_info.mesh.world_size,
         timeout=_PATIENCE,
     )
     return device

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.tensor_files import Part
@@ -30,8 +31,8 @@ class Sharding(Protocol):
         ...
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks."""
+    def mesh(self) -> Mesh:
+        """The grid of all ranks."""
         ...
 
     @property

@@ -27,6 +27,7 @@ from agentrl.arrays import FloatArray
 from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.models.routing import Routing, balance_loss, differing
+from agentrl.placement.mesh import Mesh
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, WriteWeights, uses_entropy
 from agentrl.trainers.batch_shards import BatchShard
@@ -74,12 +75,12 @@ class TrainerRank:
         self._meeting.bind((host, 0))
         return f"{host}:{self._meeting.getsockname()[1]}"
 
-    def open(self, world_size: int, address: str) -> None:
+    def open(self, mesh: Mesh, address: str) -> None:
         """Join the other ranks, load the model, make the optimizer."""
         make = resolve_name(self._spec.sharding)
         meeting, self._meeting = self._meeting, None
         with meeting or nullcontext():  # a rank that is alone on its device does not use it
-            self._sharding = make(self._spec, RankInfo(self._rank, world_size, address, meeting))
+            self._sharding = make(self._spec, RankInfo(self._rank, mesh, address, meeting))
         if self._spec.head == "policy":
             self._routing = Routing(self.sharding.trainable.model)
 
@@ -317,7 +318,9 @@ class TrainerRank:
 
         None if nothing is balanced, or if a single pass computes all of the minibatch.
         """
-        if not self._balances or (len(micro_batches) == 1 and self.sharding.ranks == 1):
+        if not self._balances or (
+            len(micro_batches) == 1 and self.sharding.mesh.data_parallel_size == 1
+        ):
             return None
         found: list[Tensor] = []
         with torch.no_grad():

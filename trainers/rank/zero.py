@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE
+from agentrl.placement.mesh import Mesh
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
@@ -135,9 +136,9 @@ class Zero:
         return self.rank_info.rank
 
     @property
-    def ranks(self) -> int:
+    def mesh(self) -> Mesh:
         """See `Sharding`."""
-        return self.rank_info.world_size
+        return self.rank_info.mesh
 
     def prepare(self) -> None:
         """See `Sharding`."""
@@ -156,7 +157,7 @@ class Zero:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Sharding`. DeepSpeed averages over ranks, so the loss is scaled to the sum."""
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.rank_info.world_size, scale_wrt_gas=False)
+        self.engine.backward(loss * self.mesh.data_parallel_size, scale_wrt_gas=False)
 
     def sum(self, values: Tensor) -> Tensor:
         """See `Sharding`."""
