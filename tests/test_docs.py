@@ -165,6 +165,16 @@ def test_the_page_of_commands_shows_every_subcommand() -> None:
     assert shown == set(subcommands(get_command(app)))
 
 
+def test_the_changelog_has_a_version_s_changes_by_category() -> None:
+    categories = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    versions = re.split(
+        r"^## \d+\.\d+\.\d+.*$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    for version in versions[1:]:
+        found = re.findall(r"^### (\w+)$", version, re.MULTILINE)
+        assert found == [one for one in categories if one in found]
+
+
 RECORDS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 
 
