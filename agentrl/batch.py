@@ -10,9 +10,10 @@ those that `to_samples` finds too old or trained on before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ N = TypeVar("N", bound=np.generic)
 
 
 class Credits(Protocol):
-    """What the advantages of a batch come from: its groups, and the algorithm that compares their
+    """The source of a batch's advantages: its groups, and the algorithm that compares their
     members.
 
     A batch has it where its tokens cost something that is known only later, such as the distance
@@ -42,60 +43,72 @@ class Credits(Protocol):
     """
 
     def advantages(self, costs: Mapping[int, Sequence[float]]) -> Sequence[float | Sequence[float]]:
-        """The advantages of all members of all groups, by their number, when their turns have cost
-        so much.
+        """The advantages of all members of all groups, by their number, for these costs of turns.
 
         `costs`: of each turn of a member, by its number; others cost nothing.
         """
         ...
 
 
-_BY_TOKEN = (
-    "token_ids",
-    "loss_mask",
-    "rollout_logprobs",
-    "advantages",
-    "policy_versions",
-    "turn_ids",
-)
+_PER_TOKEN = {"axis": "T"}
+"""Metadata of the fields of `TrainingSample` with an entry per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
-    """One token sequence to train on. All fields become immutable arrays of equal length T.
+    """One token sequence to train on. All per-token fields become immutable arrays of length T.
 
-    Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and
-    `policy_versions` is -1. `turn_ids` is the number of a token's turn; prompt tokens belong to the
-    turn that answers them. `support`: the ids that each token was sampled from
-    (`Completion.support`); by default the whole vocabulary. `experts`: those that the engine chose
-    for each token (`Completion.experts`); by default unknown.
+    Example: the prompt `[5, 6]`, the answer `[7, 2]` with the logprobs -0.1 and -0.4 by version 3,
+    and the advantage 0.5:
 
-    `rewards`: what was earned right after a token, such as a turn's reward at its last token; by
-    default nothing. `tail_ids`: the tokens that follow the last one of a truncated trajectory
-    (`Trajectory.tail_ids`). If `continues`, the sample goes on with the trajectory of the sample
-    before it, which forked. `group` is the number of its group. `credits`: what its advantages come
-    from, if its tokens cost something; its trajectory is number `member` there.
+        token_ids          [ 5,  6,    7,    2]
+        loss_mask          [ 0,  0,    1,    1]
+        rollout_logprobs   [ 0,  0, -0.1, -0.4]
+        advantages         [ 0,  0,  0.5,  0.5]
+        policy_versions    [-1, -1,    3,    3]
+        turn_ids           [ 0,  0,    0,    0]
 
     Raises:
         ValueError: the lengths differ, there is no token, the first token carries loss (nothing
             predicts it), or a loss token's logprob or advantage is not a finite number.
     """
 
-    token_ids: IntArray
-    loss_mask: MaskArray
-    rollout_logprobs: FloatArray
-    advantages: FloatArray
-    policy_versions: IntArray
-    turn_ids: IntArray
-    support: Ragged | None = None
-    experts: Ragged | None = None
-    rewards: FloatArray | None = None
+    token_ids: IntArray = field(metadata=_PER_TOKEN)
+    """[T] Prompts, answers and the environment's replies."""
+    loss_mask: MaskArray = field(metadata=_PER_TOKEN)
+    """[T] Whether a token carries loss."""
+    rollout_logprobs: FloatArray = field(metadata=_PER_TOKEN)
+    """[T] The engine's logprobs, in nats; 0 for tokens that it has not sampled."""
+    advantages: FloatArray = field(metadata=_PER_TOKEN)
+    """[T] Advantages, in units of the reward as the algorithm scales it; 0 without loss."""
+    policy_versions: IntArray = field(metadata=_PER_TOKEN)
+    """[T] The version of the weights that sampled a token; -1 for tokens of a prompt."""
+    turn_ids: IntArray = field(metadata=_PER_TOKEN)
+    """[T] The number of a token's turn in its trajectory. A prompt belongs to the turn that answers
+    it.
+    """
+    support: Ragged | None = field(default=None, metadata=_PER_TOKEN)
+    """[T] The ids that each token was sampled from (`Completion.support`); None or an empty row for
+    the whole vocabulary.
+    """
+    experts: Ragged | None = field(default=None, metadata=_PER_TOKEN)
+    """[T] The experts that the engine chose for each token (`Completion.experts`); None or an empty
+    row if unknown.
+    """
+    rewards: FloatArray | None = field(default=None, metadata=_PER_TOKEN)
+    """[T] Rewards earned right after a token, such as a turn's at its last token; None for none."""
     truncated: bool = False
+    """Whether it ends a truncated trajectory."""
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
+    """The tokens after the end of a truncated trajectory (`Trajectory.tail_ids`)."""
     continues: bool = False
+    """Whether it continues the trajectory of the sample before it, which forked."""
     group: int = 0
+    """The number of its group in the batch."""
     credits: Credits | None = None
+    """The source of its advantages, if its tokens cost something."""
     member: int = 0
+    """The number of its trajectory in `credits`."""
 
     __eq__ = same_fields
 
@@ -107,10 +120,11 @@ class TrainingSample:
         object.__setattr__(self, "loss_mask", mask(self.loss_mask))
         if self.rewards is not None:
             object.__setattr__(self, "rewards", floats(self.rewards))
-        by_token = {
-            name: getattr(self, name) for name in (*_BY_TOKEN, "support", "experts", "rewards")
-        }
-        lengths = {name: len(values) for name, values in by_token.items() if values is not None}
+        lengths: dict[str, int] = {}
+        for of_class in fields(self):
+            values = getattr(self, of_class.name)
+            if of_class.metadata == _PER_TOKEN and values is not None:
+                lengths[of_class.name] = len(values)
         if len(set(lengths.values())) != 1 or not len(self.token_ids):
             raise ValueError(
                 "a training sample needs one or more tokens and fields of equal length, got"
@@ -132,46 +146,91 @@ class TrainingSample:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The layout of a column of `TrainBatch`. Whatever takes, joins, inserts or collects columns
+    reads it, so a new per-token number costs one field there.
+    """
+
+    axis: Literal["S", "N", "M", "J"]
+    """The dimension that the entries run over."""
+    dtype: type[np.generic] = np.int32
+    """The type of an entry, or of the values in a row."""
+    ragged: bool = False
+    """Whether the entries are rows of different lengths."""
+    source: str = ""
+    """The field of `TrainingSample` that it is collected from; "" if it is computed."""
+    inherits: bool = False
+    """Whether a new loss token has the entry of the loss token before it, rather than 0."""
+
+    def zeros(self, count: int) -> Any:
+        """`count` entries of which nothing is known."""
+        return Ragged.empty(count) if self.ragged else np.zeros(count, self.dtype)
+
+
+def _column(column: Column) -> dict[str, Column]:
+    """The metadata of a field that is a column."""
+    return {"column": column}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
     """Samples laid end to end. A trainer packs them into micro-batches
     (`agentrl/trainers/packing.py`).
 
-    `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss
-    tokens, in order. `support_N` are the ids that each loss token was sampled from; an empty row is
-    the whole vocabulary. `experts_N` are the experts that the engine chose for it; an empty row
-    where they are unknown.
+    Numbers that only matter for the loss have an entry per loss token, in order. Parts of a batch,
+    and batches that are joined or ordered, have no `credits`.
 
-    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says
-    otherwise, and 0 for what only a critic learns from again
-    (`agentrl/estimation/episode_buffer.py`). `turns_N` is the number of each token's turn in its
-    trajectory, and `rewards_N` what was earned between it and the next loss token. `trajectories_M`
-    numbers the trajectories: samples of one have the same number, and lie in order. `truncated_M`:
-    whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its
-    end. `groups_M` are the numbers of the samples' groups. `reference_logprobs_N` are the engine's
-    until the run's reference, if any, has computed its own (`agentrl/estimation/advisors.py`).
-    `credits` is what the advantages come from, where tokens cost something; `members_J` are the
-    numbers of the trajectories there. Parts of a batch, and batches that are joined or ordered,
-    have none.
+    Example: the sample of `TrainingSample` twice, as two members of a group:
+
+        tokens_S             [5, 6, 7, 2, 5, 6, 7, 2]
+        loss_mask_S          [0, 0, 1, 1, 0, 0, 1, 1]
+        lengths_M            [4, 4]
+        rollout_logprobs_N   [-0.1, -0.4, -0.1, -0.4]
+        trajectories_M       [0, 1]
+        groups_M             [0, 0]
     """
 
-    tokens_S: IntArray
-    loss_mask_S: MaskArray
-    lengths_M: IntArray
-    rollout_logprobs_N: FloatArray
-    reference_logprobs_N: FloatArray
-    advantages_N: FloatArray
-    support_N: Ragged
-    experts_N: Ragged
-    weights_N: FloatArray
-    turns_N: IntArray
-    rewards_N: FloatArray
-    trajectories_M: IntArray
-    truncated_M: MaskArray
-    tails_M: Ragged
-    groups_M: IntArray
+    tokens_S: IntArray = field(metadata=_column(Column("S", source="token_ids")))
+    """[S] Token ids of all samples."""
+    loss_mask_S: MaskArray = field(metadata=_column(Column("S", np.bool_, source="loss_mask")))
+    """[S] Whether a token carries loss."""
+    lengths_M: IntArray = field(metadata=_column(Column("M")))
+    """[M] Tokens of each sample."""
+    rollout_logprobs_N: FloatArray = field(
+        metadata=_column(Column("N", np.float32, source="rollout_logprobs"))
+    )
+    """[N] The engine's logprobs, in nats."""
+    reference_logprobs_N: FloatArray = field(metadata=_column(Column("N", np.float32)))
+    """[N] The reference's logprobs, in nats. The engine's, as the same array, until the run's
+    reference has computed its own (`agentrl/estimation/advisors.py`).
+    """
+    advantages_N: FloatArray = field(metadata=_column(Column("N", np.float32, source="advantages")))
+    """[N] Advantages, in units of the reward as the algorithm scales it."""
+    support_N: Ragged = field(metadata=_column(Column("N", ragged=True, source="support")))
+    """[N] The ids that each token was sampled from; an empty row is the whole vocabulary."""
+    experts_N: Ragged = field(metadata=_column(Column("N", ragged=True, source="experts")))
+    """[N] The experts that the engine chose; an empty row where they are unknown."""
+    weights_N: FloatArray = field(metadata=_column(Column("N", np.float32)))
+    """[N] Factors of the tokens' losses: 1 unless an algorithm sets others, and 0 for tokens that
+    only a critic learns from again (`agentrl/estimation/episode_buffer.py`).
+    """
+    turns_N: IntArray = field(metadata=_column(Column("N", source="turn_ids", inherits=True)))
+    """[N] The number of each token's turn in its trajectory."""
+    rewards_N: FloatArray = field(metadata=_column(Column("N", np.float32)))
+    """[N] Rewards earned between a loss token and the next one of its trajectory."""
+    trajectories_M: IntArray = field(metadata=_column(Column("M")))
+    """[M] Numbers of the samples' trajectories. Samples of one trajectory lie in order."""
+    truncated_M: MaskArray = field(metadata=_column(Column("M", np.bool_, source="truncated")))
+    """[M] Whether a sample ends a truncated trajectory."""
+    tails_M: Ragged = field(metadata=_column(Column("M", ragged=True, source="tail_ids")))
+    """[M] The tokens after the end of a truncated trajectory."""
+    groups_M: IntArray = field(metadata=_column(Column("M", source="group")))
+    """[M] Numbers of the samples' groups."""
     credits: Credits | None = None
-    members_J: IntArray = field(default_factory=lambda: ints(()))
+    """The source of the advantages, where tokens cost something."""
+    members_J: IntArray = field(default_factory=lambda: ints(()), metadata=_column(Column("J")))
+    """[J] The numbers of the trajectories in `credits`; empty without."""
 
     @property
     def num_samples(self) -> int:
@@ -249,44 +308,33 @@ class TrainBatch:
     def lengthened(self, tokens_M: Ragged) -> "TrainBatch":
         """The batch with more tokens at the ends of its samples. They carry no loss."""
         at_S = np.repeat(np.cumsum(self.lengths_M), tokens_M.lengths)
-        return replace(
-            self,
-            tokens_S=np.insert(self.tokens_S, at_S, tokens_M.values),
-            loss_mask_S=np.insert(self.loss_mask_S, at_S, np.False_),
-            lengths_M=self.lengths_M + tokens_M.lengths,
-        )
+        inserted: dict[str, Any] = {}
+        for name, column in columns("S").items():
+            new = tokens_M.values if name == "tokens_S" else column.zeros(len(at_S))
+            inserted[name] = np.insert(getattr(self, name), at_S, new)
+        return replace(self, **inserted, lengths_M=self.lengths_M + tokens_M.lengths)
 
     def with_loss_on(self, loss_mask_S: MaskArray) -> "TrainBatch":
-        """The same tokens, of which others carry loss. What is known of those that stay is kept.
+        """The same tokens, of which others carry loss. The numbers of those that stay are kept.
 
-        Of new ones nothing is known, so their numbers are 0. They belong to the turn of the loss
-        token before them.
+        The numbers of new ones are 0, and they belong to the turn of the loss token before them.
         """
         stay_N, kept_N = self.loss_mask_S[loss_mask_S], loss_mask_S[self.loss_mask_S]
         before_N = np.cumsum(self.loss_mask_S)[loss_mask_S] - 1
 
-        def moved(values_N: npt.NDArray[N]) -> npt.NDArray[N]:
-            found_N = np.zeros(len(stay_N), values_N.dtype)
-            found_N[stay_N] = values_N[kept_N]
-            return found_N
+        def move(column: Column, values_N: Any) -> Any:
+            if column.ragged:
+                kept = kept_N[values_N.row_of_value()]
+                return Ragged(values_N.values[kept], move(Column("N"), values_N.lengths))
+            if column.inherits:
+                # Before the first loss token the index is -1: the 0 that is appended.
+                return np.append(values_N, column.dtype(0))[before_N]
+            moved_N = column.zeros(len(stay_N))
+            moved_N[stay_N] = values_N[kept_N]
+            return moved_N
 
-        def moved_rows(rows_N: Ragged) -> Ragged:
-            return Ragged(rows_N.values[kept_N[rows_N.row_of_value()]], moved(rows_N.lengths))
-
-        rollout_logprobs_N = moved(self.rollout_logprobs_N)
-        asked = self.reference_logprobs_N is not self.rollout_logprobs_N
-        return replace(
-            self,
-            loss_mask_S=loss_mask_S,
-            rollout_logprobs_N=rollout_logprobs_N,
-            reference_logprobs_N=moved(self.reference_logprobs_N) if asked else rollout_logprobs_N,
-            advantages_N=moved(self.advantages_N),
-            support_N=moved_rows(self.support_N),
-            experts_N=moved_rows(self.experts_N),
-            weights_N=moved(self.weights_N),
-            turns_N=np.append(self.turns_N, np.int32(0))[before_N],
-            rewards_N=moved(self.rewards_N),
-        )
+        moved = self._map("N", move)
+        return replace(self, loss_mask_S=loss_mask_S, **moved)
 
     @classmethod
     def joined(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
@@ -298,35 +346,24 @@ class TrainBatch:
         begins_M = np.append(False, np.diff(trajectories_M) != 0)
         begins_M[np.cumsum([part.num_samples for part in parts])[:-1]] = True
 
-        def laid(values: Callable[["TrainBatch"], npt.NDArray[N]]) -> npt.NDArray[N]:
-            return np.concatenate([values(part) for part in parts])
-
-        return cls(
-            tokens_S=laid(lambda part: part.tokens_S),
-            loss_mask_S=laid(lambda part: part.loss_mask_S),
-            lengths_M=laid(lambda part: part.lengths_M),
-            rollout_logprobs_N=laid(lambda part: part.rollout_logprobs_N),
-            reference_logprobs_N=laid(lambda part: part.reference_logprobs_N),
-            advantages_N=laid(lambda part: part.advantages_N),
-            support_N=Ragged.joined([part.support_N for part in parts]),
-            experts_N=Ragged.joined([part.experts_N for part in parts]),
-            weights_N=laid(lambda part: part.weights_N),
-            turns_N=laid(lambda part: part.turns_N),
-            rewards_N=laid(lambda part: part.rewards_N),
-            trajectories_M=np.cumsum(begins_M, dtype=np.int32),
-            truncated_M=laid(lambda part: part.truncated_M),
-            tails_M=Ragged.joined([part.tails_M for part in parts]),
-            groups_M=np.concatenate(
-                [part.groups_M + first for part, first in zip(parts, firsts, strict=True)]
-            ),
+        laid: dict[str, Any] = {}
+        for name, column in columns("S", "N", "M").items():
+            of_parts = [getattr(part, name) for part in parts]
+            laid[name] = Ragged.joined(of_parts) if column.ragged else np.concatenate(of_parts)
+        laid["trajectories_M"] = np.cumsum(begins_M, dtype=np.int32)
+        laid["groups_M"] = laid["groups_M"] + np.repeat(
+            firsts, [part.num_samples for part in parts]
         )
+        return cls(**laid)
 
     def ordered(self, samples: Sequence[int]) -> "TrainBatch":
         """The same samples in another order, given by their indices."""
-        of_M = [slice(number, number + 1) for number in samples]
-        return self._taken(
-            _pieces(self.lengths_M, samples), of_M, _pieces(self.loss_tokens_M, samples)
-        )
+        pieces = {
+            "S": _pieces(self.lengths_M, samples),
+            "M": [slice(number, number + 1) for number in samples],
+            "N": _pieces(self.loss_tokens_M, samples),
+        }
+        return self._take(pieces)
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
         """Split into parts of `counts` consecutive samples, which are views of the same memory."""
@@ -336,36 +373,45 @@ class TrainBatch:
             np.cumsum(self.loss_tokens_M)[lasts - 1],
         )
         return [
-            self._taken([slice(*of_S)], [slice(first, last)], [slice(*of_N)])
+            self._take({"S": [slice(*of_S)], "M": [slice(first, last)], "N": [slice(*of_N)]})
             for (first, last), of_S, of_N in zip(
                 _borders(lasts), _borders(ends_S), _borders(ends_N), strict=True
             )
         ]
 
-    def _taken(
-        self, of_S: Sequence[slice], of_M: Sequence[slice], of_N: Sequence[slice]
-    ) -> "TrainBatch":
-        rollout_logprobs_N = _take(self.rollout_logprobs_N, of_N)
-        asked = self.reference_logprobs_N is not self.rollout_logprobs_N
-        return TrainBatch(
-            tokens_S=_take(self.tokens_S, of_S),
-            loss_mask_S=_take(self.loss_mask_S, of_S),
-            lengths_M=_take(self.lengths_M, of_M),
-            rollout_logprobs_N=rollout_logprobs_N,
-            reference_logprobs_N=(
-                _take(self.reference_logprobs_N, of_N) if asked else rollout_logprobs_N
-            ),
-            advantages_N=_take(self.advantages_N, of_N),
-            support_N=self.support_N.take(of_N),
-            experts_N=self.experts_N.take(of_N),
-            weights_N=_take(self.weights_N, of_N),
-            turns_N=_take(self.turns_N, of_N),
-            rewards_N=_take(self.rewards_N, of_N),
-            trajectories_M=_take(self.trajectories_M, of_M),
-            truncated_M=_take(self.truncated_M, of_M),
-            tails_M=self.tails_M.take(of_M),
-            groups_M=_take(self.groups_M, of_M),
-        )
+    def _take(self, pieces: Mapping[str, Sequence[slice]]) -> "TrainBatch":
+        """The entries of several slices of each axis, one slice after another."""
+
+        def take(column: Column, values: Any) -> Any:
+            if column.ragged:
+                return values.take(pieces[column.axis])
+            return _take(values, pieces[column.axis])
+
+        return TrainBatch(**self._map("S", take), **self._map("M", take), **self._map("N", take))
+
+    def _map(self, axis: str, change: Callable[[Column, Any], Any]) -> dict[str, Any]:
+        """The changed columns of an axis, by name. Columns that are the same array stay so: as long
+        as no reference was asked, its logprobs cost nothing.
+        """
+        changed: dict[str, Any] = {}
+        by_array: dict[int, Any] = {}
+        for name, column in columns(axis).items():
+            values = getattr(self, name)
+            if id(values) not in by_array:
+                by_array[id(values)] = change(column, values)
+            changed[name] = by_array[id(values)]
+        return changed
+
+
+@cache
+def columns(*axes: str) -> Mapping[str, Column]:
+    """The columns of `TrainBatch` that run over these axes, by name."""
+    by_name: dict[str, Column] = {}
+    for of_class in fields(TrainBatch):
+        column = of_class.metadata.get("column")
+        if column is not None and column.axis in axes:
+            by_name[of_class.name] = column
+    return by_name
 
 
 def equal_parts(loss_tokens_M: Sequence[int] | IntArray, count: int) -> list[int]:
@@ -499,66 +545,64 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     Raises:
         ValueError: `samples` is empty.
     """
-    tokens_S, loss_mask_S, rewards_S = Growing(np.int32), Growing(np.bool_), Growing(np.float32)
-    rollout_logprobs_N, advantages_N, turns_N = (
-        Growing(np.float32),
-        Growing(np.float32),
-        Growing(np.int32),
-    )
-    supports, experts = _GrowingRows(), _GrowingRows()
-    lengths_M, begins_M, truncated_M, tails_M, groups_M, members_M = [], [], [], [], [], []
+    sourced = {name: each for name, each in columns("S", "N", "M").items() if each.source}
+    collected: dict[str, Any] = {name: _collector(column) for name, column in sourced.items()}
+    rewards_S = Growing(np.float32)
+    lengths_M: list[int] = []
+    begins_M: list[bool] = []
+    members_M: list[int] = []
     credits_: Credits | None = None
     for sample in samples:  # one at a time: a step's samples are larger than its batch
-        tokens_S.append(sample.token_ids)
-        loss_mask_S.append(sample.loss_mask)
-        rewards_S.append(
-            np.zeros(len(sample.token_ids), np.float32)
-            if sample.rewards is None
-            else sample.rewards
-        )
-        rollout_logprobs_N.append(sample.rollout_logprobs[sample.loss_mask])
-        advantages_N.append(sample.advantages[sample.loss_mask])
-        turns_N.append(sample.turn_ids[sample.loss_mask])
-        supports.append(_of_loss_tokens(sample.support, sample.loss_mask))
-        experts.append(_of_loss_tokens(sample.experts, sample.loss_mask))
+        for name, column in sourced.items():
+            values = getattr(sample, column.source)
+            if column.axis == "N":
+                values = _at_loss_tokens(values, sample.loss_mask)
+            collected[name].append(values)
+        zeros_T = np.zeros(len(sample.token_ids), np.float32)
+        rewards_S.append(zeros_T if sample.rewards is None else sample.rewards)
         lengths_M.append(len(sample.token_ids))
         begins_M.append(not sample.continues)
-        truncated_M.append(sample.truncated)
-        tails_M.append(sample.tail_ids)
-        groups_M.append(sample.group)
         members_M.append(sample.member)
         credits_ = sample.credits
     if not lengths_M:
         raise ValueError(
             "there is no sample to collate: a batch needs at least one trainable trajectory"
         )
-    logprobs_N, trajectories_M = (
-        rollout_logprobs_N.values,
-        np.cumsum([True, *begins_M[1:]], dtype=np.int32) - 1,
-    )
-    firsts_M = zip(members_M, [True, *begins_M[1:]], strict=True)
-    members_J = [member for member, begins in firsts_M if begins and credits_ is not None]
+    begins_M[0] = True
+    trajectories_M = np.cumsum(begins_M, dtype=np.int32) - 1
+    members_J: list[int] = []
+    if credits_ is not None:
+        members_J = [member for member, begins in zip(members_M, begins_M, strict=True) if begins]
+    laid = {name: _collected(column, collected[name]) for name, column in sourced.items()}
+    trajectories_S = np.repeat(trajectories_M, lengths_M)
     return TrainBatch(
-        tokens_S.values,
-        loss_mask_S.values,
-        ints(lengths_M),
-        logprobs_N,
-        logprobs_N,
-        advantages_N.values,
-        supports.rows,
-        experts.rows,
-        floats(np.ones(len(logprobs_N))),
-        turns_N.values,
-        _after_loss_tokens(
-            rewards_S.values, loss_mask_S.values, np.repeat(trajectories_M, lengths_M)
-        ),
-        ints(trajectories_M),
-        mask(truncated_M),
-        Ragged.of(tails_M),
-        ints(groups_M),
-        credits_,
-        ints(members_J),
+        **laid,
+        lengths_M=ints(lengths_M),
+        reference_logprobs_N=laid["rollout_logprobs_N"],
+        weights_N=floats(np.ones(len(laid["rollout_logprobs_N"]))),
+        rewards_N=_after_loss_tokens(rewards_S.values, laid["loss_mask_S"], trajectories_S),
+        trajectories_M=ints(trajectories_M),
+        credits=credits_,
+        members_J=ints(members_J),
     )
+
+
+def _collector(column: Column) -> Any:
+    """An empty container that the values of a column are appended to, a sample at a time."""
+    if column.axis == "M":
+        return []
+    return _GrowingRows() if column.ragged else Growing(column.dtype)
+
+
+def _collected(column: Column, collector: Any) -> Any:
+    """The column, of all that its collector has."""
+    if column.axis != "M":
+        return collector.values
+    if column.ragged:
+        return Ragged.of(collector)
+    array = np.array(collector, column.dtype)
+    array.flags.writeable = False
+    return array
 
 
 def _after_loss_tokens(
@@ -589,15 +633,18 @@ class _GrowingRows:
         self._lengths.append(rows.lengths)
 
     @property
-    def rows(self) -> Ragged:
+    def values(self) -> Ragged:
         return Ragged(self._values.values, self._lengths.values)
 
 
-def _of_loss_tokens(rows_T: Ragged | None, loss_mask_T: MaskArray) -> Ragged:
-    if rows_T is None:
+def _at_loss_tokens(values_T: Any, loss_mask_T: MaskArray) -> Any:
+    """The entries of the loss tokens; of rows that are None, empty ones."""
+    if values_T is None:
         return Ragged.empty(int(loss_mask_T.sum()))
-    kept = loss_mask_T[rows_T.row_of_value()]
-    return Ragged(rows_T.values[kept], rows_T.lengths[loss_mask_T])
+    if isinstance(values_T, Ragged):
+        kept = loss_mask_T[values_T.row_of_value()]
+        return Ragged(values_T.values[kept], values_T.lengths[loss_mask_T])
+    return values_T[loss_mask_T]
 
 
 def _take(values: npt.NDArray[N], pieces: Sequence[slice]) -> npt.NDArray[N]:

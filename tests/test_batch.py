@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.arrays import Ragged
-from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
+from agentrl.batch import TrainBatch, TrainingSample, collate, columns, to_samples
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
 logprobs = st.floats(-20, 0, width=32)
@@ -356,3 +356,40 @@ def test_tokens_before_the_oldest_version_are_context_and_all_others_carry_loss(
         ):
             assert mask == (version >= max(oldest, 0))
             assert advantage == 2.0 * mask
+
+
+@given(sample_lists, st.integers(0, 99))
+def test_every_column_follows_its_axis_when_samples_are_cut_joined_ordered_and_lengthened(
+    listed: list[TrainingSample], seed: int
+) -> None:
+    batch = collate(listed)
+    counts = {"S": len(batch.tokens_S), "M": batch.num_samples, "N": batch.num_loss_tokens}
+    order = np.random.default_rng(seed).permutation(batch.num_samples).tolist()
+    ordered, parts = batch.ordered(order), batch.split([1] * batch.num_samples)
+    back = ordered.ordered(np.argsort(order).tolist())
+    same = batch.with_loss_on(batch.loss_mask_S)
+    longer = batch.lengthened(Ragged.of([[7]] * batch.num_samples))
+    axes = columns("S", "M", "N")
+    uncovered = {field.name for field in fields(TrainBatch)} - axes.keys()
+    assert uncovered == {"credits", "members_J"}, "a field without an axis is in no part of a batch"
+    joined = TrainBatch.joined(parts)
+    for name, column in axes.items():
+        values = getattr(batch, name)
+        assert name.endswith(f"_{column.axis}")
+        assert len(values) == counts[column.axis]
+        assert sum(len(getattr(part, name)) for part in parts) == len(values)
+        for other in (back, same):
+            assert np.array_equal(_flat(getattr(other, name)), _flat(values)), name
+        if name not in ("trajectories_M", "groups_M"):  # these are numbered anew
+            assert np.array_equal(_flat(getattr(joined, name)), _flat(values)), name
+        added = batch.num_samples if column.axis == "S" else 0
+        assert len(getattr(longer, name)) == len(values) + added
+    assert longer.loss_tokens_M.tolist() == batch.loss_tokens_M.tolist()
+    assert longer.lengths_M.tolist() == (batch.lengths_M + 1).tolist()
+
+
+def _flat(values: np.ndarray | Ragged) -> np.ndarray:
+    """The values of a column, and the lengths of its rows if it has rows."""
+    if isinstance(values, Ragged):
+        return np.concatenate([values.values, values.lengths])
+    return values

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.arrays import Ragged, floats
-from agentrl.batch import TrainBatch
+from agentrl.arrays import Ragged
+from agentrl.batch import TrainBatch, columns
 from agentrl.errors import CheckpointError
 
 REPLAY_FOLDER = "replay"
@@ -30,8 +30,8 @@ _KEPT = (
     "truncated_M",
     "groups_M",
 )
-"""What a critic needs of a batch, besides `tails_M`. Logprobs, advantages and supports are the
-policy's.
+"""The columns of a batch that a critic needs, besides `tails_M`. Logprobs, advantages and supports
+are the policy's.
 """
 
 
@@ -146,18 +146,8 @@ class Replay:
 
 
 def _batch(kept: Mapping[str, Any], tails_M: Ragged) -> TrainBatch:
-    count = len(kept["turns_N"])
-    zeros_N = floats(np.zeros(count))
-    return TrainBatch(
-        **kept,
-        tails_M=tails_M,
-        rollout_logprobs_N=zeros_N,
-        reference_logprobs_N=zeros_N,
-        advantages_N=zeros_N,
-        support_N=Ragged.empty(count),
-        experts_N=Ragged.empty(count),
-        weights_N=zeros_N,
-    )
+    blank = {name: column.zeros(len(kept["turns_N"])) for name, column in columns("N").items()}
+    return TrainBatch(**{**blank, **kept, "tails_M": tails_M})
 
 
 def _trajectories_in(batch: TrainBatch) -> int:
