@@ -2,34 +2,24 @@
 a surrogate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.algorithms.surrogates import SURROGATES, SurrogateSettings
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
 from agentrl.protocols import AlgorithmOffers, LossOutput, LossTokens, MemberAdvantage
-from agentrl.settings.base import Settings
 from agentrl.trajectory import Failed, Group
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class PolicyLoss(Settings):
-    """Clipping, importance weights, extra terms and divisor of the loss."""
-
-    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """A token's ratio below 1 - clip_low gains nothing more from falling."""
-
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """A token's ratio above 1 + clip_high gains nothing more from rising."""
-
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss for a negative advantage, as a multiple of the advantage; none by default.
-    """
+class PolicyLoss(SurrogateSettings):
+    """Surrogate, importance weights, extra terms and divisor of the loss."""
 
     importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Largest weight of the correction from the engine's distribution to the trainer's; none: no
@@ -99,9 +89,7 @@ class PolicyLoss(Settings):
 
 
 class PolicyAlgorithm:
-    """What all policy gradients share: everything but the advantages, and the surrogate of
-    `clipped` by default.
-    """
+    """A policy gradient: the loss around a surrogate. A subclass adds its advantages."""
 
     Config: type[PolicyLoss] = PolicyLoss
     config: PolicyLoss
@@ -125,18 +113,10 @@ class PolicyAlgorithm:
         raise NotImplementedError
 
     def surrogate(self, logprobs_N: "Tensor", tokens: LossTokens) -> "Tensor":
-        """What the policy is to increase, for each token, without importance weights."""
-        from agentrl.algorithms.losses import clipped
-
-        own = self.config
-        ratio_N = (logprobs_N - tokens.old_logprobs_N).exp()
-        return clipped(ratio_N, tokens.advantages_N, own.clip_low, own.clip_high, own.dual_clip)
-
-    def cut(self, logprobs_N: "Tensor", tokens: LossTokens) -> Mapping[str, "Tensor"]:
-        """Metrics of each token: what the surrogate cuts of its gradient."""
-        from agentrl.algorithms.losses import cut_by_gradient
-
-        return cut_by_gradient(self.surrogate, logprobs_N, tokens)
+        """The objective of each token, of shape N, without importance weights: what the policy is
+        to increase.
+        """
+        return SURROGATES[self.config.surrogate].objective(self.config, logprobs_N, tokens)
 
     def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """The loss of each token: the weighted surrogate, negated, the entropy bonus and the KL
@@ -158,7 +138,7 @@ class PolicyAlgorithm:
         metrics = policy_metrics(
             logprobs_N, tokens, own.importance_cap, own.importance_level, own.importance_floor
         )
-        metrics |= self.cut(logprobs_N, tokens)
+        metrics |= SURROGATES[own.surrogate].cuts(own, logprobs_N, tokens)
         # These terms are expectations over tokens of the policy that is trained; their tokens come
         # from an older one.
         current_N = weight_N * (logprobs_N.detach() - tokens.old_logprobs_N).exp()

@@ -39,6 +39,10 @@ ALGORITHMS = (
 )
 FACTORS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "algorithm": {name: (f"algorithm.name={name}",) for name in ALGORITHMS.split()},
+    "surrogate": {
+        "default": (),
+        **{name: (f"algorithm.surrogate={name}",) for name in ("ppo", "gspo", "cispo", "sapo")},
+    },
     "env": {
         "stopping": (f"env={{{_STOPPING}}}",),
         "bandit": (f"env={{{_BANDIT.replace('label: other, ', '')}}}",),
@@ -382,6 +386,7 @@ _DEFAULTS: Mapping[str, Sequence[Row]] = {
     ),
     "normalizer": (
         {"algorithm": "gspo", "is": "trajectories"},
+        {"algorithm": _WEIGHED, "surrogate": "gspo", "is": "trajectories"},
         {"algorithm": _WEIGHED, "is": "tokens"},
     ),
 }
@@ -393,9 +398,10 @@ def spelled(row: Row) -> Row:
     found = dict(row)
     for factor, cases in _DEFAULTS.items():
         for case in cases:
-            if value(found, factor) == "default" and value(row, "algorithm") in case[
-                "algorithm"
-            ].split("|"):
+            fits = all(
+                value(row, key) in labels.split("|") for key, labels in case.items() if key != "is"
+            )
+            if value(found, factor) == "default" and fits:
                 found[factor] = case["is"]
     return found
 

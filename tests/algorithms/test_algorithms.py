@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
-from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.grpo import Grpo, Rloo
 from agentrl.algorithms.losses import cross_entropy, negative_entropy, reference_penalty
+from agentrl.algorithms.named import CISPO, GSPO, SAPO, NamedPair
+from agentrl.algorithms.reinforce import Reinforce
 from agentrl.algorithms.sft import RejectionSampling, Sft
-from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.protocols import LossOutput, LossTokens, uses_entropy
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
@@ -216,7 +217,7 @@ def test_importance_weights_may_be_masked_or_shared_by_a_sample() -> None:
     ) == pytest.approx([0.0, 0.0, 4.0])
 
 
-@pytest.mark.parametrize("algorithm", [Grpo, Gspo, Cispo, Sapo])
+@pytest.mark.parametrize("algorithm", [Grpo, GSPO, CISPO, SAPO])
 @given(
     st.lists(
         st.tuples(st.floats(-1, 1), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=8
@@ -249,7 +250,7 @@ def test_what_is_called_clipped_has_no_gradient_and_nothing_else_has_none(
         for ratio, is_cut in zip(log_ratios, (cut[1] + cut[2]).tolist(), strict=True)
         if is_cut
     )
-    assert algorithm in (Grpo, Gspo) or not silent.any()
+    assert algorithm in (Grpo, GSPO) or not silent.any()
 
 
 def test_the_clip_of_a_sample_counts_its_tokens_by_their_common_ratio() -> None:
@@ -259,10 +260,10 @@ def test_the_clip_of_a_sample_counts_its_tokens_by_their_common_ratio() -> None:
     tokens = tokens_of([0.0] * 6, [0.0] * 6, [1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
     tokens = replace(tokens, segments_N=torch.tensor([0, 0, 1, 1, 2, 2]))
     logprobs = torch.tensor([log(2), log(0.5), log(2), log(2), log(2), log(2)], dtype=torch.float64)
-    metrics = Gspo(Gspo.Config()).loss(logprobs, tokens).metrics
+    metrics = GSPO(GSPO.Config()).loss(logprobs, tokens).metrics
     assert metrics["clipped_high"].tolist() == [0, 0, 1, 1, 0, 0]
     assert metrics["clipped_low"].tolist() == metrics["clipped_dual"].tolist() == [0] * 6
-    metrics = Cispo(Cispo.Config(clip_high=0.5)).loss(logprobs, tokens).metrics
+    metrics = CISPO(CISPO.Config(clip_high=0.5)).loss(logprobs, tokens).metrics
     assert metrics["clipped_high"].tolist() == metrics["clipped_low"].tolist() == [0] * 6
     assert metrics["weight_clipped_high"].tolist() == [1, 0, 1, 1, 1, 1]
     assert metrics["weight_clipped_low"].tolist() == [0] * 6
@@ -286,17 +287,17 @@ def test_surrogates_off_policy_by_hand() -> None:
     logprobs = torch.tensor([log(3.0), log(0.5)], dtype=torch.float64, requires_grad=True)
     tokens = tokens_of([0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
     # CISPO: the weight is cut at 2, and the gradient stays.
-    loss = Cispo(Cispo.Config(clip_high=1.0)).loss(logprobs, tokens).loss_N
+    loss = CISPO(CISPO.Config(clip_high=1.0)).loss(logprobs, tokens).loss_N
     assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx([-2.0, -0.5])
     # GSPO: one ratio, sqrt(1.5), for both tokens of the sample; beyond the clip neither has a
     # gradient.
     for clip_high, gradient in ((0.3, -math.sqrt(1.5) / 2 * 2), (0.2, 0.0)):
-        loss = Gspo(Gspo.Config(clip_high=clip_high)).loss(logprobs, tokens).loss_N
+        loss = GSPO(GSPO.Config(clip_high=clip_high)).loss(logprobs, tokens).loss_N
         assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx(
             [gradient] * 2
         )
     # SAPO: the gradient is that of the ratio, times sech^2 of half its distance from 1.
-    loss = Sapo(Sapo.Config()).loss(logprobs, tokens).loss_N
+    loss = SAPO(SAPO.Config()).loss(logprobs, tokens).loss_N
     expected = [-ratio / math.cosh((ratio - 1) / 2) ** 2 for ratio in (3.0, 0.5)]
     assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx(expected)
 
@@ -507,3 +508,25 @@ def test_the_extra_terms_are_right_in_expectation_for_tokens_that_an_older_polic
     )
     (unweighted,) = torch.autograd.grad((sampled.exp() * plain).sum(), logits)
     assert float((unweighted - expected).norm() / expected.norm()) > 0.2
+
+
+@pytest.mark.parametrize("pair", [GSPO, CISPO, SAPO])
+def test_a_named_pair_is_its_advantage_with_its_surrogate(pair: NamedPair) -> None:
+    spelled = Grpo(Grpo.Config.model_validate({"surrogate": pair.surrogate}))
+    assert {**dict(pair.Config())} == {**dict(spelled.config)}
+    logprobs = torch.tensor([0.3, -0.4, 0.01], dtype=torch.float64, requires_grad=True)
+    tokens = tokens_of([0.0] * 3, [0.1, -0.2, 0.0], [1.0, 1.0, -1.0])
+    outputs = [algorithm.loss(logprobs, tokens) for algorithm in (pair(), spelled)]
+    gradients = [torch.autograd.grad(output.loss_N.sum(), logprobs)[0] for output in outputs]
+    assert torch.equal(*gradients)
+    assert outputs[0].metrics.keys() == outputs[1].metrics.keys()
+
+
+def test_a_surrogate_brings_its_defaults_and_refuses_what_is_of_another() -> None:
+    assert Rloo.Config(surrogate="cispo").clip_low == 1.0
+    assert Rloo.Config(surrogate="cispo", clip_low=0.5).clip_low == 0.5
+    assert Reinforce.Config(surrogate="gspo").normalizer == "trajectories"
+    with pytest.raises(ValidationError, match="temperature_positive is of surrogate=sapo"):
+        Rloo.Config(temperature_positive=2.0)
+    with pytest.raises(ValidationError, match="Input should be 'gspo'"):
+        GSPO.Config.model_validate({"surrogate": "cispo"})

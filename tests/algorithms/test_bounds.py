@@ -22,8 +22,8 @@ from agentrl.algorithms.advantages import (
 )
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.named import CISPO, GSPO, SAPO
 from agentrl.algorithms.reinforce import ReinforcePlusPlus, ReturnBatchNorm
-from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.arrays import floats
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 from tests.properties import examples
@@ -114,7 +114,7 @@ def group_of(turns_G: Sequence[Sequence[float]]) -> Group:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Grpo, Gspo, Cispo, Sapo, Gigpo, ReinforcePlusPlus, ReturnBatchNorm]
+    "algorithm", [Grpo, GSPO, CISPO, SAPO, Gigpo, ReinforcePlusPlus, ReturnBatchNorm]
 )
 @given(
     rewards_of_turns(),
@@ -127,7 +127,9 @@ def test_no_algorithm_has_an_advantage_beyond_the_root_of_its_numbers(
 ) -> None:
     settings = {"reward_to_go": togo, "gamma": gamma}
     settings |= (
-        {"baseline": baseline, "advantage": "group_std"} if issubclass(algorithm, Grpo) else {}
+        {"baseline": baseline, "advantage": "group_std"}
+        if issubclass(algorithm.Config, Grpo.Config)
+        else {}
     )
     made = algorithm(algorithm.Config.model_validate(settings))
     advantages = [made.advantages(group_of(turns_G))]

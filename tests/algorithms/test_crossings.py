@@ -22,9 +22,9 @@ from torch import Tensor
 from agentrl.algorithms.advantages import Comparison, compared_by_turn, returns_to_go
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.losses import by_sample
+from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.rae import RoleAdvantage
 from agentrl.algorithms.sft import RejectionSampling
-from agentrl.algorithms.surrogates import Gspo
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.oracles.estimators import cosine
@@ -328,7 +328,9 @@ def divided_by_another_spread(
     return [[a / spread for a in left] for left in left_G]
 
 
-def one_advantage_of_a_sample(self: Gspo, logprobs_N: Tensor, tokens: LossTokens) -> Tensor:
+def one_advantage_of_a_sample(
+    self: PolicyAlgorithm, logprobs_N: Tensor, tokens: LossTokens
+) -> Tensor:
     """The gradient of a sample's mean ratio, whatever its turns' advantages are."""
     ratio_N = by_sample(logprobs_N - tokens.old_logprobs_N, tokens.segments_N, "mean").exp()
     return ratio_N * tokens.advantages_N
@@ -344,7 +346,7 @@ def one_advantage_of_a_sample(self: Gspo, logprobs_N: Tensor, tokens: LossTokens
         ),
         (
             {"algorithm": "gspo", "advantage": "leave_one_out", "credit": "to go"},
-            ("agentrl.algorithms.surrogates.Gspo.surrogate", one_advantage_of_a_sample),
+            ("agentrl.algorithms.policy_loss.PolicyAlgorithm.surrogate", one_advantage_of_a_sample),
             "of the gradient is wrong",
         ),
         (

@@ -66,7 +66,12 @@ def test_a_setting_that_only_the_loss_reads_is_refused_by_its_name(
     tmp_path: Path, name: str
 ) -> None:
     settings = plugins.load("algorithms", name).Config.model_fields
-    of_loss = [setting for setting in PolicyLoss.model_fields if setting in settings]
+    of_surrogate = {"surrogate", "temperature_positive", "temperature_negative"}
+    of_loss = [
+        setting
+        for setting in PolicyLoss.model_fields
+        if setting in settings and setting not in of_surrogate
+    ]
     assert len(of_loss) > 5
     for setting in of_loss:
         with pytest.raises(ConfigError, match=rf"big sets algorithm\.{setting} of its own"):
@@ -75,6 +80,15 @@ def test_a_setting_that_only_the_loss_reads_is_refused_by_its_name(
     with pytest.raises(ConfigError, match=r"clip_low and algorithm\.clip_high"):
         mixed(tmp_path, {"name": name}, both)
     mixed(tmp_path, {"name": name, **both}, both)  # as for the whole run
+
+
+def test_the_surrogate_is_one_for_the_whole_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"big sets algorithm\.surrogate"):
+        mixed(tmp_path, {"name": "rloo"}, {"surrogate": "cispo"})
+    shared = {"name": "rloo", "surrogate": "cispo"}
+    mixture = mixed(tmp_path, shared, {"gamma": 0.5}).env.mixture
+    assert mixture[1].algorithm is not None
+    assert dict(mixture[1].algorithm.settings)["surrogate"] == "cispo"
 
 
 @pytest.mark.parametrize(
