@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from agentrl.flow import SpanLog, recorded, run_steadily
+from agentrl.flow import SpanLog, record_spans, run_steadily
 from agentrl.observe.profiler import Profiler
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
@@ -92,7 +92,7 @@ def busy_seconds(
 
 def expected(steps: int) -> tuple[float, dict[str, float]]:
     """The seconds of the run and of each resource, under the virtual clock."""
-    with recorded(SpanLog()) as log:
+    with record_spans(SpanLog()) as log:
         report = world(steps).run()
     spans: dict[str, list[tuple[float, float]]] = {}
     for one in log.take():
@@ -108,7 +108,7 @@ def never_waiting(recording: bool) -> float:
     busy = World(rollout, SimulationConfig(), steps=10)
     if not recording:
         return busy.run().cpu_seconds
-    with recorded(SpanLog()):
+    with record_spans(SpanLog()):
         return busy.run().cpu_seconds
 
 

@@ -148,21 +148,22 @@ async def _first(observation: Awaitable[str]) -> ResetResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call: the text for the model, the reward, and whether the episode is
-    over.
-
-    `success`: whether the goal was reached; `None` leaves it open.
-    """
+    """The result of a tool call."""
 
     observation: str
+    """The text for the model."""
     reward: float = 0.0
+    """The reward of the call."""
     terminated: bool = False
+    """The episode is over."""
     truncated: bool = False
+    """A limit has ended the episode."""
     success: bool | None = None
+    """True if the goal was reached; `None` leaves it open."""
 
     @property
     def over(self) -> bool:
-        """Whether the episode ends here."""
+        """True if the episode ends here."""
         return self.terminated or self.truncated
 
     @property
@@ -187,17 +188,16 @@ class ToolEnv(TextEnv):
     """
 
     short_calls: bool = False
-    """Whether a message is one call in words, such as `open 42`: far fewer tokens, for models too
+    """If true, a message is one call in words, such as `open 42`: far fewer tokens, for models too
     small for JSON.
 
     Only the first parameter can be given. Set by `call_shortly`.
     """
 
     calls_made: Sequence[MadeCall] | None = None
-    """What the last step took for calls, up to the one that ended the episode: a new list for each
-    step. Rewards that watch calls see these. None where a subclass with a `step` of its own does
-    not say.
-    """
+    """The calls of the last step, up to the one that ended the episode: a new list for each step.
+    Rewards that watch calls see these. None where a subclass with a `step` of its own does not
+    say."""
 
     _specs: tuple[ToolSpec, ...] = ()
     _is_async: ClassVar[bool] = False

@@ -23,7 +23,7 @@ class Calculator(ToolEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         digits: int = Field(3, ge=1, le=9)
         """Digits of each number in the problem."""

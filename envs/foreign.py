@@ -17,9 +17,8 @@ from agentrl.distribution import install_command
 from agentrl.errors import EnvError, PluginError
 
 GLOBAL_RNG_SECONDS = 25.0
-"""How long a call waits for the global generators, in seconds: a little less than the default
-deadline of a step.
-"""
+"""Seconds that a call waits for the global generators: a little less than the default deadline of a
+step."""
 
 _installed = threading.Lock()
 _silencing = threading.Lock()
@@ -30,7 +29,7 @@ class GlobalRng:
     environment.
 
         rng = GlobalRng(seed)
-        with rng.installed():
+        with rng.install():
             game.step(action)
 
     Each environment has its own states, so that interleaved games draw the same numbers as games
@@ -43,7 +42,7 @@ class GlobalRng:
         self._numpy: Any = np.random.RandomState(seed % 2**32).get_state()
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Inside the block, the global generators continue from these states.
 
         Raises:
@@ -84,7 +83,7 @@ class _Silence:
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
     """Drop what this thread prints inside the block, but not what others print. Threads wait for
     each other.
 
@@ -111,7 +110,7 @@ def load_package(name: str) -> ModuleType:
         PluginError: it cannot be imported; the message says what to install.
     """
     try:
-        with GlobalRng(0).installed(), warnings.catch_warnings():
+        with GlobalRng(0).install(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ImportError as error:

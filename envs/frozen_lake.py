@@ -48,7 +48,7 @@ class FrozenLake(TextEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         size: int = Field(4, ge=2, le=16)
         """Cells per side."""
@@ -57,7 +57,7 @@ class FrozenLake(TextEnv):
         goal.
         """
         slippery: bool = False
-        """Whether two of three moves go sideways, as in Gymnasium's default."""
+        """If true, two of three moves go sideways, as in Gymnasium's default."""
 
     def __init__(self) -> None:
         self._lake: gymnasium.Env[int, int] | None = None

@@ -38,7 +38,7 @@ class Gem(TextEnv):
     system_prompt = "You play a game. Write each action in \\boxed{}, as the rules say."
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `gem.make`."""
@@ -57,7 +57,7 @@ class Gem(TextEnv):
 
         chosen = read_options(self.Options, options)
         self._global_rng = GlobalRng(seed)
-        with self._global_rng.installed():
+        with self._global_rng.install():
             try:
                 self._env = gem.make(self._name, **chosen.kwargs)
             except Exception as error:
@@ -76,7 +76,7 @@ class Gem(TextEnv):
         """
         if self._env is None:
             raise EnvError("no episode is being played; call reset first")
-        with self._global_rng.installed():
+        with self._global_rng.install():
             observation, reward, terminated, truncated, _ = self._env.step(action)
         reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
         if terminated or truncated:

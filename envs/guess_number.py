@@ -22,13 +22,13 @@ class GuessNumber(TextEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         high: int = Field(16, ge=1)
         """The secret number is from 1 to this one."""
         prefixes: int = Field(1, ge=1)
-        """How many prefixes the numbers of a task may have, for many more tasks: with `high` 16 and
-        the prefix 37 they are 3701 to 3716."""
+        """The number of prefixes that the numbers of a task may have, for many more tasks: with
+        `high` 16 and the prefix 37 they are 3701 to 3716."""
         max_turns: int = Field(8, ge=1)
         """Guesses before the episode is truncated; a message without a number counts as one."""
 

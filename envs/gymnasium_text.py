@@ -33,8 +33,8 @@ from pydantic import Field
 from agentrl.distribution import install_command
 from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, ToolError, read_options
-from agentrl.envs.foreign import silenced
-from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, written_out
+from agentrl.envs.foreign import silence_output
+from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, format_observation
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, OwnerOnly, StepResult
 from agentrl.settings.base import Settings
@@ -44,17 +44,19 @@ GymEnv = gymnasium.Env[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """What agentrl knows about a Gymnasium environment: words for its actions, and instructions.
-
-    `success(reward, terminated)` judges the last step of an episode; most games pay only for
-    reaching the goal. A `noisy` game prints during reset.
-    """
+    """A Gymnasium environment as agentrl knows it: words for its actions, and instructions."""
 
     actions: tuple[str, ...]
+    """The word of each action, by its number."""
     rules: str
+    """The instructions for the player."""
     describe: Callable[[GymEnv, Any], str] | None = None
+    """Describes an observation of the environment as text; by default it is written out."""
     success: Callable[[float, bool], bool] = lambda reward, terminated: terminated and reward > 0
+    """Judges the last step of an episode, by its reward and whether it terminated; most games pay
+    only for reaching the goal."""
     noisy: bool = False
+    """The game prints during reset."""
 
 
 def _describe_taxi(env: GymEnv, observation: Any) -> str:
@@ -70,12 +72,12 @@ def _describe_blackjack(env: GymEnv, observation: Any) -> str:
     return f"You have {own}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
 
 
-def _reached(reward: float, terminated: bool) -> bool:
+def _is_goal_reached(reward: float, terminated: bool) -> bool:
     """For games that terminate only at the goal and give no reward for it."""
     return terminated
 
 
-def _lasted(reward: float, terminated: bool) -> bool:
+def _is_time_limit_reached(reward: float, terminated: bool) -> bool:
     """For games that are won by lasting until the time limit."""
     return not terminated
 
@@ -89,7 +91,7 @@ _LAKE = Game(
 _CLIFF = Game(
     ("up", "right", "down", "left"),
     "You are x. Reach T. Stepping on the cliff C costs 100 and takes you back to the start.",
-    success=_reached,
+    success=_is_goal_reached,
 )
 GAMES: Mapping[str, Game] = {
     "FrozenLake": _LAKE,
@@ -112,20 +114,20 @@ GAMES: Mapping[str, Game] = {
         "Keep the pole upright. You see the cart's position and speed, then the pole's angle and"
         " speed.",
         None,
-        _lasted,
+        _is_time_limit_reached,
     ),
     "MountainCar": Game(
         ("left", "coast", "right"),
         "Drive the car up the right hill. You see its position and speed.",
         None,
-        _reached,
+        _is_goal_reached,
     ),
     "MountainCarContinuous": Game(
         (),
         "Drive the car up the right hill. You see its position and speed, and say its"
         " acceleration.",
         None,
-        _reached,
+        _is_goal_reached,
     ),
     "Pendulum": Game(
         (),
@@ -137,7 +139,7 @@ GAMES: Mapping[str, Game] = {
         "Swing the lower link above the line. You see cosine and sine of both angles, then both"
         " speeds.",
         None,
-        _reached,
+        _is_goal_reached,
     ),
     "LunarLander": Game(
         ("nothing", "left", "main", "right"), "Land between the flags by firing engines."
@@ -178,7 +180,7 @@ class GymnasiumText(TextEnv):
     system_prompt = "You play a game. Answer each turn with one of the actions told at its start."
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         id: Annotated[str, OwnerOnly()]
         """A registered Gymnasium id, such as "FrozenLake-v1" ("package:Name-v0" imports `package`
@@ -214,11 +216,11 @@ class GymnasiumText(TextEnv):
             self._env, self._game, self._reader = _make(chosen)
             self._weights = chosen.reward_weights
             self._made_of = chosen.model_copy(deep=True)
-        with silenced() if self._game.noisy else nullcontext():
+        with silence_output() if self._game.noisy else nullcontext():
             observation, _ = self._env.reset(seed=seed)
         self._over = False
         rules = f"{self._game.rules}\n" if self._game.rules else ""
-        return f"{rules}{self._reader.told}\n{_as_text(self._env, self._game, observation)}"
+        return f"{rules}{self._reader.instruction}\n{_as_text(self._env, self._game, observation)}"
 
     def step(self, action: str) -> StepResult:
         """Take the action that the one action word in the message names.
@@ -233,7 +235,7 @@ class GymnasiumText(TextEnv):
         except ToolError as mistake:
             return str(mistake), 0.0, False, False, {"success": False}
         observation, paid, terminated, truncated, _ = self._env.step(taken)
-        reward, parts = _summed(paid, self._weights)
+        reward, parts = _weigh_rewards(paid, self._weights)
         terminated, truncated = bool(terminated), bool(truncated)
         self._over = terminated or truncated
         success = self._over and self._game.success(reward, terminated)
@@ -348,7 +350,7 @@ def _register_installed() -> tuple[str, ...]:
 
 
 def _game(spec: EnvSpec, env: GymEnv) -> Game:
-    """What is known about an environment: about itself, about its package, or nothing."""
+    """The entry of an environment: its own, its package's, or an empty one."""
     family = FAMILIES.get(str(spec.entry_point).partition(".")[0])
     return GAMES.get(spec.name) or (family(env) if family else Game((), ""))
 
@@ -372,7 +374,7 @@ def _check_reward(options: Options, env: GymEnv) -> None:
     )
 
 
-def _summed(paid: Any, weights: tuple[float, ...]) -> tuple[float, dict[str, Any]]:
+def _weigh_rewards(paid: Any, weights: tuple[float, ...]) -> tuple[float, dict[str, Any]]:
     """The reward of a step, and what the info says of its parts."""
     parts = np.asarray(paid, float).reshape(-1)
     if len(parts) == 1 and not weights:
@@ -392,7 +394,7 @@ def _as_text(env: GymEnv, game: Game, observation: Any) -> str:
     if game.describe is not None:
         parts.append(game.describe(env, observation))
     elif not parts:
-        parts.append(written_out(observation))
+        parts.append(format_observation(observation))
     return "\n".join(parts)
 
 

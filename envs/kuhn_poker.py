@@ -35,7 +35,7 @@ LEGAL = {
 
 
 TIMID = {"jack": 0.05, "queen": 0.1, "king": 0.6}
-"""How often `timid_player` bets or calls."""
+"""The probability that `timid_player` bets or calls."""
 
 
 class KuhnPoker(TextEnv):
@@ -58,7 +58,7 @@ class KuhnPoker(TextEnv):
     history: tuple[str, ...]
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         hands: int = Field(1, ge=1, le=50)
         """Hands in an episode."""
@@ -67,7 +67,7 @@ class KuhnPoker(TextEnv):
         single hand, the exploitability of the policy that is trained is a metric of the run."""
 
     def enumeration(self, options: Mapping[str, Any]) -> Enumeration:
-        """How exploitable a policy is in a single hand; see `Enumerable`.
+        """The enumeration of a single hand, for a policy's exploitability; see `Enumerable`.
 
         Raises:
             ConfigError: there are several hands, or not only exact words act.
@@ -141,7 +141,7 @@ class KuhnPoker(TextEnv):
             )
 
     def _tell(self) -> str:
-        """What is new to the acting agent, and its legal words."""
+        """The acting agent's new message, and its legal words."""
         news, self._news[self.actor] = self._news[self.actor], []
         return "\n".join([*news, f"{' or '.join(LEGAL[self.history])}?".capitalize()])
 
@@ -207,9 +207,7 @@ class KuhnOracle:
 
     @cached_property
     def situations(self) -> Mapping[str, Question]:
-        """What an agent has seen in each situation, as the environment shows it, and the legal
-        words.
-        """
+        """The messages that an agent has seen in each situation, and its legal words."""
         found: dict[str, Question] = {}
         env, unseen = KuhnPoker(), set(permutations(CARDS, 2))
         for seed in count():
@@ -252,7 +250,7 @@ class KuhnOracle:
 
 
 def _question(env: KuhnPoker, seed: int, line: tuple[str, ...]) -> Question:
-    """What the agent who acts after `line` has seen by then."""
+    """The messages that the agent who acts after `line` has seen by then."""
     observation, _ = env.reset(seed=seed, options={"strict": True})
     seen = {agent: [Message("system", env.system_prompt)] for agent in AGENTS}
     for word in line:

@@ -155,7 +155,7 @@ class McpEnv(McpToolEnv):
     """An MCP server by its address. An answer without a tool call ends the episode."""
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         task: str = ""
         """The task for the model; by default the answer of the tool `setup`."""

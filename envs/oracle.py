@@ -52,7 +52,7 @@ class PlayedProblem:
     def __init__(self, root: Decision, other: float) -> None:
         self.other = other
         self.points: list[_Point] = []
-        self._add(root, (Message("system", SYSTEM_PROMPT), Message("user", asked(root))))
+        self._add(root, (Message("system", SYSTEM_PROMPT), Message("user", prompt_of(root))))
         self.best = self._worth(None)[0][0]
         """The mean return of the best policy that sees the whole conversation."""
 
@@ -143,13 +143,13 @@ class PlayedProblem:
         self.points.append(_Point(decision, messages, then))
         for a, r, action, result in _outcomes(decision):
             if result.then is not None and not result.truncated:
-                said = (Message("assistant", action.name), Message("user", asked(result.then)))
+                said = (Message("assistant", action.name), Message("user", prompt_of(result.then)))
                 then[a, r] = self._add(result.then, (*messages, *said))
         return number
 
 
-def asked(decision: Decision) -> str:
-    """What a player sees at a decision: what it is shown, and the words."""
+def prompt_of(decision: Decision) -> str:
+    """The prompt at a decision: the observation and the legal words."""
     words = " or ".join(action.name for action in decision.actions)
     return f"{decision.shown or decision.state}\n{words}?"
 
@@ -176,12 +176,12 @@ class OracleEnv(TextEnv):
     system_prompt = SYSTEM_PROMPT
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         problem: Literal["bandit", "stopping", "t_maze", "corridor", "chain", "dialogue"] = (
             "stopping"
         )
-        """Which problem of `agentrl.oracles.problems` is played."""
+        """The name of a problem in `agentrl.oracles.problems`."""
         settings: dict[str, Any] = Field(default_factory=dict)
         """The problem's own settings: the arguments of its function, such as `length` of `t_maze`.
         """
@@ -215,33 +215,33 @@ class OracleEnv(TextEnv):
         self.problem = self.enumeration(options)
         self.number = 0
         self.earned = 0.0
-        return asked(self.point.decision)
+        return prompt_of(self.point.decision)
 
     @property
     def point(self) -> _Point:
-        """Where the episode is."""
+        """The decision that the episode is at."""
         return self.problem.points[self.number]
 
     def step(self, action: str) -> StepResult:
         """Take one of the offered words; any other message ends the episode."""
         point, info = self.point, {"decision": self.number, "word": action}
         if action not in point.words:
-            return self._ended(self.problem.other, info | {"word": ""})
+            return self._final_result(self.problem.other, info | {"word": ""})
         a = point.words.index(action)
         results = point.decision.actions[a].results
         (r,) = self.rng.choices(range(len(results)), [result.probability for result in results])
         result = results[r]
         if result.then is None:
-            return self._ended(result.reward, info)
+            return self._final_result(result.reward, info)
         info["state_key"] = result.then.state
         if result.truncated:
-            _, reward, _, _, info = self._ended(result.reward, info)
-            return asked(result.then), reward, False, True, info
+            _, reward, _, _, info = self._final_result(result.reward, info)
+            return prompt_of(result.then), reward, False, True, info
         self.earned += result.reward
         self.number = point.then[a, r]
-        return asked(result.then), result.reward, False, False, info
+        return prompt_of(result.then), result.reward, False, False, info
 
-    def _ended(self, reward: float, info: dict[str, Any]) -> StepResult:
+    def _final_result(self, reward: float, info: dict[str, Any]) -> StepResult:
         success = self.earned + reward >= self.problem.best - 1e-9
         return "The episode is over.", float(reward), True, False, {**info, "success": success}
 

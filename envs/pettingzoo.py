@@ -27,13 +27,13 @@ from gymnasium import spaces
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, ToolError, plays, read_options
-from agentrl.envs.foreign import GlobalRng, load_package, silenced
+from agentrl.envs.foreign import GlobalRng, load_package, silence_output
 from agentrl.envs.spaces_text import (
     ActionReader,
     WordReader,
     action_reader,
     check_readable,
-    written_out,
+    format_observation,
 )
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, OwnerOnly, ResetResult, StepResult
@@ -45,17 +45,17 @@ MOST_LISTED = 64
 
 @dataclass(frozen=True, slots=True)
 class PettingZooGame:
-    """What agentrl knows about a game: its rules, words for its first actions, and how to show an
-    observation.
-
-    `show` gets an observation and the number of actions. `moves(env)` gives the words of the
-    actions that are possible now, where there are too many to name all.
-    """
+    """A PettingZoo game as agentrl knows it."""
 
     rules: str
+    """The rules, for the player."""
     words: tuple[str, ...] = ()
+    """Words for the first actions, by their numbers."""
     show: Callable[[Any, int], str] | None = None
+    """Describes an observation; gets it and the number of actions."""
     moves: Callable[[Any], Mapping[str, int]] | None = None
+    """The words of the actions that are possible now with their numbers, for games with too many
+    actions to name all."""
 
 
 def _board(planes: Any, actions: int, numbered: bool = False) -> str:
@@ -132,7 +132,7 @@ class PettingZoo(TextEnv):
     system_prompt = "You play a game. Answer each turn with one action, as told at its start."
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of the game's `env` or `parallel_env`."""
@@ -158,7 +158,7 @@ class PettingZoo(TextEnv):
         chosen = read_options(self.Options, options)
         module = _module(self._name)  # its import takes the global generators itself
         self._global_rng = GlobalRng(seed)
-        with self._global_rng.installed(), silenced():
+        with self._global_rng.install(), silence_output():
             if self._env is None or self._made_of != chosen.kwargs:
                 self.close()
                 self._env, self._game = _make(self._name, module, chosen.kwargs)
@@ -168,7 +168,7 @@ class PettingZoo(TextEnv):
             self._earned = dict.fromkeys(self._readers, 0.0)
             self._greeted: set[str] = set()
             self._over = False
-            return self._seen(self._env.agent_selection)
+            return self._next_message(self._env.agent_selection)
 
     def step(self, action: str) -> StepResult:
         """Take the action of the agent whose turn it is.
@@ -178,7 +178,7 @@ class PettingZoo(TextEnv):
         """
         if self._env is None or self._over:
             raise EnvError("no episode is being played; call reset first")
-        with self._global_rng.installed():
+        with self._global_rng.install():
             actor = self._env.agent_selection
             try:
                 taken = self._read(actor, action)
@@ -192,7 +192,7 @@ class PettingZoo(TextEnv):
                 any(self._env.terminations.values()),
                 any(self._env.truncations.values()),
             )
-            return self._went_on(actor, rewards) or self._ended(
+            return self._went_on(actor, rewards) or self._final_result(
                 actor, rewards, truncated and not terminated
             )
 
@@ -217,21 +217,23 @@ class PettingZoo(TextEnv):
             number = rng.choice(
                 sorted(legal) if legal is not None else range(first, first + int(space.n))
             )
-            return reader.written(number)
+            return reader.write(number)
         space.seed(rng.randrange(2**32))
-        return reader.written(space.sample())
+        return reader.write(space.sample())
 
     def _went_on(self, actor: str, rewards: Mapping[str, float]) -> StepResult | None:
         """The turn of the next agent that is still in the game; `None` if there is none."""
         while self._env.agents:
             agent = self._env.agent_selection
             if not (self._env.terminations[agent] or self._env.truncations[agent]):
-                seen, paid = self._seen(agent), rewards.get(actor, 0.0)
+                seen, paid = self._next_message(agent), rewards.get(actor, 0.0)
                 return seen, paid, False, False, {"agent": agent, "rewards": dict(rewards)}
             self._env.step(None)
         return None
 
-    def _ended(self, actor: str, rewards: Mapping[str, float], truncated: bool) -> StepResult:
+    def _final_result(
+        self, actor: str, rewards: Mapping[str, float], truncated: bool
+    ) -> StepResult:
         self._over = True
         success = {agent: earned > 0 for agent, earned in self._earned.items()}
         info = {"rewards": dict(rewards), "success": success}
@@ -253,14 +255,14 @@ class PettingZoo(TextEnv):
         first = int(getattr(self._env.action_space(agent), "start", 0))
         return {first + int(index) for index in np.flatnonzero(mask)}
 
-    def _seen(self, agent: str) -> str:
-        """What the agent is shown now; before its first turn also the rules."""
+    def _next_message(self, agent: str) -> str:
+        """The agent's present observation; before its first turn with the rules."""
         lines = []
         if agent not in self._greeted:
             self._greeted.add(agent)
             lines = [f"You are {agent}.", self._game.rules]
-            lines += [self._readers[agent].told] if self._game.moves is None else []
-        lines += [_shown(self._env, self._game, agent), self._possible(agent)]
+            lines += [self._readers[agent].instruction] if self._game.moves is None else []
+        lines += [_describe_observation(self._env, self._game, agent), self._possible(agent)]
         return "\n".join(filter(None, lines))
 
     def _possible(self, agent: str) -> str:
@@ -275,7 +277,7 @@ class PettingZoo(TextEnv):
         ):
             return ""
         listed = (
-            reader.listed(legal)
+            reader.list_words(legal)
             if isinstance(reader, WordReader)
             else ", ".join(map(str, sorted(legal)))
         )
@@ -333,7 +335,7 @@ def _make(name: str, module: ModuleType, kwargs: Mapping[str, Any]) -> tuple[Any
 
 
 def _readers(name: str, env: Any, game: PettingZooGame) -> dict[str, ActionReader]:
-    """How to read the actions of each agent; what it observes is checked too."""
+    """The action reader of each agent; checks the observation spaces, too."""
     readers = {}
     for agent in env.possible_agents:
         space, seen = env.action_space(agent), env.observation_space(agent)
@@ -347,7 +349,7 @@ def _readers(name: str, env: Any, game: PettingZooGame) -> dict[str, ActionReade
     return readers
 
 
-def _shown(env: Any, game: PettingZooGame, agent: str) -> str:
+def _describe_observation(env: Any, game: PettingZooGame, agent: str) -> str:
     """An observation, without the mask of its actions."""
     observation = env.observe(agent)
     if isinstance(observation, Mapping) and "action_mask" in observation:
@@ -356,4 +358,4 @@ def _shown(env: Any, game: PettingZooGame, agent: str) -> str:
     if game.show is not None:
         return game.show(observation, int(env.action_space(agent).n))
     drawing = env.render() if getattr(env, "render_mode", None) == "ansi" else None
-    return drawing if isinstance(drawing, str) else written_out(observation)
+    return drawing if isinstance(drawing, str) else format_observation(observation)

@@ -105,12 +105,12 @@ class Programs:
         outcome = await self._outcome(_HARNESS.format(earlier=self._kept, code=code))
         if isinstance(outcome, LimitHit):
             stopped = f"Error: the program was stopped, it used more {_USED[outcome.which]}"
-            return f"{_shown(outcome.stdout).rstrip()}\n{stopped}"
+            return f"{_shorten_output(outcome.stdout).rstrip()}\n{stopped}"
         if outcome.exit == 0:
             self._kept.append(code)
             self.printed = outcome.stdout
         ended = f"\nError: it ended with exit status {outcome.exit}" if outcome.exit else ""
-        return f"{_shown(outcome.stdout + outcome.stderr).rstrip()}{ended}"
+        return f"{_shorten_output(outcome.stdout + outcome.stderr).rstrip()}{ended}"
 
     async def _outcome(self, program: str) -> Ran | LimitHit:
         """Run a program. A lost sandbox says nothing about the program, so it is run once more."""
@@ -141,7 +141,7 @@ class PythonTool(ToolEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         level: int = Field(1, ge=1, le=5)
         """Difficulty of the question."""
@@ -152,9 +152,8 @@ class PythonTool(ToolEnv):
         largest_base: int = Field(99, ge=3, le=99_999)
         """Of the powers in problems of the kind `digit_sum`: a large one makes many more tasks."""
         short_calls: bool = False
-        """Whether tools are called in words (`answer 42`) instead of JSON, for models that are too
-        small for it.
-        """
+        """If true, tools are called in words (`answer 42`) instead of JSON, for very small
+        models."""
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
         """Limits of a run: the program and the earlier ones that it repeats."""
         allow_unsafe: Annotated[bool, OwnerOnly()] = False
@@ -231,7 +230,7 @@ except Exception as error:
 """
 
 
-def _shown(text: str) -> str:
+def _shorten_output(text: str) -> str:
     """The output as the model sees it: if it is too long, only its beginning and its end."""
     if not text.strip():
         return "(nothing was printed)"
@@ -414,7 +413,7 @@ def _primes(rng: random.Random) -> PythonProblem:
 def _change(rng: random.Random) -> PythonProblem:
     amount, coins = rng.randint(100, 500), sorted(rng.sample(range(2, 60), rng.randint(4, 6)))
     return PythonProblem(
-        f"In how many ways can {amount} cents be paid with coins of {_listed(coins)} cents? The "
+        f"In how many ways can {amount} cents be paid with coins of {_join(coins)} cents? The "
         "order does not count.",
         change,
         (amount, coins),
@@ -445,9 +444,7 @@ def _knapsack(rng: random.Random) -> PythonProblem:
     many = rng.randint(10, 15)
     weights, values = ([rng.randint(3, 40) for _ in range(many)] for _ in range(2))
     room = sum(weights) // 2
-    things = _listed(
-        [f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)]
-    )
+    things = _join([f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)])
     return PythonProblem(
         f"A bag holds a weight of {room}. Of these things, as (weight, value): {things}, what is "
         "the greatest total value that fits? There is one of each.",
@@ -461,7 +458,7 @@ def _shortest(rng: random.Random) -> PythonProblem:
     pairs = [(town, rng.randrange(town)) for town in range(1, towns)]
     pairs += [tuple(sorted(rng.sample(range(towns), 2), reverse=True)) for _ in range(towns)]  # type: ignore[misc]
     roads = [(a, b, rng.randint(5, 99)) for a, b in dict.fromkeys(pairs)]
-    lines = _listed([f"{a} to {b}: {length}" for a, b, length in roads])
+    lines = _join([f"{a} to {b}: {length}" for a, b, length in roads])
     return PythonProblem(
         f"Roads between towns 0 to {towns - 1}, both ways, with their lengths: {lines}. "
         f"How long is the shortest way from town 0 to town {towns - 1}?",
@@ -476,7 +473,7 @@ def _paths(rng: random.Random) -> PythonProblem:
     walls = rng.sample(cells, size)
     return PythonProblem(
         f"A grid of {size} x {size} cells, rows and columns from 0. These cells (row, column) are "
-        f"blocked: {_listed(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), "
+        f"blocked: {_join(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), "
         "going only right and down?",
         paths,
         (size, walls),
@@ -488,13 +485,13 @@ def _subsets(rng: random.Random) -> PythonProblem:
     total = sum(rng.sample(numbers, len(numbers) // 2))
     return PythonProblem(
         f"In how many ways can some of these numbers be chosen, so that they sum to {total}: "
-        f"{_listed(numbers)}? Equal numbers at different places are different choices.",
+        f"{_join(numbers)}? Equal numbers at different places are different choices.",
         subsets,
         (numbers, total),
     )
 
 
-def _listed(things: Sequence[object]) -> str:
+def _join(things: Sequence[object]) -> str:
     return ", ".join(map(str, things))
 
 

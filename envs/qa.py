@@ -76,7 +76,7 @@ class QuestionAnswer(ToolEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What a row of questions is. Other columns are allowed: rewards may read them."""
+        """A row of questions. Other columns are allowed: rewards may read them."""
 
         model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
@@ -86,7 +86,7 @@ class QuestionAnswer(ToolEnv):
         answer: Any = None
         """The right answer, or a list of right ones."""
         tool: Literal["none", "calculator", "python"] = "none"
-        """What the model may use before it answers."""
+        """The context that the model may use before it answers."""
         system_prompt: str = ""
         """The system message, where the prompt has none."""
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
@@ -174,11 +174,11 @@ class QuestionAnswer(ToolEnv):
 
     async def step(self, action: str) -> StepResult:
         """Run the calls of a message, or take it as the answer."""
-        played = self._play(action) if self.tools else self._answered(action)
+        played = self._play(action) if self.tools else self._final_step(action)
         observation, reward, terminated, truncated, info = await played
         return observation, reward, terminated, truncated, {**info, "success": None}
 
-    async def _answered(self, action: str) -> StepResult:
+    async def _final_step(self, action: str) -> StepResult:
         return self.reply(action).step
 
     def reply(self, text: str) -> ToolResult:

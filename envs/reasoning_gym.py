@@ -45,7 +45,7 @@ class ReasoningGym(TextEnv):
     system_prompt = "Answer the question. Write the answer alone between <answer> and </answer>."
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         size: int = Field(10_000, ge=1)
         """Questions in the data set; the seed modulo this is the number of the question. `acre`
@@ -69,11 +69,11 @@ class ReasoningGym(TextEnv):
         """
         chosen = read_options(self.Options, options)
         if self._made_of != chosen:
-            with GlobalRng(0).installed():
+            with GlobalRng(0).install():
                 self._data = _make(self._name, chosen)
             self._made_of = chosen.model_copy(deep=True)
         self._global_rng = GlobalRng(seed)  # some data sets draw from the global generators
-        with self._global_rng.installed():
+        with self._global_rng.install():
             entry: dict[str, Any] = self._data[seed % chosen.size]
         self._entry = entry
         return str(entry["question"])
@@ -87,7 +87,7 @@ class ReasoningGym(TextEnv):
         if self._entry is None:
             raise EnvError("no episode is being played; call reset first")
         entry, self._entry = self._entry, None
-        with self._global_rng.installed():
+        with self._global_rng.install():
             score = _score(self._data, _answer(action), entry)
         info = {"success": score >= 1, "answer": _gold(entry)}
         return f"Score: {score:.3g}.", score, True, False, info

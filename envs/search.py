@@ -107,24 +107,22 @@ class Search(ToolEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         level: int = Field(1, ge=1, le=5)
-        """How many facts the answer takes, each from another document. There are 16 * `level`
-        documents.
-        """
+        """The number of facts that the answer takes, each from another document. There are 16 *
+        `level` documents."""
         short_calls: bool = False
-        """Whether tools are called in words (`answer Tobin`) instead of JSON, for models that are
-        too small for it.
-        """
+        """If true, tools are called in words (`answer Tobin`) instead of JSON, for very small
+        models."""
         most: int = Field(10, ge=1, le=10)
-        """How many documents a search shows at most, whatever `k` says."""
+        """The number of documents that a search shows at most, whatever `k` says."""
         brief: bool = False
-        """Whether a search shows, of each document, the one sentence that fits best, for models
-        with a small context; otherwise its title and 12 words in a row."""
+        """If true, a search shows of each document the one sentence that fits best, for models with
+        a small context; otherwise its title and 12 words in a row."""
         names: int | None = Field(None, le=10_000)
-        """How many names the worlds of all seeds share, at least 40 * `level`, for models that are
-        too small to copy names they have never seen. By default each world invents its own."""
+        """The number of names that the worlds of all seeds share, at least 40 * `level`, for models
+        that are too small to copy unseen names. By default each world invents its own."""
 
         @field_validator("names")
         @classmethod
@@ -261,7 +259,7 @@ def hasty_player(env: Search, rng: random.Random, skill: float = 0.5) -> str:
 
 
 def _words_of_fact(document: Document, other: str) -> str:
-    """What the document says about its thing and the other one, without both names."""
+    """The document's words about its thing and the other one, without both names."""
     (sentence,) = (sentence for sentence in document.text.split(". ") if other in sentence)
     return " ".join(sentence.replace(other, "").replace(document.title, "").rstrip(" .").split())
 
@@ -287,7 +285,7 @@ def _any_call(env: Search, rng: random.Random) -> ToolCall:
 def make_world(level: int, seed: int, shared_names: int | None = None) -> SearchWorld:
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
-    things = _things(8 * level, rng, _shared(shared_names) if shared_names else None)
+    things = _things(8 * level, rng, _shared_names(shared_names) if shared_names else None)
     facts = {
         thing: [
             (relation, rng.choice([other for other in things[relation.other] if other != thing]))
@@ -307,7 +305,7 @@ def make_world(level: int, seed: int, shared_names: int | None = None) -> Search
 
 
 @cache
-def _shared(count: int) -> Sequence[str]:
+def _shared_names(count: int) -> Sequence[str]:
     """So many different names, the same for every seed."""
     rng, names = random.Random(0), dict[str, None]()
     while len(names) < count:

@@ -49,7 +49,7 @@ class Wish:
     value: int | str | bool
 
     def holds(self, room: Room) -> bool:
-        """Whether the room fulfils the wish."""
+        """True if the room fulfils the wish."""
         value = getattr(room, self.about)
         if self.about == "price":
             return bool(value <= self.value)
@@ -77,8 +77,8 @@ TOPICS: Mapping[str, str] = {
     "pets": r"\bpet|dog|\bcat|animal",
     "parking": r"parking|\bcar\b|drive|vehicle",
 }
-"""What users can wish for, and the words by which the scripted user recognises a question about it.
-"""
+"""The topics of users' wishes, and the words by which the scripted user recognises them in a
+question."""
 
 LISTED = ("price", "area")
 """Topics about which the list of rooms tells all."""
@@ -113,31 +113,29 @@ class Shop(ToolEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         level: int = Field(1, ge=1, le=5)
         """The user has `level` + 1 wishes; the house has 4 * `level` + 4 rooms. From level 3 on, a
         room that would fit is taken."""
         topics: tuple[Topic, ...] = Field(get_args(Topic), min_length=1)
-        """What the user may have wishes about."""
+        """The topics that the user may have wishes about."""
         wishes: int | None = Field(None, ge=1, le=6)
-        """How many wishes the user has, at most one for each topic; by default as the level says.
-        """
+        """The number of the user's wishes, at most one for each topic; by default that of the
+        level."""
         rooms: int | None = Field(None, ge=2, le=24)
-        """How many rooms the house has, by default as the level says. Each wish needs one, the user
-        one more.
-        """
+        """The number of rooms in the house, by default that of the level. Each wish needs one, the
+        user one more."""
         names: int = Field(24, ge=2, le=24)
         """From how many names those of the rooms are drawn: few are easier for a small model."""
         brief: bool = False
-        """Whether the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a
+        """If true, the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a
         price or an area that is no topic."""
         user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
         short_calls: bool = False
-        """Whether tools are called in words (`book Amber`) instead of JSON, for models that are too
-        small for it.
-        """
+        """If true, tools are called in words (`book Amber`) instead of JSON, for very small
+        models."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw the rooms and the wishes."""

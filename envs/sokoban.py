@@ -97,7 +97,7 @@ class Sokoban(TextEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         level: int = Field(1, ge=1, le=5)
         """From 1, one box in a room of 4 x 4, to 5, four boxes in a room of 8 x 8 with walls (see
@@ -147,18 +147,18 @@ class Sokoban(TextEnv):
         Raises:
             EnvError: no episode is being played.
         """
-        if not hasattr(self, "_puzzle") or self._solved:
+        if not hasattr(self, "_puzzle") or self._is_solved:
             raise EnvError("no episode is being played; call reset first")
         words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
         if len(words) != 1:
             return f"{self._view()}\n{_HINT}", 0.0, False, False, {"success": False}
         before = len(self._boxes & self._puzzle.goals)
         moved = self._move(*words)
-        reward = float(self._solved) + self._shaping * (
+        reward = float(self._is_solved) + self._shaping * (
             len(self._boxes & self._puzzle.goals) - before
         )
         observation = self._view() if moved else f"{self._view()}\nThat way is blocked."
-        return observation, reward, self._solved, False, {"success": self._solved}
+        return observation, reward, self._is_solved, False, {"success": self._is_solved}
 
     def render_html(self) -> str:
         """The room: walls, goals (pink), boxes (squares, green on a goal), the player (a dot)."""
@@ -174,7 +174,7 @@ class Sokoban(TextEnv):
         return [word for word in MOVES if here and way.get(_beside(self._player, word)) == here - 1]
 
     @property
-    def _solved(self) -> bool:
+    def _is_solved(self) -> bool:
         return self._boxes == self._puzzle.goals
 
     def _move(self, word: str) -> bool:
@@ -238,7 +238,7 @@ def make_puzzle(level: int, seed: int, side: int | None = None, walls: int | Non
     """The puzzle of a seed; all members of a group share it."""
     rng, shape = random.Random(seed), LEVELS[level]
     shape = replace(shape, side=side or shape.side, walls=shape.walls if walls is None else walls)
-    while (puzzle := _pulled_apart(_room(shape, rng), shape, rng)) is None:
+    while (puzzle := _pull_apart(_room(shape, rng), shape, rng)) is None:
         pass
     return puzzle
 
@@ -253,7 +253,7 @@ def _room(shape: Shape, rng: random.Random) -> frozenset[Cell]:
             return floor
 
 
-def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puzzle | None:
+def _pull_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puzzle | None:
     """Pull boxes away from the goals without repeating a position; the puzzle begins where they are
     farthest away.
 

@@ -44,13 +44,13 @@ class ActionReader(Protocol):
     """Finds the action in a message."""
 
     @property
-    def told(self) -> str:
-        """What the player is told about its actions, such as "Actions: left, right."."""
+    def instruction(self) -> str:
+        """The instruction about actions that the player gets, such as "Actions: left, right."."""
         ...
 
     @property
-    def asked(self) -> str:
-        """What an action is, such as "one of: left, right"."""
+    def description(self) -> str:
+        """The description of an action, such as "one of: left, right"."""
         ...
 
     def read(self, message: str, legal: Collection[int] | None = None) -> Any:
@@ -63,7 +63,7 @@ class ActionReader(Protocol):
         """
         ...
 
-    def written(self, action: Any) -> str:
+    def write(self, action: Any) -> str:
         """The message that names the action."""
         ...
 
@@ -78,16 +78,16 @@ class WordReader:
     first: int = 0
 
     @property
-    def told(self) -> str:
+    def instruction(self) -> str:
         """The words."""
         return f"Actions: {', '.join(self.words)}."
 
     @property
-    def asked(self) -> str:
+    def description(self) -> str:
         """Their list."""
-        return f"one of: {self.listed(None)}"
+        return f"one of: {self.list_words(None)}"
 
-    def listed(self, legal: Collection[int] | None) -> str:
+    def list_words(self, legal: Collection[int] | None) -> str:
         """The words of the legal actions."""
         return ", ".join(
             word
@@ -98,7 +98,7 @@ class WordReader:
     def read(self, message: str, legal: Collection[int] | None = None) -> int:
         """The number of the one action word in the message."""
         matched = {match.lastgroup for match in _pattern(tuple(self.words)).finditer(message)}
-        one_of = f"Answer with one of: {self.listed(legal)}."
+        one_of = f"Answer with one of: {self.list_words(legal)}."
         if len(matched) != 1:
             problem = "more than one action" if matched else "no action"
             raise ToolError(f"Your message names {problem}. {one_of}")
@@ -107,7 +107,7 @@ class WordReader:
             raise ToolError(f"{self.words[index]} is not possible now. {one_of}")
         return self.first + index
 
-    def written(self, action: Any) -> str:
+    def write(self, action: Any) -> str:
         """Its word."""
         return self.words[int(action) - self.first]
 
@@ -122,29 +122,30 @@ class NumberReader:
     whole: bool
 
     @property
-    def told(self) -> str:
-        """How many numbers, and their bounds."""
-        return f"An action is {self.asked}."
+    def instruction(self) -> str:
+        """The number of numbers, and their bounds."""
+        return f"An action is {self.description}."
 
     @property
-    def asked(self) -> str:
+    def description(self) -> str:
         """The same, as a part of a sentence."""
         bounds = list(zip(self.low, self.high, strict=True))
         kind = "whole number" if self.whole else "number"
         if len(set(bounds)) == 1:
             each = "" if len(bounds) == 1 else ", each"
-            return f"{_count(len(bounds), kind)}{each} {_between(*bounds[0])}"
-        return f"{_count(len(bounds), kind)}: {', '.join(_between(*bound) for bound in bounds)}"
+            return f"{_count(len(bounds), kind)}{each} {_bounds_text(*bounds[0])}"
+        return f"{_count(len(bounds), kind)}: {', '.join(_bounds_text(*bound) for bound in bounds)}"
 
     def read(self, message: str, legal: Collection[int] | None = None) -> Any:
         """The numbers in the message, in the shape of the space."""
         found = [float(text) for text in _NUMBER.findall(message)]
         if len(found) != len(self.low):
             raise ToolError(
-                f"Your message holds {_count(len(found), 'number')}. Answer with {self.asked}."
+                f"Your message holds {_count(len(found), 'number')}. Answer with "
+                f"{self.description}."
             )
         if self.whole and not all(map(float.is_integer, found)):
-            raise ToolError(f"Not every number is whole. Answer with {self.asked}.")
+            raise ToolError(f"Not every number is whole. Answer with {self.description}.")
         shape, dtype = self.space.shape or (), self.space.dtype
         if all(
             low <= number <= high
@@ -155,9 +156,9 @@ class NumberReader:
                 raise ToolError(f"{int(action)} is not possible now. Answer with another number.")
             if self.space.contains(action):
                 return action
-        raise ToolError(f"Not every number is within its bounds. Answer with {self.asked}.")
+        raise ToolError(f"Not every number is within its bounds. Answer with {self.description}.")
 
-    def written(self, action: Any) -> str:
+    def write(self, action: Any) -> str:
         """Its numbers."""
         return " ".join(map(str, np.asarray(action).flatten()))
 
@@ -169,12 +170,12 @@ class TextReader:
     space: spaces.Text
 
     @property
-    def told(self) -> str:
-        """How long a text is, and of what."""
-        return f"An action is {self.asked}: your whole message."
+    def instruction(self) -> str:
+        """The length of a text, and its characters."""
+        return f"An action is {self.description}: your whole message."
 
     @property
-    def asked(self) -> str:
+    def description(self) -> str:
         """The same, as a part of a sentence."""
         shortest, longest = self.space.min_length, self.space.max_length
         length = str(longest) if shortest == longest else f"{shortest} to {longest}"
@@ -189,10 +190,10 @@ class TextReader:
         """The message without the white space at its ends."""
         text = message.strip()
         if not self.space.contains(text):
-            raise ToolError(f"{text!r:.60} is no action. Answer with {self.asked}.")
+            raise ToolError(f"{text!r:.60} is no action. Answer with {self.description}.")
         return text
 
-    def written(self, action: Any) -> str:
+    def write(self, action: Any) -> str:
         """The text itself."""
         return str(action)
 
@@ -205,14 +206,14 @@ class PartsReader:
     parts: Mapping[str, ActionReader]
 
     @property
-    def told(self) -> str:
+    def instruction(self) -> str:
         """The lines."""
-        return f"An action is {self.asked}"
+        return f"An action is {self.description}"
 
     @property
-    def asked(self) -> str:
+    def description(self) -> str:
         """The same, as a part of a sentence."""
-        lines = [f"{name}: ({reader.asked})" for name, reader in self.parts.items()]
+        lines = [f"{name}: ({reader.description})" for name, reader in self.parts.items()]
         return "\n".join(
             [f"{_count(len(lines), 'line')}, with your choice in place of the brackets:", *lines]
         )
@@ -228,17 +229,19 @@ class PartsReader:
         )
         if len(lines) != 1:
             problem = "more than one line" if lines else "no line"
-            raise ToolError(f"Your message has {problem} `{name}: ...`. Answer with {self.asked}")
+            raise ToolError(
+                f"Your message has {problem} `{name}: ...`. Answer with {self.description}"
+            )
         try:
             return reader.read(lines[0])
         except ToolError as mistake:
             raise ToolError(f"In the line `{name}: ...`: {mistake}") from mistake
 
-    def written(self, action: Any) -> str:
+    def write(self, action: Any) -> str:
         """Its lines."""
-        parts = _taken_apart(self.space, action)
+        parts = _take_apart(self.space, action)
         return "\n".join(
-            f"{name}: {reader.written(parts[name])}" for name, reader in self.parts.items()
+            f"{name}: {reader.write(parts[name])}" for name, reader in self.parts.items()
         )
 
 
@@ -270,13 +273,13 @@ def _put_together(space: Space[Any], parts: Mapping[str, Any], path: str = "") -
     return built if isinstance(space, spaces.Dict) else tuple(built.values())
 
 
-def _taken_apart(space: Space[Any], action: Any, path: str = "") -> dict[str, Any]:
+def _take_apart(space: Space[Any], action: Any, path: str = "") -> dict[str, Any]:
     inner = _inner(space)
     if inner is None:
         return {path: action}
     parts: dict[str, Any] = {}
     for key, part in inner.items():
-        parts |= _taken_apart(part, action[key], f"{path}.{key}" if path else str(key))
+        parts |= _take_apart(part, action[key], f"{path}.{key}" if path else str(key))
     return parts
 
 
@@ -368,7 +371,7 @@ def check_readable(name: str, space: Space[Any] | None) -> None:
 
 
 def is_image(box: spaces.Box) -> bool:
-    """Whether the arrays of a box are pictures: bytes from 0 to 255 in height and width, and maybe
+    """True if the arrays of a box are pictures: bytes from 0 to 255 in height and width, and maybe
     colours.
     """
     if box.dtype != np.uint8 or int(np.max(box.high, initial=0)) != 255:
@@ -377,16 +380,18 @@ def is_image(box: spaces.Box) -> bool:
     return colours or (len(box.shape) == 2 and min(box.shape) >= 8)
 
 
-def written_out(observation: Any) -> str:
+def format_observation(observation: Any) -> str:
     """The observation as text: floats with four digits, nested as they come."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
-        return "\n".join(f"{key}: {written_out(value)}" for key, value in observation.items())
+        return "\n".join(
+            f"{key}: {format_observation(value)}" for key, value in observation.items()
+        )
     if isinstance(observation, np.ndarray):
         observation = observation.tolist()
     if isinstance(observation, list | tuple):
-        return f"[{', '.join(map(written_out, observation))}]"
+        return f"[{', '.join(map(format_observation, observation))}]"
     return (
         f"{float(observation):.4g}"
         if isinstance(observation, float | np.floating)
@@ -409,7 +414,7 @@ def _exact(bounds: Any) -> list[float]:
     return [float(str(bound)) for bound in np.asarray(bounds).flatten()]
 
 
-def _between(low: float, high: float) -> str:
+def _bounds_text(low: float, high: float) -> str:
     if math.isinf(low) and math.isinf(high):
         return "of any size"
     if math.isinf(high):

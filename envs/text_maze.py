@@ -45,17 +45,18 @@ _SHADES = {
 
 @dataclass(frozen=True, slots=True)
 class Maze:
-    """A tree of cells: `parents` leads from each cell towards the start, which is its own parent.
-
-    `doors`: the colour of the door between a cell and its parent. `keys`: the colour of the key in
-    a cell.
-    """
+    """A tree of cells."""
 
     start: Cell
+    """The cell of the player at the start, which is its own parent."""
     goal: Cell
+    """The cell to reach."""
     parents: Mapping[Cell, Cell]
+    """The cell next to each cell on its way to the start."""
     doors: Mapping[Cell, str]
+    """The colour of the door between a cell and its parent."""
     keys: Mapping[Cell, str]
+    """The colour of the key in a cell."""
 
 
 class TextMaze(TextEnv):
@@ -72,7 +73,7 @@ class TextMaze(TextEnv):
     isolation = "inline"
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         level: int = Field(1, ge=1, le=5)
         """From 1, 3 x 3 cells without doors, to 5, 7 x 7 cells with three doors (see `LEVELS`)."""
@@ -82,9 +83,8 @@ class TextMaze(TextEnv):
         """Cells of the maze, which then fills only a part of the square: a small maze of which
         there are many. By default it fills the square."""
         brief: bool = False
-        """Whether the view names only what is not a wall, in one line (`down, right: goal`), and
-        keys that are held.
-        """
+        """If true, the view is one line that names open ways (`down, right: goal`) and held
+        keys."""
 
         @field_validator("cells")
         @classmethod
@@ -206,7 +206,7 @@ class TextMaze(TextEnv):
         return to if door == "" or door in self.keys else None
 
     def _view(self) -> str:
-        seen = {word: self._seen(word) for word in MOVES}
+        seen = {word: self._look(word) for word in MOVES}
         held = ", ".join(f"{key} key" for key in self.keys)
         if not self._brief:
             return "\n".join(
@@ -222,8 +222,8 @@ class TextMaze(TextEnv):
         ]
         return ", ".join(ways) + (f"\nYou hold: {held}" if held else "")
 
-    def _seen(self, word: str) -> str:
-        """What lies in that direction."""
+    def _look(self, word: str) -> str:
+        """The cell in that direction."""
         to = _beside(self.cell, word)
         door = _passage(self.maze, self.cell, to)
         if door is None:

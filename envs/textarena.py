@@ -60,14 +60,14 @@ class TextArena(TextEnv):
     )
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `textarena.make`."""
         players: int = Field(0, ge=0, le=MOST_PLAYERS)
         """Number of players, opponents included; 0 is the fewest that the game allows."""
         seat: int = Field(0, ge=0)
-        """Which player is the model's; 0 moves first in most games."""
+        """The number of the model's player; 0 moves first in most games."""
         opponent: Annotated[str, OwnerOnly()] = "random"
         """"random", "first", "package.module:name" of a function, or "agent": all are agents;
         `seat` is ignored.
@@ -89,7 +89,7 @@ class TextArena(TextEnv):
         self._player = chosen.seat
         self._seen: dict[int, list[str]] = {}
         self._global_rng = GlobalRng(seed)
-        with self._global_rng.installed():
+        with self._global_rng.install():
             self._env, self._players = _make(self._name, chosen, seed)
             self._opponent = opponent or partial(
                 _legal_move, self._env, shuffled=chosen.opponent == "random"
@@ -121,7 +121,7 @@ class TextArena(TextEnv):
         """
         if self._env is None:
             raise EnvError("no episode is being played; call reset first")
-        with self._global_rng.installed():
+        with self._global_rng.install():
             actor = self._player
             done, _ = self._env.step(action)
             text = None if done else self._until_a_turn()

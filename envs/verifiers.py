@@ -97,7 +97,7 @@ class Verifiers(TextEnv):
     """A classic environment of verifiers."""
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         args: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Arguments of `load_environment`."""

@@ -61,7 +61,7 @@ class VerifiersTaskset(TextEnv):
     """A taskset of verifiers 0.4, played by one agent."""
 
     class Options(Settings):
-        """What `reset(options=...)` takes."""
+        """The options of `reset`."""
 
         args: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Settings of the taskset (`env.taskset` of verifiers)."""
@@ -70,7 +70,7 @@ class VerifiersTaskset(TextEnv):
         agent: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Other settings of the agent, such as `max_turns`."""
         size: int = Field(1000, gt=0)
-        """How many tasks of an endless taskset to use."""
+        """The number of tasks to use of an endless taskset."""
         success_at: float = 1.0
         """Lowest reward that counts as a success."""
 

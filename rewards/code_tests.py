@@ -60,7 +60,7 @@ class InOut(Settings):
     stdout: str | None = None
     """The expected output; not needed with a checker."""
     compare: Comparison | None = None
-    """How outputs are compared."""
+    """The comparison of outputs."""
     tolerance: float | None = Field(None, ge=0, allow_inf_nan=False)
     """By how much numbers in them may differ."""
     checker: Checker | None = None
@@ -105,18 +105,18 @@ class CodeTests:
     """
 
     class Config(Settings):
-        """Where the tests are, and what a program may use."""
+        """The place of the tests, and the limits of a program."""
 
         tests: str = "tests"
         """The task's option with the list of tests."""
         sandbox: SandboxConfig = SandboxConfig(limits=SandboxLimits(wall=10.0, cpu=5.0))
         """The sandbox, with the limits of one test."""
         all_or_nothing: bool = False
-        """Whether to score 1 if all tests pass and else 0, instead of the share."""
+        """If true, the score is 1 if all tests pass and else 0, instead of the share."""
         compare: Comparison = "lines"
-        """How a program's output is compared. `lines`: spaces at the ends of lines and empty lines
-        at the end do not count; `words`: nor does how words are parted; `exact`: everything counts.
-        """
+        """The comparison of a program's output. `lines`: spaces at the ends of lines and empty
+        lines at the end do not count; `words`: nor does how words are parted; `exact`: everything
+        counts."""
         tolerance: float = Field(0.0, ge=0, allow_inf_nan=False)
         """Numbers in an output may differ by so much, or by so much of the expected number if that
         is larger than 1.
@@ -138,7 +138,7 @@ class CodeTests:
         await self._sandbox.__aexit__(*exc)
 
     def metrics(self) -> Mapping[str, float]:
-        """How many sandboxes were lost so far, and replaced."""
+        """The number of sandboxes lost so far, and replaced."""
         return {"sandboxes_lost": float(self._sandbox.lost)}
 
     async def score(self, trajectory: Trajectory) -> Score:
@@ -178,21 +178,21 @@ class CodeTests:
             )
             for test in tests
         ]
-        outcomes = [_completed(outcome) for outcome in await self._sandbox.run_all(runs)]
+        outcomes = [_completed_run(outcome) for outcome in await self._sandbox.run_all(runs)]
         return [
-            await self._passed(test, ran, mark) for test, ran in zip(tests, outcomes, strict=True)
+            await self._passes(test, ran, mark) for test, ran in zip(tests, outcomes, strict=True)
         ]
 
-    async def _passed(self, test: Test, ran: Ran | None, mark: str) -> bool:
+    async def _passes(self, test: Test, ran: Ran | None, mark: str) -> bool:
         if ran is None:
             return False
         if isinstance(test, InOut):
-            return await self._printed(test, ran.stdout)
+            return await self._has_right_output(test, ran.stdout)
         _, marked, returned = ran.stdout.rpartition(mark)
         return bool(marked) and (isinstance(test, str) or _equal(_read(returned), test.returns))
 
-    async def _printed(self, test: InOut, stdout: str) -> bool:
-        """Whether the program has printed the right thing."""
+    async def _has_right_output(self, test: InOut, stdout: str) -> bool:
+        """True if the program printed the right output."""
         config = self._config
         # A test that says how to compare does not mean the checker of all others.
         compares = test.compare is not None or test.tolerance is not None
@@ -200,28 +200,28 @@ class CodeTests:
         if checker is None:
             tolerance = config.tolerance if test.tolerance is None else test.tolerance
             return same_output(stdout, test.stdout or "", test.compare or config.compare, tolerance)
-        said = await self._checked(checker, test, stdout)
+        said = await self._ask_checker(checker, test, stdout)
         if (
             said is None
             and test.stdout is not None
-            and await self._checked(checker, test, test.stdout) is None
+            and await self._ask_checker(checker, test, test.stdout) is None
         ):
             raise RewardError("the checker of a test fails even on the expected output")
         return said is True
 
-    async def _checked(self, checker: str, test: InOut, stdout: str) -> bool | None:
-        """What the checker says of an output; None if it fails. Of the program it gets nothing but
-        the output.
+    async def _ask_checker(self, checker: str, test: InOut, stdout: str) -> bool | None:
+        """The checker's verdict on an output; None if it fails. It gets nothing but the output of
+        the program.
         """
         mark = secrets.token_hex(16)
         data = json.dumps({"stdin": test.stdin, "stdout": stdout, "expected": test.stdout})
-        ran = _completed(await self._sandbox.run(_harness_of_checker(checker, mark), data))
+        ran = _completed_run(await self._sandbox.run(_harness_of_checker(checker, mark), data))
         said = ran.stdout.rpartition(mark)[2] if ran is not None and mark in ran.stdout else ""
         return {"true": True, "false": False}.get(said)
 
 
-def _completed(outcome: Outcome) -> Ran | None:
-    """What a run left, if it ended by itself and well.
+def _completed_run(outcome: Outcome) -> Ran | None:
+    """The result of a run that ended by itself and well, else None.
 
     Raises:
         RewardError: the sandbox was lost.
@@ -261,14 +261,14 @@ def tests_of(task: Task, option: str) -> list[Test]:
         isinstance(test, InOut) and test.stdout is None and test.checker is None for test in tests
     ):
         raise ConfigError(
-            f"option {option!r} of {_named(task)} has a test with neither stdout nor a checker."
+            f"option {option!r} of {_name_of(task)} has a test with neither stdout nor a checker."
             f" {_FORMS}"
         )
     return tests
 
 
 def _tests_in(task: Task, option: str) -> list[Test]:
-    written, named = task.options.get(option), _named(task)
+    written, named = task.options.get(option), _name_of(task)
     try:
         tests = _TESTS.validate_python(written)
     except ValidationError as error:
@@ -284,7 +284,7 @@ def _tests_in(task: Task, option: str) -> list[Test]:
     return tests
 
 
-def _named(task: Task) -> str:
+def _name_of(task: Task) -> str:
     return f"task {task.id!r}" if task.id else "the task"
 
 

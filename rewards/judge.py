@@ -17,7 +17,7 @@ class Criterion(Settings):
     """One criterion of the judge."""
 
     about: str
-    """What it means, and what earns a high level."""
+    """Its meaning, and what earns a high level."""
     weight: float = Field(default=1.0, gt=0)
     """Its weight in the score."""
 

@@ -33,7 +33,7 @@ class VerdictCache:
         try:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._connected()
+            self._file = self._connect()
             self._file.execute(
                 "PRAGMA synchronous = OFF"
             )  # a power cut may lose verdicts, which can be asked again
@@ -49,7 +49,7 @@ class VerdictCache:
             ) from error
         return self
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         path = self._path
         if path is not None and not has_record_locks(path.parent):
             logger.warning(
@@ -71,17 +71,17 @@ class VerdictCache:
 
     def get(self, question: bytes) -> str | None:
         """The stored verdict on a question, if there is one."""
-        row = self._open.execute(
+        row = self._database.execute(
             "SELECT verdict FROM verdicts WHERE question = ?", [question]
         ).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, question: bytes, verdict: str) -> None:
         """Store a verdict. Of two runs' verdicts on the same question, the later one is kept."""
-        self._open.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [question, verdict])
+        self._database.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [question, verdict])
 
     @property
-    def _open(self) -> sqlite3.Connection:
+    def _database(self) -> sqlite3.Connection:
         if self._file is None:
             raise ConfigError("the judge is not running: use it inside `async with judge:`")
         return self._file

@@ -149,7 +149,7 @@ class JudgeEndpoint:
         raise AssertionError("unreachable")
 
     async def _judge(self, prompt: JudgePrompt, verdict: type[V]) -> V:
-        """What the model answers now, asked under a new key."""
+        """The model's answer to a new request, under a new key."""
         clock = asyncio.get_running_loop()
         sent = clock.time()
         schema = _schema_of(verdict)
@@ -157,7 +157,7 @@ class JudgeEndpoint:
         answer = _parse(ChatAnswer, await self._send("POST", "/chat/completions", body))
         self._has_answered = True
         usage, choice = answer.usage or TokenUsage(), answer.choices[0]
-        self.tally.answered(usage.prompt_tokens, usage.completion_tokens, clock.time() - sent)
+        self.tally.count_answer(usage.prompt_tokens, usage.completion_tokens, clock.time() - sent)
         if choice.message.refusal:
             raise _NoVerdictError("unreadable", f"a refusal: {choice.message.refusal:.200}")
         if choice.finish_reason == "length":
@@ -173,7 +173,7 @@ class JudgeEndpoint:
         return _parse(verdict, content)
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """What the endpoint answers with status 200; the others are failures of three kinds."""
+        """The endpoint's body with status 200; all other answers are failures of three kinds."""
         if self._client is None:
             raise ConfigError("the judge is not running: use it inside `async with judge:`")
         url = f"{self._url}{path}"

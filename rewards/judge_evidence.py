@@ -9,7 +9,7 @@ from agentrl.trajectory import Message, Trajectory
 
 
 class EvidenceSettings(JudgeSettings):
-    """What a judge is shown, besides the settings of its endpoint."""
+    """The evidence for a judge, besides the settings of its endpoint."""
 
     about: str = ""
     """Background for the judge: what the task is, what the judged program is."""

@@ -34,7 +34,7 @@ _POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 
 @dataclass(slots=True)
 class _Orders:
-    """How many pairs were judged, and how many verdicts changed with the order of the pair."""
+    """The number of judged pairs, and of verdicts that changed with the order of the pair."""
 
     pairs: int = 0
     swayed: int = 0

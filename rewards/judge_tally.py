@@ -6,9 +6,8 @@ from statistics import fmean
 from typing import Literal
 
 Trouble = Literal["unreachable", "busy", "unreadable"]
-"""Why a request gave no verdict: no server answered, the server was busy, or the answer was not a
-verdict.
-"""
+"""Reasons for a request without a verdict: no server answered, the server was busy, or the answer
+was not a verdict."""
 TROUBLES: tuple[Trouble, ...] = ("unreachable", "busy", "unreadable")
 
 
@@ -25,7 +24,7 @@ class JudgeTally:
     latencies: list[float] = field(default_factory=list)
     total_cost: float = 0.0
 
-    def answered(self, prompt_tokens: int, completion_tokens: int, seconds: float) -> None:
+    def count_answer(self, prompt_tokens: int, completion_tokens: int, seconds: float) -> None:
         """Count an answer, readable or not: both cost money."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens

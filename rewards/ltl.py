@@ -128,7 +128,7 @@ def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind o
 
 
 def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911  one for each kind of formula
-    """What has to hold of the rest of a trace that begins with `event`, for the formula to hold of
+    """The formula that the rest of a trace has to satisfy after `event`, for this one to hold of
     the whole trace.
     """
     match formula:
@@ -153,7 +153,7 @@ def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911
 
 
 def holds_of_nothing(formula: Formula) -> bool:  # noqa: PLR0911  one for each kind of formula
-    """Whether the formula holds of an empty rest, that is, after the end of a trace."""
+    """True if the formula holds of an empty rest, that is, after the end of a trace."""
     match formula:
         case BooleanConstant(value):
             return value
@@ -198,7 +198,7 @@ def advance(state: State, event: frozenset[str]) -> State:
 
 
 def accepts(state: State) -> bool:
-    """Whether the formula holds if the trace ends in this state."""
+    """True if the formula holds when the trace ends in this state."""
     return any(
         all(holds_of_nothing(obligation) for obligation in alternative) for alternative in state
     )
@@ -272,7 +272,7 @@ class Automaton:
         return frozenset(found)
 
     def accepted(self, state: int) -> bool:
-        """Whether the formula holds of a trace that ends in this state."""
+        """True if the formula holds of a trace that ends in this state."""
         return self.to_accepted[state] == 0
 
 

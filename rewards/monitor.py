@@ -18,7 +18,7 @@ from agentrl.trajectory import MadeCall, Score, ToolCall, Trajectory
 
 
 class Monitor:
-    """Whether the calls of an episode satisfy a formula of `agentrl/rewards/ltl.py`, such as
+    """Checks that the calls of an episode satisfy a formula of `agentrl/rewards/ltl.py`, such as
     `!delete W confirm`.
 
     Each call is an event (`ToolUse` says which calls are seen), in which these atoms hold: the
@@ -42,9 +42,8 @@ class Monitor:
         pays: Literal["verdict", "progress"] = "verdict"
         """1 if the formula holds and else 0 (`verdict`), or the progress."""
         end: Literal["strong", "weak"] = "strong"
-        """Whether a formula that is still pending when the episode ends counts as violated (strong)
-        or not (weak).
-        """
+        """A formula that is still pending at the end of the episode counts as violated (strong) or
+        not (weak)."""
 
         @field_validator("formula")
         @classmethod
@@ -104,7 +103,7 @@ class Monitor:
 
 
 def _holds_at(machine: Automaton, state: int, end: Literal["strong", "weak"]) -> bool:
-    """Whether the formula holds of an episode that ends in this state."""
+    """True if the formula holds of an episode that ends in this state."""
     return machine.accepted(state) if end == "strong" else machine.verdict(state) is not False
 
 

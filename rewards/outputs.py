@@ -1,4 +1,4 @@
-"""Whether what a program has printed is what was expected."""
+"""Comparison of a program's output with the expected one."""
 
 import math
 import re

@@ -251,7 +251,7 @@ def test_a_reward_that_uses_one_mapping_for_all_its_scores_changes_no_earlier_on
     part = RewardPart(reward, "pops", isolation="inline")
 
     async def main():
-        asked = part.asked_in(RulePool())
+        asked = part.bind(RulePool())
         (first,) = await asked([member()])
         reward.parts["seen"] = -1.0
         return first

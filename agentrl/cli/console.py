@@ -1,4 +1,4 @@
-"""What the commands print to."""
+"""The console that the commands print to."""
 
 import os
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a model's folder has, and whether it can be trained here: `agentrl check-model`."""
+"""`agentrl check-model`: a model folder, and a check that it can be trained here."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +71,7 @@ def _weights(folder: Path) -> Finding:
 
 
 def _vocabulary(folder: Path, config: RendererConfig) -> Finding:
-    """Whether the model has a row for each token of its tokenizer."""
+    """A check that the model has a row for each token of its tokenizer."""
     rows = vocabulary_size(folder)
     largest = max(
         load_tokenizer(folder, trust_remote_code=config.trust_remote_code).get_vocab().values()

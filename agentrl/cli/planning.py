@@ -66,7 +66,7 @@ def plan(  # noqa: PLR0917  typer calls it by name
         else Inventory(host())
     )
     if run is not None:
-        loaded = measured.with_measured(loaded, measured.measured(run), inventory)
+        loaded = measured.with_measured(loaded, measured.read_measurements(run), inventory)
     made = make_plan(loaded, inventory, model_of(loaded))
     if as_json:
         console.print_json(data=report.as_json(made))

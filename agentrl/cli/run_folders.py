@@ -71,7 +71,7 @@ OWN = {
     ),
     *("tensorboard", "trackers", "tmp"),
 }
-"""What the folder of a run holds of the run's own."""
+"""The files of a run in its folder."""
 _OWN_PREFIXES = ("config.", "ledger.sqlite", "lock.", "events.out.tfevents", UNFINISHED)
 
 

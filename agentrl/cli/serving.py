@@ -12,7 +12,7 @@ from agentrl.cli.console import console
 from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.config.from_file import load_config
 from agentrl.flow import run_steadily
-from agentrl.flow.stop_signals import handled
+from agentrl.flow.stop_signals import handle_stop_signals
 from agentrl.protocols import Isolation
 
 
@@ -172,7 +172,7 @@ def gateway(  # noqa: PLR0917  typer calls it by name
         def stop(number: int, frame: object) -> None:
             loop.call_soon_threadsafe(stopped.set)  # which wakes the loop
 
-        with handled(stop):
+        with handle_stop_signals(stop):
             await serve_policy(
                 loaded.config, model, record, token=token, on_start=said, stopped=stopped
             )

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import typer
 
 from agentrl.flow import run_steadily
-from agentrl.flow.stop_signals import heeded
+from agentrl.flow.stop_signals import stop_signals_of_process
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Stopping:
         return self._by or signal.SIGINT
 
     def __enter__(self) -> Self:
-        for number in heeded():
+        for number in stop_signals_of_process():
             if number is not signal.SIGINT:
                 self._before[number] = signal.signal(number, self._stop)
             elif signal.getsignal(number) is signal.SIG_IGN:

@@ -111,7 +111,7 @@ def _config(source: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _problem(config: RunConfig) -> str:
-    """Why a run with these tasks and this reward would not start; nothing if it would."""
+    """The reason why a run with these tasks and this reward would not start; "" if it would."""
     try:
         fingerprints(config)
     except ConfigError as error:
@@ -178,7 +178,7 @@ def _scores(
     lines = []
     for of_task in texts:
         quoted = [json.dumps(text, ensure_ascii=False)[:80] for text in of_task]
-        lines.append([f"{called} {text}: {_scored(*next(scored))}" for text in quoted])
+        lines.append([f"{called} {text}: {_format_score(*next(scored))}" for text in quoted])
     return lines
 
 
@@ -188,7 +188,7 @@ def _right_answers(task: Task) -> list[str]:
     return [str(one) for one in golds[:1] if isinstance(one, str | int | float)]
 
 
-def _scored(score: Score, success: bool | None) -> str:
+def _format_score(score: Score, success: bool | None) -> str:
     if not isinstance(score.status, Scored):
         return f"no score ({getattr(score.status, 'error', score.status.name)})"
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())

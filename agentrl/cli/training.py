@@ -136,7 +136,7 @@ def _run(
 
 
 def _how_to_go_on(folder: Path) -> str:
-    """What of a run that has ended is saved, and the command that continues it."""
+    """The saved steps of a run that has ended, and the command that continues it."""
     with suppress(OSError):
         if newest := Checkpoints(folder / "checkpoints").latest():
             return how_to_go_on(folder, newest[0])
@@ -176,18 +176,20 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 def before_and_after(summary: dict[str, Any]) -> str:
     """The success on held-out tasks before and after training, in a line with colours of rich."""
+    before = f"[bold]{_share(summary['success_before'])}[/bold] before reinforcement learning"
+    interval_before = _interval(summary["success_before_interval"])
+    failed_before = _failed_note(summary.get("failed_before"))
+    after = f"[bold green]{_share(summary['success_after'])}[/bold green]"
+    interval_after = _interval(summary["success_after_interval"])
+    failed_after = _failed_note(summary.get("failed_after"))
     return (
-        f"held-out success [bold]{_share(summary['success_before'])}[/bold] before reinforcement"
-        " learning"
-        f"{_interval(summary['success_before_interval'])}{_failed(summary.get('failed_before'))}, "
-        f"[bold green]{_share(summary['success_after'])}[/bold green] after {summary['steps']}"
-        " steps"
-        f"{_interval(summary['success_after_interval'])}{_failed(summary.get('failed_after'))}"
+        f"held-out success {before}{interval_before}{failed_before}, "
+        f"{after} after {summary['steps']} steps{interval_after}{failed_after}"
     )
 
 
-def _failed(episodes: float | None) -> str:
-    """How many episodes an evaluation's figures leave out."""
+def _failed_note(episodes: float | None) -> str:
+    """The number of episodes that an evaluation's figures leave out, in words."""
     return f" ({episodes:.0f} episodes failed and do not count)" if episodes else ""
 
 
@@ -206,9 +208,9 @@ def _suites_of(summary: dict[str, Any]) -> str:
             passes = "".join(
                 f", {key} {_share(after[key])}" for key in after if re.fullmatch(r"pass@\d+", key)
             )
-            at_first = f"{_share(before.get('success'))}{_failed(before.get('failed'))}"
+            at_first = f"{_share(before.get('success'))}{_failed_note(before.get('failed'))}"
             change = f"{at_first} before, {_share(after.get('success'))} after"
             lines.append(
-                f"{name}: success {change}{interval}{passes}{_failed(after.get('failed'))}\n"
+                f"{name}: success {change}{interval}{passes}{_failed_note(after.get('failed'))}\n"
             )
     return "".join(lines)

@@ -580,7 +580,7 @@ class PackedModel:
         """The drawn tokens with the experts of the step that has just been computed, where the
         model has any.
         """
-        chosen_RLK = self._routing.chosen(kept_R, tokens, kept_R)
+        chosen_RLK = self._routing.chosen_experts(kept_R, tokens, kept_R)
         if chosen_RLK is None:
             return list(drawn)
         rows = chosen_RLK.flatten(1).int().cpu().numpy()

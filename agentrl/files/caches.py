@@ -1,4 +1,4 @@
-"""Where agentrl, and the libraries that it uses, keep what they can make again."""
+"""The cache folders of agentrl and of the libraries that it uses."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def _caches() -> Path:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written into a folder, which is made; None if something can."""
+    """The reason why a folder, which is made, cannot be written into; None if it can."""
     if not folder.is_absolute():
         return "there is no home folder"
     try:

@@ -1,6 +1,4 @@
-"""What went wrong with the disk, in a sentence: errors of files are found in whatever they were
-wrapped in.
-"""
+"""Disk errors in a sentence: errors of files are found in whatever they were wrapped in."""
 
 import errno
 import sqlite3
@@ -31,11 +29,11 @@ _TEXTS = {
     "not a database": "the ledger is damaged",
     "disk i/o error": "the disk cannot be read or written",
 }
-"""What the errors of SQLite, safetensors and torch say."""
+"""Texts in the disk errors of SQLite, safetensors and torch."""
 
 
 def storage_problem(error: BaseException) -> str | None:
-    """What is wrong with the disk, and with which file; None if that is not why this was raised."""
+    """The problem with the disk, and the file; None if that is not why this was raised."""
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in _REASONS:
             where = f" ({cause.filename})" if cause.filename else ""

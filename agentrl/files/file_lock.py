@@ -19,7 +19,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-"""What `flock` answers on Lustre without `-o flock`, NFS without lockd, and some FUSE systems."""
+"""Errors of `flock` on Lustre without `-o flock`, NFS without lockd, and some FUSE systems."""
 _ASK_AGAIN_SECONDS = 0.2
 _SIGN_SECONDS = 15.0
 _SILENT_SECONDS = 180.0
@@ -44,7 +44,11 @@ class Holder:
         """This process, from now on."""
         since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
         return cls(
-            os.getpid(), _started(os.getpid()) or "", _machine(), socket.gethostname(), since
+            os.getpid(),
+            _start_of_process(os.getpid()) or "",
+            _machine(),
+            socket.gethostname(),
+            since,
         )
 
     def __str__(self) -> str:
@@ -107,11 +111,11 @@ class FileLock:
 
     @property
     def by_marker(self) -> bool:
-        """Whether this process holds it by its marker, as the file system has no locks."""
+        """True if this process holds it by its marker, as the file system has no locks."""
         return self._held is not None
 
     def holder(self) -> Holder | None:
-        """Who has made the marker; None if there is none, as where the kernel has locks."""
+        """The maker of the marker; None if there is none, as where the kernel has locks."""
         return _holder_in(self._marker)
 
     def _is_marked(self) -> bool:
@@ -194,7 +198,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def has_record_locks(folder: Path) -> bool:
-    """Whether files in a folder have the locks that SQLite uses, as far as this can be tried."""
+    """True if files in a folder have the locks that SQLite uses, as far as this can be tried."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             fcntl.lockf(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -221,14 +225,14 @@ def _holder_in(path: Path) -> Holder | None:
 
 
 def _lives(holder: Holder | None, marker: Path) -> bool:
-    """Whether the process that made a marker lives. One that cannot be read may be half written."""
+    """True if the process that made a marker lives. An unreadable marker may be half written."""
     if holder is not None and holder.machine == _machine():
-        return _started(holder.pid) == holder.started
+        return _start_of_process(holder.pid) == holder.started
     return marker.exists() and not _silent(marker)
 
 
 def _silent(marker: Path) -> bool:
-    """Whether a marker was not renewed for long, by the clock of its file system."""
+    """True if a marker was not renewed for long, by the clock of its file system."""
     with (
         suppress(FileNotFoundError),
         tempfile.NamedTemporaryFile(dir=marker.parent, prefix=".now-") as now,
@@ -246,8 +250,8 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _started(pid: int) -> str | None:
-    """When a process of this machine began, in clock ticks; None if there is none."""
+def _start_of_process(pid: int) -> str | None:
+    """The start of a process of this machine, in clock ticks; None if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

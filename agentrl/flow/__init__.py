@@ -3,13 +3,13 @@
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual
 from agentrl.flow.completion import run_to_completion
-from agentrl.flow.deadline import PendingWait, deadline, paused, waits
+from agentrl.flow.deadline import PendingWait, deadline, pause_deadlines, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.notice_board import Notice, notice, notices
 from agentrl.flow.periodic import PeriodicThread
 from agentrl.flow.retries import Retries
-from agentrl.flow.spans import Span, SpanLog, recorded, span
+from agentrl.flow.spans import Span, SpanLog, record_spans, span
 from agentrl.flow.steady_loop import (
     SteadyLoop,
     computes_by_design,
@@ -46,8 +46,8 @@ __all__ = [
     "notice",
     "notices",
     "now",
-    "paused",
-    "recorded",
+    "pause_deadlines",
+    "record_spans",
     "run_steadily",
     "run_to_completion",
     "run_virtual",

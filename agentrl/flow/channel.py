@@ -18,17 +18,22 @@ class ChannelClosedError(AgentRLError):
 
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
-    """A snapshot. `put_wait` and `get_wait`: seconds that producers and consumers have waited, in
-    total.
-    """
+    """A snapshot of a channel."""
 
     name: str
+    """Its name."""
     capacity: int
+    """Items that it holds at most."""
     depth: int
+    """Items that it holds now."""
     puts: int
+    """Items put so far."""
     gets: int
+    """Items taken so far."""
     put_wait: float
+    """Seconds that producers have waited, in total."""
     get_wait: float
+    """Seconds that consumers have waited, in total."""
 
 
 class Channel(Generic[T]):

@@ -24,9 +24,7 @@ from agentrl.errors import DeadlineError, Layer
 
 @dataclass(frozen=True, slots=True)
 class PendingWait:
-    """How many tasks wait in a phase of a layer, and for how many seconds the first of them has
-    waited.
-    """
+    """The number of tasks that wait in a phase of a layer, and the longest wait in seconds."""
 
     layer: Layer
     phase: str
@@ -78,7 +76,7 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
 
 
 @contextmanager
-def paused() -> Iterator[None]:
+def pause_deadlines() -> Iterator[None]:
     """Inside the block, the deadlines of the current task stand still; afterwards, they start
     again.
 

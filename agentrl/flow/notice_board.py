@@ -34,7 +34,7 @@ class Notice:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing has waited for this for some time."""
+        """True if nothing has waited for this for some time."""
         return self.count == 0 and now() - self._seen > LOGGED_AFTER
 
     def post(self) -> None:
@@ -75,5 +75,5 @@ def notice(text: str) -> Iterator[None]:
 
 
 def notices() -> list[Notice]:
-    """What is waited for now, by any thread."""
+    """The present waits of all threads."""
     return [found for found in list(_board.values()) if found.count]

@@ -7,9 +7,7 @@ from agentrl.settings.base import Settings
 
 
 class Retries(Settings):
-    """How often one member of a group may fail, by the layer that failed, before the member is
-    lost.
-    """
+    """The number of failures, by layer, after which a member of a group is lost."""
 
     environment: int = Field(2, ge=0)
     """Play the episode again, with the same environment seed and new sampling, after a pause that

@@ -16,19 +16,22 @@ SHORTEST_WORK = 1e-3
 
 
 class Span(NamedTuple):
-    """A resource was busy. Times are those of the event loop's clock, gaps included (`elapsed`), in
-    seconds.
-
-    `resource`: engine, environments, rewards, weights, controller, or the role of a worker.
-    `worker`: its number, where there are several. `task`: the name of the asyncio task.
+    """A stretch of time in which a resource was busy. Times are those of the event loop's clock,
+    gaps included (`elapsed`), in seconds.
     """
 
     resource: str
+    """The resource: engine, environments, rewards, weights, controller, or the role of a worker."""
     name: str
+    """The name of the work."""
     worker: int | None
+    """The worker's number, where there are several."""
     task: str
+    """The name of the asyncio task."""
     begin: float
+    """The start."""
     end: float
+    """The end."""
 
 
 class SpanLog:
@@ -79,7 +82,7 @@ def recording() -> SpanLog | None:
 
 
 @contextmanager
-def recorded(log: SpanLog) -> Iterator[SpanLog]:
+def record_spans(log: SpanLog) -> Iterator[SpanLog]:
     """Inside the block, spans that begin are recorded in `log`, in all threads."""
     before, _Recording.log = _Recording.log, log
     try:

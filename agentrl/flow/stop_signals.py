@@ -12,7 +12,7 @@ warn by SIGUSR1, or when the terminal is closed."""
 Handler = Callable[[int, FrameType | None], None]
 
 
-def heeded() -> list[signal.Signals]:
+def stop_signals_of_process() -> list[signal.Signals]:
     """Those that end this process: without SIGHUP and SIGUSR1 where it has inherited them as
     ignored, as `nohup` does.
 
@@ -27,14 +27,14 @@ def heeded() -> list[signal.Signals]:
 
 
 @contextmanager
-def handled(handler: Handler) -> Iterator[None]:
+def handle_stop_signals(handler: Handler) -> Iterator[None]:
     """In the block, the stop signals call `handler`. Nothing is changed in a thread, which gets no
     signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in heeded()}
+    before = {number: signal.signal(number, handler) for number in stop_signals_of_process()}
     try:
         yield
     finally:

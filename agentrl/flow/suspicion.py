@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import TYPE_CHECKING
 
 from agentrl.errors import RolloutError
-from agentrl.flow.deadline import paused
+from agentrl.flow.deadline import pause_deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Suspect:
         self.name = name
         self.content = content
         self.deaths = 0
-        """How many workers died while they worked on it, and it may be why."""
+        """The number of workers that died while they worked on it, perhaps because of it."""
 
 
 class Suspicion:
@@ -53,7 +53,7 @@ class Suspicion:
 
     @property
     def set_aside(self) -> int:
-        """How many requests have been set aside."""
+        """The number of requests that have been set aside."""
         return len(self._set_aside)
 
     def suspect(self, name: str, content: Callable[[], bytes]) -> Suspect:
@@ -110,7 +110,7 @@ class Suspicion:
 
     @asynccontextmanager
     async def _alone(self, suspect: Suspect) -> "AsyncIterator[None]":
-        with paused():  # the others may take long
+        with pause_deadlines():  # the others may take long
             await self._one_at_a_time.acquire()
         try:
             if suspect.deaths >= KILLS:

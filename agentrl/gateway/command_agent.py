@@ -82,7 +82,7 @@ class CommandAgent:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             os.set_inheritable(theirs.fileno(), True)
-            command = network.contained(self.command, theirs.fileno(), assignment.port)
+            command = network.contained_command(self.command, theirs.fileno(), assignment.port)
             async with Flow("command") as flow:
                 running = flow.start(
                     self._exit_status(command, assignment, folder, theirs), name="process"

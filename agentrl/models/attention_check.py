@@ -1,4 +1,4 @@
-"""Whether a transformers model computes the same with another attention than its own.
+"""A check that a transformers model computes the same with another attention than its own.
 
 `engine=local` and the trainers compute many sequences at once, through transformers' attention
 interface. Not all models use it for all that mixes tokens: biases by distance, recurrent layers,
@@ -81,7 +81,7 @@ def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
 
 
 def rotations(config: Any) -> Sequence[Mapping[str, Any]]:
-    """How the model's positions are rotated: of all layers, or of those of each kind."""
+    """The rotations of the model's positions: of all layers, or of those of each kind."""
     given = getattr(config.get_text_config(), "rope_parameters", None) or {}
     return [one for one in given.values() if isinstance(one, Mapping)] or [given]
 

@@ -22,14 +22,16 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The KV cache of a model. `sliding`: how many of the `layers` see only the last `window`
-    tokens.
-    """
+    """The KV cache of a model."""
 
     layers: int
+    """Layers with a cache."""
     heads: Heads
+    """The heads of a layer."""
     sliding: int = 0
+    """The layers that see only the last `window` tokens."""
     window: int = 0
+    """Tokens that a sliding layer sees."""
 
     def numbers(self, context: int, devices: int, *, compact: bool) -> int:
         """Numbers that a context has on each of so many devices, at least one head of keys on each.
@@ -44,7 +46,7 @@ class KvShape:
         seen = min(context, self.window) if compact else context
         return token * ((self.layers - self.sliding) * context + self.sliding * seen)
 
-    def attended(self, context: float) -> float:
+    def mean_attended(self, context: float) -> float:
         """The mean number of tokens before that a token of a context sees in a layer."""
         full, sliding = context / 2, min(context / 2, self.window)
         return ((self.layers - self.sliding) * full + self.sliding * sliding) / self.layers
@@ -52,37 +54,48 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The shape of a decoder. `parameters` counts a tied weight once; `embedding` is one row of
-    `hidden` for each of `vocab` tokens; `blocks` counts the parameters of all layers, `block` those
-    of the largest layer.
-
-    `active`: the parameters of the layers that a token goes through; fewer than `blocks` in a
-    mixture of experts, where `experts` of a layer are there and `chosen` of them are used for a
-    token. `attention`: FLOP that a token takes for each token before it. `inner`: the most numbers
-    of a token inside of an MLP. `linear_ends`: inputs and outputs of all linear layers. `kept` is
-    of all layers, and `largest` of the one that keeps most. `pieced_heads`: the heads of a layer
-    whose attention has sinks or a soft cap, which fused kernels do not compute.
-    """
+    """The shape of a decoder. Counts are of parameters unless stated otherwise."""
 
     name: str
+    """The model's name, for messages."""
     parameters: int
+    """All parameters; a tied weight counts once."""
     blocks: int
+    """Parameters of all layers."""
     block: int
+    """Parameters of the largest layer."""
     active: int
+    """Parameters of the layers that a token goes through; fewer than `blocks` in a mixture of
+    experts."""
     layers: int
+    """The number of layers."""
     hidden: int
+    """The size of the residual stream."""
     vocab: int
+    """The number of tokens."""
     max_positions: int
+    """Tokens of the longest context."""
     attention: int
+    """FLOP that a token takes for each token before it."""
     inner: int
+    """The most numbers of a token inside of an MLP."""
     linear_ends: int
+    """Inputs and outputs of all linear layers."""
     kv: KvShape
+    """The KV cache."""
     kept: Kept
+    """The numbers of a token that autograd keeps, of all layers."""
     largest: Kept
+    """Those of the layer that keeps most."""
     experts: int = 0
+    """Experts of a layer in a mixture of experts, else 0."""
     chosen: int = 0
+    """Experts that a token uses."""
     pieced_heads: int = 0
+    """Heads of a layer whose attention has sinks or a soft cap, which fused kernels do not
+    compute."""
     tied: bool = False
+    """The embedding is also the output layer."""
 
     @property
     def embedding(self) -> int:
@@ -190,7 +203,7 @@ def _positions(config: Any) -> int:
 
 
 def _is_pieced(model: Any, config: Any) -> bool:
-    """Whether attention has sinks or a soft cap."""
+    """True if attention has sinks or a soft cap."""
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
     return sinks or getattr(config, "attn_logit_softcapping", None) is not None
 

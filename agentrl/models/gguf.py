@@ -74,7 +74,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor's numbers are, from the beginning of the file."""
+    """The place of a tensor's numbers, in bytes from the beginning of the file."""
 
     kind: int
     shape: tuple[int, ...]

@@ -39,7 +39,7 @@ def compute_only_needed(model: Any) -> None:
 
 
 class _Hooks:
-    """What the calls of a layer and its `mlp` know of each other."""
+    """The state shared by the calls of a layer and its `mlp`."""
 
     def __init__(self) -> None:
         self._needed_P: Tensor | None = None
@@ -73,10 +73,10 @@ class _Hooks:
         if self._needed_P is None:
             return None
         if isinstance(output, tuple):
-            return (self._spread(output[0]), *output[1:])
-        return self._spread(output)
+            return (self._scatter(output[0]), *output[1:])
+        return self._scatter(output)
 
-    def _spread(self, hidden_1PH: Tensor) -> Tensor:
+    def _scatter(self, hidden_1PH: Tensor) -> Tensor:
         assert self._needed_P is not None
         hidden_1PH = hidden_1PH.reshape(1, len(self._needed_P), -1)
         empty_1SH = torch.zeros(

@@ -1,4 +1,4 @@
-"""What a layer of a decoder has: parameters, and the numbers that training keeps of each token.
+"""The size of a decoder's layer: parameters, and the numbers that training keeps of each token.
 
 A layer is read on torch's meta device, where tensors have shapes and no memory.
 """
@@ -11,31 +11,30 @@ from typing import Any
 from agentrl.errors import ConfigError
 
 _LAST = ("o_", "down", "out", "dense", "fc2", "c_proj", "w2", "wo")
-"""How the matrices are named whose output is added to the residual stream, if it has the size of
-that stream.
-"""
+"""The names of matrices whose output is added to the residual stream, if it has the size of that
+stream."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How many numbers of a token autograd keeps for the backward pass.
-
-    `matrices`: inputs and outputs of matrices, and what activation functions add. `norms`: inputs
-    of norms, each of which also keeps what it makes of them: two numbers in float32, `low_norms`
-    bytes in bfloat16. `casts`: further copies where each matrix casts its own input (autocast).
-    `products`: outputs of all matrices and of attention, which selective recomputation keeps.
-    `scores`: numbers of attention and of routers, which are always float32. `working`: numbers that
-    a layer's backward pass needs beside what was kept.
-    """
+    """The numbers of a token that autograd keeps for the backward pass."""
 
     matrices: int = 0
+    """Inputs and outputs of matrices, and additions by activation functions."""
     norms: int = 0
+    """Inputs of norms, each of which also keeps two numbers in float32, or `low_norms` bytes in
+    bfloat16."""
     low_norms: int = 0
+    """Bytes that norms in bfloat16 keep besides their inputs."""
     casts: int = 0
+    """Further copies where each matrix casts its own input (autocast)."""
     products: int = 0
+    """Outputs of all matrices and of attention, which selective recomputation keeps."""
     scores: int = 0
+    """Numbers of attention and of routers, which are always float32."""
     working: int = 0
+    """Numbers that a layer's backward pass needs besides the kept ones."""
 
     def __add__(self, other: "Kept") -> "Kept":
         return Kept(
@@ -45,17 +44,19 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads: how many have queries, how many keys and values, and the sizes of these.
-
-    `latent`: the numbers of a token from which keys and values can be made again (DeepSeek-V2,
-    arXiv:2405.04434, section 2.1); 0 for plain attention.
-    """
+    """The attention heads of a layer."""
 
     queries: int
+    """Heads with queries."""
     keys: int
+    """Heads with keys and values."""
     key_size: int
+    """Numbers of a key."""
     value_size: int
+    """Numbers of a value."""
     latent: int = 0
+    """Numbers of a token from which keys and values can be made again (DeepSeek-V2,
+    arXiv:2405.04434, section 2.1); 0 for plain attention."""
 
     @staticmethod
     def of(config: Any) -> "Heads":
@@ -104,8 +105,8 @@ class Layer:
             for one in module.modules()
             if any(p.ndim == 3 for p in one.parameters(recurse=False))
         ]
-        self.experts = max((len(p) for p in self._stacked()), default=0)
-        self.chosen = self._chosen() if self.experts else 0
+        self.experts = max((len(p) for p in self._stacked_parameters()), default=0)
+        self.chosen = self._num_chosen_experts() if self.experts else 0
         stacked = sum(p.numel() for one in self._experts for p in one.parameters(recurse=False))
         self.active = (
             self.parameters
@@ -114,11 +115,11 @@ class Layer:
         )
         self.linear_ends = sum(one.in_features + one.out_features for _, one in self._linears)
 
-    def _stacked(self) -> Iterator[Any]:
+    def _stacked_parameters(self) -> Iterator[Any]:
         return (p for one in self._experts for p in one.parameters(recurse=False) if p.ndim == 3)
 
-    def _chosen(self) -> int:
-        """How many experts a token uses."""
+    def _num_chosen_experts(self) -> int:
+        """The number of experts that a token uses."""
         found = next(
             (getattr(self._config, key) for key in _CHOSEN if getattr(self._config, key, None)),
             None,
@@ -133,7 +134,7 @@ class Layer:
 
     def _widths(self) -> list[int]:
         """The inner sizes of an expert's matrices: of gate and up together, and of down."""
-        return [p.numel() // (self.experts * self._hidden) for p in self._stacked()]
+        return [p.numel() // (self.experts * self._hidden) for p in self._stacked_parameters()]
 
     @property
     def inner(self) -> int:
@@ -145,9 +146,9 @@ class Layer:
 
     @cached_property
     def kept(self) -> Kept:
-        """What autograd keeps of a token: the input of each matrix, once for those that share it;
-        the output of each that is not added to the residual stream; what activation functions give;
-        and what norms see.
+        """The numbers that autograd keeps of a token: the input of each matrix, once for those that
+        share it; the output of each that is not added to the residual stream; the outputs of
+        activation functions; and the inputs of norms.
         """
         heads = self._heads
         rows, row_products = self._of_experts()

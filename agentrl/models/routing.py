@@ -1,4 +1,4 @@
-"""Which experts a mixture of experts has chosen for its tokens.
+"""The experts that a mixture of experts has chosen for its tokens.
 
 Engine and trainer compute the same router in different batches, so where two experts are nearly as
 likely they may choose different ones, and the token's logprob then differs by more than rounding
@@ -48,7 +48,7 @@ class Routing:
         if len(chosen) == 1:
             self._chosen_SK[layer] = chosen[0]
 
-    def chosen(self, at_N: Tensor, tokens: int, needed_P: Tensor | None) -> Tensor | None:
+    def chosen_experts(self, at_N: Tensor, tokens: int, needed_P: Tensor | None) -> Tensor | None:
         """The experts of the tokens `at_N` in the last pass, which had so many `tokens`; shape (N,
         L, K).
 
@@ -78,8 +78,8 @@ def differing(chosen_NLK: Tensor, other_NLK: Tensor) -> Tensor:
 
 
 class Balance:
-    """How the routers of a transformers model divide the tokens of a forward pass among the
-    experts.
+    """The balance of experts: how a transformers model's routers divide the tokens of a forward
+    pass.
 
     Raises:
         ValueError: transformers names no routers of the model.

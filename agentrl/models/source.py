@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, or a snapshot of a model on the Hugging Face hub in the hub's
+"""The source of a model: a folder, or a snapshot of a model on the Hugging Face hub in the hub's
 own cache.
 
 An existing folder wins. Everything else that is written `owner/name` is a model on the hub. The
@@ -18,9 +18,8 @@ from agentrl.models.attention_check import check_kind
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""What describes a model: config, tokenizer, template, code. A few MB, so it is fetched and checked
-first.
-"""
+"""The files that describe a model: config, tokenizer, template, code. A few MB, so it is fetched
+and checked first."""
 _WEIGHTS = "*.safetensors"
 _COPIES = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
@@ -58,7 +57,7 @@ def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> No
     Raises:
         ConfigError: it has none, or some are missing.
     """
-    listed = _listed(folder / _INDEX)
+    listed = _files_of_index(folder / _INDEX)
     if missing := sorted(file for file in listed if not (folder / file).is_file()):
         raise ConfigError(
             f"{setting}: {name!r} lacks {len(missing)} of its {len(listed)} files of weights, such"
@@ -100,7 +99,7 @@ def weight_files(folder: Path) -> list[Path]:
     Beside these, some models have their weights once more, in files and under names of another
     program.
     """
-    if listed := _listed(folder / _INDEX):
+    if listed := _files_of_index(folder / _INDEX):
         return [folder / file for file in listed]
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob(_WEIGHTS))
@@ -175,8 +174,8 @@ def here(folder: Path) -> Path:
 
 
 def vocabulary_size(folder: Path) -> int | None:
-    """How many rows the model's embeddings have, by its config.json: ids of tokens are below it;
-    None if it is silent.
+    """The number of rows of the model's embeddings, by its config.json: ids of tokens are below it;
+    None if unknown.
 
     Padding counts: a model may sample a row that its tokenizer has no token for.
     """
@@ -192,7 +191,7 @@ def commit_of(folder: Path) -> str | None:
     return match["revision"] if match else None
 
 
-def _listed(index: Path) -> Sequence[str]:
+def _files_of_index(index: Path) -> Sequence[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except FileNotFoundError:
@@ -209,7 +208,7 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: s
             " and *.safetensors: name the folder"
         )
     if folder.is_dir():
-        return _named_folder(folder, revision, setting)
+        return _check_folder(folder, revision, setting)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder"
@@ -225,9 +224,9 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: s
     return found
 
 
-def _named_folder(folder: Path, revision: str | None, setting: str) -> Path:
+def _check_folder(folder: Path, revision: str | None, setting: str) -> Path:
     if not (folder / "config.json").is_file():
-        if held := _held_instead(folder):
+        if held := _describe_other_content(folder):
             raise ConfigError(f"{setting}: {str(folder)!r} {held}")
         raise ConfigError(
             f"{setting}: {str(folder)!r} is neither the folder of a Hugging Face model (no"
@@ -243,8 +242,8 @@ def _named_folder(folder: Path, revision: str | None, setting: str) -> Path:
     return folder
 
 
-def _held_instead(folder: Path) -> str:
-    """What a folder without a config holds, if that is known."""
+def _describe_other_content(folder: Path) -> str:
+    """The content of a folder without a config, if that is known."""
     if (folder / "adapter_config.json").is_file():
         try:
             base = json.loads((folder / "adapter_config.json").read_text()).get(

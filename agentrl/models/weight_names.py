@@ -22,7 +22,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """How the tensors of a transformers model are published.
+    """The published names and layouts of a transformers model's tensors.
 
     `conversions`: transformers' rules from the published tensors to the model's own; empty for most
     models, whose tensors are published as they are.

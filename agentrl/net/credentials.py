@@ -40,10 +40,10 @@ def refuse_credentials(value: Any, where: str) -> None:
 
 def without_credentials(text: str) -> str:
     """The text, with *** in place of the credentials in its addresses."""
-    return _IN_ADDRESS.sub(_masked, text)
+    return _IN_ADDRESS.sub(_mask, text)
 
 
-def _masked(found: re.Match[str]) -> str:
+def _mask(found: re.Match[str]) -> str:
     if found["query"] is not None:
         return f"{found['query']}***"
     return f"{found['start'] or found['other']}***@"

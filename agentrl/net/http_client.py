@@ -20,8 +20,8 @@ from httpx_aiohttp import AiohttpTransport, HttpxAiohttpClient
 
 
 def proxy_note(url: str, *, used: bool) -> str:
-    """What an error of a connection to `url` says of the environment's proxies; "" if none is named
-    for it.
+    """The note on the environment's proxies for an error of a connection to `url`; "" if none
+    applies.
 
     `used`: whether the connection goes through them, as httpx does; WebSockets here and the
     engine's requests do not.

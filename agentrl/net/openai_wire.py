@@ -22,7 +22,7 @@ class ServedModels(BaseModel):
 
 
 class PromptTokenDetails(BaseModel):
-    """How many tokens of a prompt were cached."""
+    """The number of cached tokens of a prompt."""
 
     cached_tokens: int = 0
 
@@ -57,7 +57,7 @@ class CompletionAnswer(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the model wrote, or why it refused to."""
+    """The model's text, or its reason to refuse."""
 
     content: str | None = None
     refusal: str | None = None

@@ -22,7 +22,7 @@ from typing import Self
 
 from agentrl.errors import ConfigError
 from agentrl.files.durable import remove_left, unfinished, write_whole
-from agentrl.flow import PeriodicThread, Span, SpanLog, recorded, span
+from agentrl.flow import PeriodicThread, Span, SpanLog, record_spans, span
 from agentrl.observe.span_export import SpanExport
 from agentrl.observe.trace_file import Slice, TraceFile
 from agentrl.observe.usage import Usage
@@ -143,7 +143,7 @@ class _Recording:
         self._counters: set[tuple[str, str]] = set()
         self._counted = (0.0, 0, 0)
         self._written_in = 0.0
-        self._log = self._stack.enter_context(recorded(SpanLog()))
+        self._log = self._stack.enter_context(record_spans(SpanLog()))
 
     @property
     def is_over(self) -> bool:
@@ -240,7 +240,7 @@ def _costs() -> tuple[float, float]:
             log.loop_worked(0.0, 0.0, "")
         return (time.perf_counter() - begin) / _CALIBRATED
 
-    with recorded(SpanLog()):
+    with record_spans(SpanLog()):
         return statistics.median(asyncio.run(of_spans()) for _ in range(9)), statistics.median(
             of_turns() for _ in range(9)
         )

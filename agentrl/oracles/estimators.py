@@ -135,7 +135,7 @@ class Oracle:
         are certain.
         """
         decided = {
-            state: torch.log_softmax(own, 0) for state, own in self._scaled(logits_P).items()
+            state: torch.log_softmax(own, 0) for state, own in self._scale_logits(logits_P).items()
         }
         whole: list[Tensor] = [logits_P.new_zeros(1)]
         for decision in self._decisions:
@@ -151,7 +151,7 @@ class Oracle:
         are certain.
         """
         found = {}
-        for state, own in self._scaled(logits_P).items():
+        for state, own in self._scale_logits(logits_P).items():
             logprobs = torch.log_softmax(own, 0)
             possible = logprobs[torch.isfinite(logprobs)]
             found[state] = -(possible.exp() * possible).sum()
@@ -171,7 +171,7 @@ class Oracle:
         scaled = [own[None] / sampling.temperature for own in self._split(logits_P).values()]
         return torch.cat([torch.isfinite(truncated(own_RV, rule)[0]) for own_RV in scaled])
 
-    def _scaled(self, logits_P: Tensor) -> dict[str, Tensor]:
+    def _scale_logits(self, logits_P: Tensor) -> dict[str, Tensor]:
         """The logits of each state at the policy's temperature, -inf for the actions that are never
         sampled.
         """
@@ -223,7 +223,7 @@ class Oracle:
         at: dict[int, float] = {}
 
         def of_action(action: Action) -> float:
-            return self._expected(action, of)
+            return self._expected_return(action, of)
 
         def of(decision: Decision) -> float:
             number = self._numbers[id(decision)]
@@ -259,18 +259,18 @@ class Oracle:
         found = [0.0]
         for decision in self._decisions:
             for action in decision.actions:
-                found += [self._expected(action, of)] * action.tokens
+                found += [self._expected_return(action, of)] * action.tokens
         return torch.tensor(found, dtype=torch.float64)
 
     def best_return(self) -> float:
         """The expected return of the best policy that sees the whole history."""
 
         def of(decision: Decision) -> float:
-            return max(self._expected(action, of) for action in decision.actions)
+            return max(self._expected_return(action, of) for action in decision.actions)
 
         return of(self.root)
 
-    def _expected(self, action: Action, value: Callable[[Decision], float]) -> float:
+    def _expected_return(self, action: Action, value: Callable[[Decision], float]) -> float:
         """The expected return of an action, from the values of the decisions after it."""
         return sum(
             result.probability
@@ -366,7 +366,7 @@ class Oracle:
         own_W = self.logprobs(logits_P).detach().requires_grad_()
         tokens_N = torch.from_numpy(batch.tokens_S[batch.loss_mask_S].astype(np.int64))
         logprobs_N = own_W[tokens_N]
-        batch = advised(algorithm, batch, critic)
+        batch = with_advantages(algorithm, batch, critic)
         old_N = logprobs_N.detach()
         reference_N = torch.from_numpy(batch.reference_logprobs_N.astype(np.float64))
         advantages_N = torch.from_numpy(batch.advantages_N.astype(np.float64))
@@ -424,8 +424,8 @@ class Oracle:
 
 @dataclass(frozen=True, slots=True)
 class ExactCritic:
-    """What a critic without error says: before each token of the problem, after the action that it
-    belongs to, and at each decision.
+    """The values of a critic without error: before each token of the problem, after the action that
+    it belongs to, and at each decision.
     """
 
     values_W: Tensor
@@ -448,7 +448,7 @@ class ExactCritic:
         return floats(values_N)
 
 
-def advised(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic) -> TrainBatch:
+def with_advantages(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic) -> TrainBatch:
     """The batch that is trained on: prepared by the algorithm, with the advantages that it finds
     with the critic.
     """

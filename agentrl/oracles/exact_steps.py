@@ -25,7 +25,7 @@ from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import ints
 from agentrl.batch import TrainBatch
 from agentrl.errors import TrainingError
-from agentrl.oracles.estimators import START, Oracle, Path, advised
+from agentrl.oracles.estimators import START, Oracle, Path, with_advantages
 from agentrl.oracles.problems import Action, Decision, Result, all_decisions
 from agentrl.protocols import Algorithm, LossTokens, uses_entropy
 from agentrl.trajectory import SEGMENT, Group, Score, Task, Trajectory, Turn
@@ -45,19 +45,18 @@ class ExactShare:
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What a step does with the groups that are played, before and beside its algorithm.
-
-    `trains`: whether a group is trained on, and not replaced by another one of its environment.
-    `oldest`: the oldest version whose tokens carry loss. `versions`: the one that each turn was
-    sampled under; the last one also samples all later turns. `cut`: after so many turns, an episode
-    is trained on in two parts. `engine_is_old`: the old logprobs are the engine's.
-    """
+    """The rules by which a step uses played groups, before and beside its algorithm."""
 
     trains: Callable[[Group], bool] = lambda group: True
+    """True if a group is trained on, and not replaced by another one of its environment."""
     oldest: int = 0
+    """The oldest version whose tokens carry loss."""
     versions: tuple[int, ...] = (0,)
+    """The version that each turn was sampled under; the last one also samples all later turns."""
     cut: int | None = None
+    """The number of turns after which an episode is trained on in two parts."""
     engine_is_old: bool = False
+    """The old logprobs are the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class ExactStep:
         self.oracle.paths = found
 
     def states_of(self, share: ExactShare) -> Tensor:
-        """Which logits are of states of a share's problem; booleans, shape P."""
+        """A mask of the logits of states in a share's problem; booleans, shape P."""
         own = {decision.state for decision in all_decisions(share.root)}
         return torch.tensor(
             [state in own for state, size in self.oracle.sizes.items() for _ in range(size)]
@@ -124,11 +123,13 @@ class ExactStep:
             return torch.zeros_like(logits_P)
         own_P = logits_P.detach().requires_grad_()
         logprobs_W, entropies_W = self.oracle.logprobs(own_P), self.oracle.entropies(own_P)
-        tokens_N = _joined(
+        tokens_N = _concatenate(
             batches, lambda one: one.batch.tokens_S[one.batch.loss_mask_S].astype(np.int64)
         )
         logprobs_N = logprobs_W[tokens_N]
-        rollout_N = _joined(batches, lambda one: one.batch.rollout_logprobs_N.astype(np.float64))
+        rollout_N = _concatenate(
+            batches, lambda one: one.batch.rollout_logprobs_N.astype(np.float64)
+        )
         firsts = np.cumsum([0, *(one.batch.num_samples for one in batches)])
         segments = [
             first + np.repeat(np.arange(one.batch.num_samples), one.batch.loss_tokens_M)
@@ -137,14 +138,14 @@ class ExactStep:
         tokens = LossTokens(
             rollout_N if self.rules.engine_is_old else logprobs_N.detach(),
             rollout_N,
-            _joined(batches, lambda one: one.batch.reference_logprobs_N.astype(np.float64)),
-            _joined(batches, lambda one: one.batch.advantages_N.astype(np.float64)),
+            _concatenate(batches, lambda one: one.batch.reference_logprobs_N.astype(np.float64)),
+            _concatenate(batches, lambda one: one.batch.advantages_N.astype(np.float64)),
             torch.from_numpy(np.concatenate(segments)),
             entropies_W[tokens_N] if uses_entropy(self.algorithm.loss) else None,
         )
         # A token's loss depends on those of its own sample only, so the batches go through it
         # together.
-        weights_N = _joined(
+        weights_N = _concatenate(
             batches, lambda one: one.batch.weights_N.astype(np.float64) * (one.chance / one.divisor)
         )
         ascended = -(self.algorithm.loss(logprobs_N, tokens).loss_N * weights_N).sum()
@@ -159,7 +160,7 @@ class ExactStep:
         out.
         """
         critic = self.oracle.critic(logits_P, self.costs(played_P, reference_P))
-        played = self._played(played_P)
+        played = self._play_paths(played_P)
         chances = self.oracle.probabilities(played_P).tolist()
         for of_shares in product(*(self._draws(share, played, chances) for share in self.shares)):
             chance = math.prod(chance for chance, _ in of_shares)
@@ -171,13 +172,13 @@ class ExactStep:
                     ).batch
                 except TrainingError:
                     continue
-                batch = advised(
+                batch = with_advantages(
                     self.algorithm, self.oracle.with_reference(batch, reference_P), critic
                 )
                 yield ExactBatch(chance, part, batch, self.algorithm.normalizer(batch))
 
     def costs(self, played_P: Tensor, reference_P: Tensor) -> Tensor:
-        """What each token costs in the reward (`kl_reward`), shape W: the KL of the policy that
+        """The cost of each token in the reward (`kl_reward`), shape W: the KL of the policy that
         sampled it.
         """
         weight = getattr(getattr(self.algorithm, "config", None), "kl_reward", 0.0)
@@ -187,7 +188,7 @@ class ExactStep:
     def kept(self, share: ExactShare, played_P: Tensor) -> float:
         """The probability that a group of this share is trained on."""
         chances = self.oracle.probabilities(played_P).tolist()
-        return sum(chance for chance, _ in self._groups(share, self._played(played_P), chances))
+        return sum(chance for chance, _ in self._groups(share, self._play_paths(played_P), chances))
 
     def _draws(
         self, share: ExactShare, played: Sequence[Trajectory], chances: Sequence[float]
@@ -211,12 +212,12 @@ class ExactStep:
         for ways, numbers in _multisets(self.paths[share.env], share.members):
             chance = ways * math.prod(chances[number] for number in numbers)
             members = tuple(replace(played[number], task=task) for number in numbers)
-            group = Group(task, members, tuple(map(_scored, members)))
+            group = Group(task, members, tuple(map(_score_of_env, members)))
             if chance > 0 and self.rules.trains(group):
                 found.append((chance, group))
         return found
 
-    def _played(self, played_P: Tensor) -> list[Trajectory]:
+    def _play_paths(self, played_P: Tensor) -> list[Trajectory]:
         """The trajectory of each path, as a policy with these logits plays it."""
         everything = self.oracle.group(range(len(self.oracle.paths)), played_P).trajectories
         best = {share.env: Oracle(share.root).best_return() for share in self.shares}
@@ -224,7 +225,8 @@ class ExactStep:
         for env, numbers in self.paths.items():
             for trajectory in (everything[number] for number in numbers):
                 turns = [
-                    self._stamped(turn, number) for number, turn in enumerate(trajectory.turns)
+                    self._stamp_version(turn, number)
+                    for number, turn in enumerate(trajectory.turns)
                 ]
                 info = {
                     "success": trajectory.env_return >= best[env] - 1e-9
@@ -234,7 +236,7 @@ class ExactStep:
                 )
         return found
 
-    def _stamped(self, turn: Turn, number: int) -> Turn:
+    def _stamp_version(self, turn: Turn, number: int) -> Turn:
         versions = self.rules.versions
         version = versions[min(number, len(versions) - 1)]
         completion = turn.completion
@@ -242,7 +244,7 @@ class ExactStep:
         return replace(turn, completion=replace(completion, policy_versions=stamps))
 
     def _parts(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """What is trained on in one step after another: the groups, or their beginnings and then
+        """The parts trained on in one step after another: the groups, or their beginnings and then
         the rest.
         """
         cut = self.rules.cut
@@ -251,22 +253,27 @@ class ExactStep:
         begun, ended = [], []
         for group in groups:
             pairs = [
-                (self._begun(one, cut), replace(one, trained_turns=cut))
+                (self._cut_after(one, cut), replace(one, trained_turns=cut))
                 for one in group.trajectories
             ]
             going = [len(one.turns) > cut for one in group.trajectories]
             first = tuple(part for part, _ in pairs)
             begun.append(
                 replace(
-                    group, trajectories=first, scores=tuple(map(_scored, first)), partial=any(going)
+                    group,
+                    trajectories=first,
+                    scores=tuple(map(_score_of_env, first)),
+                    partial=any(going),
                 )
             )
             rest = tuple(part for (_, part), goes in zip(pairs, going, strict=True) if goes)
             if rest:
-                ended.append(replace(group, trajectories=rest, scores=tuple(map(_scored, rest))))
+                ended.append(
+                    replace(group, trajectories=rest, scores=tuple(map(_score_of_env, rest)))
+                )
         return [begun, ended] if ended else [begun]
 
-    def _begun(self, trajectory: Trajectory, cut: int) -> Trajectory:
+    def _cut_after(self, trajectory: Trajectory, cut: int) -> Trajectory:
         if len(trajectory.turns) <= cut:
             return trajectory
         first_token = int(trajectory.turns[cut].completion.token_ids[0])
@@ -276,7 +283,7 @@ class ExactStep:
         return replace(trajectory, turns=trajectory.turns[:cut], status=SEGMENT, tail_ids=tail)
 
 
-def _scored(trajectory: Trajectory) -> Score:
+def _score_of_env(trajectory: Trajectory) -> Score:
     """The environment's own rewards."""
     return Score(trajectory.env_return, turns=tuple(turn.reward for turn in trajectory.turns))
 
@@ -288,7 +295,7 @@ def _multisets(of: Sequence[T], size: int) -> Iterator[tuple[int, tuple[T, ...]]
         yield math.factorial(size) // repeated, tuple(of[number] for number in numbers)
 
 
-def _joined(
+def _concatenate(
     batches: Sequence[ExactBatch], values: Callable[[ExactBatch], npt.NDArray[Any]]
 ) -> Tensor:
     return torch.from_numpy(np.concatenate([values(one) for one in batches]))

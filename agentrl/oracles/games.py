@@ -62,7 +62,7 @@ class ZeroSumGame:
         object.__setattr__(self, "choices", dict(found))
 
     def value(self, strategy: Strategy) -> float:
-        """What player 0 wins on average.
+        """The mean win of player 0.
 
         Raises:
             ConformanceError: the strategy lacks an information set, or its numbers there are no
@@ -80,7 +80,7 @@ class ZeroSumGame:
         return of(self.root)
 
     def best_response(self, strategy: Strategy, player: Player) -> float:
-        """What `player` wins on average by its best response to the other player's strategy.
+        """The mean win of `player` by its best response to the other player's strategy.
 
         The best move in an information set is the best against its choices together, each weighted
         by the probability that chance and the other player lead there.
@@ -110,7 +110,7 @@ class ZeroSumGame:
         return of(self.root)
 
     def nash_conv(self, strategy: Strategy) -> float:
-        """What both players together gain by best responses: the sum of these, as the game is
+        """The gain of both players together by best responses: the sum of these, as the game is
         zero-sum.
 
         Lanctot et al., "A Unified Game-Theoretic Approach to Multiagent Reinforcement Learning"

@@ -18,16 +18,17 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an action may lead to: with a probability, a reward and the next decision, or the end.
-
-    If `truncated`, a limit ends the episode, and `then` is the decision that would have come next.
-    What it would have earned does not count; a critic knows what it is worth.
-    """
+    """A possible result of an action."""
 
     reward: float
+    """The reward of the action."""
     then: "Decision | None" = None
+    """The next decision; None at the end."""
     probability: float = 1.0
+    """Its probability, given the action."""
     truncated: bool = False
+    """A limit ends the episode, and `then` is the decision that would have come next. Its returns
+    do not count; a critic knows its value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class Assumptions(Settings):
 
 
 class PlacementConfig(Settings):
-    """Which devices engine and trainer run on."""
+    """The devices that engine and trainer run on."""
 
     name: Literal["auto", "colocated", "disaggregated", "local"] = "auto"
     """`auto`: the fastest placement that fits, or `local` if there is no GPU. `colocated`: both on
@@ -95,7 +95,7 @@ class PlacementConfig(Settings):
     trainer: Devices | None = None
     """Devices of the trainer, such as `6,7`."""
     switch_seconds: float = Field(120.0, gt=0)
-    """How long engine or trainer may take to go to sleep, or to wake, if they take turns."""
+    """Seconds that engine or trainer may take to go to sleep, or to wake, if they take turns."""
     assume: Assumptions = Assumptions()
     """The assumptions of `auto` and `agentrl plan`."""
 

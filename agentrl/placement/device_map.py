@@ -30,7 +30,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a replica requests from a cluster: `gpus` counts a fraction for each device that it
+    """The request of a replica to a cluster: `gpus` counts a fraction for each device that it
     shares.
     """
 
@@ -43,8 +43,8 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Which replica runs where. `time_shared`: roles on one device take turns; one sleeps while the
-    other works.
+    """The devices of each replica. `time_shared`: roles on one device take turns; one sleeps while
+    the other works.
     """
 
     mode: Mode
@@ -74,12 +74,12 @@ class DeviceMap:
         )
 
     def tensor_parallel(self) -> int:
-        """How many devices each replica of the engine has."""
+        """The number of devices of each engine replica."""
         engines = self.of("engine")
         return len(engines[0].devices) if engines else 1
 
     def bundles(self) -> list[Bundle]:
-        """What to request from a cluster for each replica; nothing if there are no GPUs."""
+        """The requests to a cluster for each replica; nothing if there are no GPUs."""
         if not self.inventory.kind.is_gpu:
             return []
         return [
@@ -122,18 +122,20 @@ class DeviceMap:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What the components' settings request; 1 leaves the number to the placement.
-
-    `has_engine`: false if the engine runs elsewhere. `trainer_grows`: whether the trainer can have
-    several ranks. `splits`: over how many devices one copy of the engine may be spread.
-    """
+    """The requests of the components' settings; 1 leaves a number to the placement."""
 
     engines: int = 1
+    """Replicas of the engine."""
     tensor_parallel: int = 1
+    """Devices of each replica."""
     ranks: int = 1
+    """Ranks of the trainer."""
     has_engine: bool = True
+    """False if the engine runs elsewhere."""
     trainer_grows: bool = True
+    """True if the trainer can have several ranks."""
     splits: tuple[int, ...] = (1,)
+    """The numbers of devices over which a copy of the engine may be spread."""
 
 
 def device_maps(
@@ -145,7 +147,7 @@ def device_maps(
         ConfigError: there is none; says why.
     """
     if config.lists:
-        return _with_time_sharing(_listed(config.lists, request, inventory))
+        return _with_time_sharing(_map_of_lists(config.lists, request, inventory))
     if not inventory.kind.is_gpu and config.name in ("auto", "local"):
         return [_local(request, inventory)]
     if not inventory.kind.is_gpu:
@@ -156,26 +158,26 @@ def device_maps(
         local = _local(request, inventory)
         return _with_time_sharing(local) if config.name != "local" else [local]
     if not request.has_engine:
-        return [_colocated(request, inventory, 1)]
+        return [_colocated_map(request, inventory, 1)]
     found = []
     if config.name in ("auto", "colocated"):
         found += [
             way
             for tensor_parallel in _splits(request, inventory)
-            for way in _with_time_sharing(_colocated(request, inventory, tensor_parallel))
+            for way in _with_time_sharing(_colocated_map(request, inventory, tensor_parallel))
         ]
     if config.name in ("auto", "disaggregated"):
-        found += list(_disaggregated(request, inventory))
+        found += list(_disaggregated_maps(request, inventory))
     if not found:
         raise ConfigError(
-            f"placement: {config.name} has no way to lay out {_requested(request)} on {inventory}:"
-            " take more devices, or leave engine.tensor_parallel, cluster.engines and"
+            f"placement: {config.name} has no way to lay out {_describe_request(request)} on "
+            f"{inventory}: take more devices, or leave engine.tensor_parallel, cluster.engines and"
             " trainer.world_size to the placement"
         )
     return found
 
 
-def _requested(request: PlacementRequest) -> str:
+def _describe_request(request: PlacementRequest) -> str:
     return (
         f"cluster.engines={request.engines}, engine.tensor_parallel={request.tensor_parallel} and "
         f"trainer.world_size={request.ranks}"
@@ -192,7 +194,7 @@ def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
     """All replicas of all roles on device 0, unless a role requests several GPUs."""
     if inventory.kind.is_gpu and (request.tensor_parallel > 1 or request.ranks > 1):
         raise ConfigError(
-            f"placement: local is one device, but {_requested(request)} request more: "
+            f"placement: local is one device, but {_describe_request(request)} request more: "
             "write placement=auto, or leave them at 1"
         )
     engines = request.engines if request.has_engine else 0
@@ -210,7 +212,9 @@ def _splits(request: PlacementRequest, inventory: Inventory) -> list[int]:
     return [n for n in request.splits if inventory.per_node % n == 0]
 
 
-def _colocated(request: PlacementRequest, inventory: Inventory, tensor_parallel: int) -> DeviceMap:
+def _colocated_map(
+    request: PlacementRequest, inventory: Inventory, tensor_parallel: int
+) -> DeviceMap:
     replicas = request.engines if request.engines > 1 else len(inventory) // tensor_parallel
     ranks = request.ranks if request.ranks > 1 or not request.trainer_grows else len(inventory)
     engine = _chunks("engine", range(replicas * tensor_parallel), tensor_parallel, inventory)
@@ -218,7 +222,7 @@ def _colocated(request: PlacementRequest, inventory: Inventory, tensor_parallel:
     return DeviceMap("colocated", inventory, (*(engine if request.has_engine else ()), *trainer))
 
 
-def _disaggregated(request: PlacementRequest, inventory: Inventory) -> Iterator[DeviceMap]:
+def _disaggregated_maps(request: PlacementRequest, inventory: Inventory) -> Iterator[DeviceMap]:
     """The trainer on the last devices, the engine on those before."""
     total = len(inventory)
     step = max(1, total // 16)  # finer splits differ by less than the prediction's error
@@ -242,7 +246,7 @@ def _disaggregated(request: PlacementRequest, inventory: Inventory) -> Iterator[
             yield DeviceMap("disaggregated", inventory, (*engine, *trainer))
 
 
-def _listed(
+def _map_of_lists(
     lists: Mapping[Role, tuple[int, ...]], request: PlacementRequest, inventory: Inventory
 ) -> DeviceMap:
     needed: list[Role] = ["engine", "trainer"] if request.has_engine else ["trainer"]

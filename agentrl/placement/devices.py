@@ -16,21 +16,28 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """One kind of device, in bytes, FLOP/s (in bfloat16, and in float32) and bytes/s each way:
-    `link` to another device of the node, `network` to a device of another node, `host_link` to the
-    host's memory. `host_memory` is its share of that memory.
-    """
+    """One kind of device. Rates of links are for each direction."""
 
     name: str
+    """Its name."""
     memory: int
+    """Bytes."""
     flops: float
+    """FLOP/s in bfloat16."""
     flops_float32: float
+    """FLOP/s in float32."""
     bandwidth: float
+    """Bytes/s of its memory."""
     link: float
+    """Bytes/s to another device of the node."""
     network: float
+    """Bytes/s to a device of another node."""
     host_link: float
+    """Bytes/s to the host's memory."""
     host_memory: int
+    """Bytes, its share of the host's memory."""
     is_gpu: bool = True
+    """False for a CPU."""
 
 
 _GPUS = (

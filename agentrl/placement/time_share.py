@@ -62,7 +62,7 @@ class Sleeper(Protocol):
 
 
 class DeviceSharing(Protocol):
-    """How engine and trainer share their devices."""
+    """The sharing of devices by engine and trainer."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """The trainer is awake inside; outside, the engine is."""
@@ -143,18 +143,18 @@ class TimeSharing:
         """Restore the state before the switch; if that fails too, the sharing is lost."""
         try:
             for turn, method in calls:
-                if not self._lost:
+                if not self._is_lost:
                     await self._call(turn, method)
         except TimeShareError:
             self.state = "lost"
-        if not self._lost:
+        if not self._is_lost:
             self.state = before
 
     def _with_state(self, error: TimeShareError) -> TimeShareError:
         return TimeShareError(f"{error}. The state is {self.state} now")
 
     @property
-    def _lost(self) -> bool:
+    def _is_lost(self) -> bool:
         return self.state == "lost"
 
     async def _check_memory(self, turn: Tenant) -> None:

@@ -54,11 +54,15 @@ def what_fits(
     alone: list[Change] = []
     for change in changes:
         named = any(other.keys <= change.keys for other in alone)
-        if len(alone) < most and not named and _filled(change.apply(config), inventory, facts) <= 1:
+        if (
+            len(alone) < most
+            and not named
+            and _memory_share(change.apply(config), inventory, facts) <= 1
+        ):
             alone.append(change)
     ways = [" ".join(change.settings) for change in alone]
     if not ways:
-        together = _needed(
+        together = _drop_unneeded(
             config, inventory, facts, _together(config, inventory, facts, changes) or []
         )
         ways = (
@@ -83,13 +87,13 @@ def _together(
     It takes the one that saves most, then the one that saves most besides; where that leads
     nowhere, the second best.
     """
-    filled = _filled(config, inventory, facts)
+    filled = _memory_share(config, inventory, facts)
     if filled <= 1:
         return []
     if most == 0:
         return None
     tried = [
-        (_filled(changed := change.apply(config), inventory, facts), changed, change)
+        (_memory_share(changed := change.apply(config), inventory, facts), changed, change)
         for change in changes
     ]
     for less, changed, change in sorted(tried, key=lambda entry: entry[0])[:_TRIED]:
@@ -101,14 +105,14 @@ def _together(
     return None
 
 
-def _needed(
+def _drop_unneeded(
     config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]
 ) -> list[Change]:
     """Changes that make a config fit, without those that later ones made unnecessary."""
     for change in changes:
         fewer: list[Change] = [other for other in changes if other is not change]
-        if _filled(_all_of(fewer, config), inventory, facts) <= 1:
-            return _needed(config, inventory, facts, fewer)
+        if _memory_share(_all_of(fewer, config), inventory, facts) <= 1:
+            return _drop_unneeded(config, inventory, facts, fewer)
     return changes
 
 
@@ -132,7 +136,7 @@ def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -
             (
                 offer
                 for offer in (Inventory(kind, *count) for count in counts)
-                if len(offer) >= len(inventory) and _filled(config, offer, facts) <= 1
+                if len(offer) >= len(inventory) and _memory_share(config, offer, facts) <= 1
             ),
             None,
         )
@@ -141,7 +145,7 @@ def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -
     return [str(offer) for offer in offers if offer is not None][:2]
 
 
-def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:
+def _memory_share(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:
     """Memory use of the fullest device on the best map, as a share of its usable memory; at most 1
     if all fits.
     """
@@ -222,7 +226,7 @@ def _setting(section: str, **update: Any) -> Change:
             return None
         return config.model_copy(update={section: replace(chosen, settings=settings)})
 
-    return Change(_written(section, update), apply)
+    return Change(_format_settings(section, update), apply)
 
 
 def _trainer(name: str, **update: Any) -> Change:
@@ -250,8 +254,8 @@ def _trainer(name: str, **update: Any) -> Change:
             return None
         return config.model_copy(update={"trainer": Component(name, factory, settings)})
 
-    return Change((f"trainer={name}", *_written("trainer", update)), apply)
+    return Change((f"trainer={name}", *_format_settings("trainer", update)), apply)
 
 
-def _written(section: str, update: dict[str, Any]) -> tuple[str, ...]:
+def _format_settings(section: str, update: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{section}.{key}={in_yaml(value)}" for key, value in update.items())

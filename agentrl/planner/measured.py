@@ -44,7 +44,7 @@ class Measured:
     work: Workload
 
 
-def measured(folder: Path) -> Measured:
+def read_measurements(folder: Path) -> Measured:
     """The measurements of the run in this folder.
 
     Raises:
@@ -136,7 +136,7 @@ def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
 
 
 def _seconds(found: Measured, stages: Stages, devices: DeviceMap) -> float:
-    """How long the run's rollout of one step takes in the simulation, at the assumed speeds."""
+    """Seconds of the run's rollout of one step in the simulation, at the assumed speeds."""
     simulation = found.config.simulation.model_copy(update=_episodes(found.work, found.config))
     simulation = stages.simulation(workload(found.config.rollout, simulation), devices, simulation)
     report = World(

@@ -21,18 +21,24 @@ ASLEEP = GIB
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """A device's peak memory, in bytes, by role and use; `limit` is its usable memory."""
+    """The peak memory of a device, in bytes."""
 
     device: int
+    """The number of the device."""
     awake: dict[str, Footprint]
+    """The memory of each role on it while awake, by use."""
     peak: int
+    """The most that is used simultaneously."""
     limit: int
+    """The usable memory."""
     host: int
+    """The most of the host's memory that is used for this device."""
     host_limit: int
+    """The usable memory of the host for this device."""
 
 
 def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
-    """What does not fit on a map. Names only one overfull device and one overfull host."""
+    """The reasons why a map does not fit. Names only one overfull device and one overfull host."""
     fullest = sorted(loads(stages, work, devices), key=lambda load: load.limit - load.peak)
     for load in fullest:
         if load.peak > load.limit:

@@ -32,7 +32,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_step(plan))
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
     if len(plan.considered) > 1:
-        console.print(_considered(plan.considered))
+        console.print(_candidates_table(plan.considered))
     if settings := plan.devices.settings():
         written = " ".join(f"{key}={value}" for key, value in settings.items())
         console.print(f"as settings  {written}", highlight=False, soft_wrap=True)
@@ -106,7 +106,7 @@ def _step(plan: Plan) -> Table:
     return table
 
 
-def _considered(considered: tuple[Candidate, ...]) -> Table:
+def _candidates_table(considered: tuple[Candidate, ...]) -> Table:
     table = _table("map", "seconds a step", title="considered")
     for found in considered[:_SHOWN]:
         table.add_row(str(found.devices), _verdict(found))

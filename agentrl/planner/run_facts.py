@@ -97,7 +97,7 @@ def _layout_of(section: str, chosen: Component | None) -> Any:
 
 
 def placement_request_of(config: RunConfig) -> PlacementRequest:
-    """What the settings of cluster, engine and trainer request of a placement."""
+    """The requests of the settings of cluster, engine and trainer to a placement."""
     engine, trainer = layouts(config)
     return PlacementRequest(
         engines=getattr(config.cluster.settings, "engines", 1),

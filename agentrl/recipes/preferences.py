@@ -18,7 +18,7 @@ from agentrl.conversation.chats import is_chat, read_chat
 from agentrl.errors import ConfigError
 from agentrl.recipes.recordings import Recorded, read_recordings
 from agentrl.settings.base import Settings
-from agentrl.tasks.columns import column, listed
+from agentrl.tasks.columns import column, format_names
 from agentrl.tasks.rows import BadRowError, rows_of, sources
 from agentrl.trajectory import Message, Role, Trajectory
 
@@ -157,7 +157,7 @@ def _pair(number: int, row: Mapping[str, Any], columns: Mapping[str, str]) -> Pr
         name for name in ("chosen", "rejected") if name not in row and name not in columns
     ]:
         raise ValueError(
-            f"{missing[0]}: Field required, and the columns are {listed(row)}: write"
+            f"{missing[0]}: Field required, and the columns are {format_names(row)}: write"
             " recipe.preferences.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
         )
     given = {

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import uvicorn
 
 from agentrl.errors import ConfigError
-from agentrl.flow.stop_signals import handled
+from agentrl.flow.stop_signals import handle_stop_signals
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """The hosts that only programs on this machine can reach."""
@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
         """Let all stop signals end the server, as `handle_exit` does it. What a signal has ended
         exits with 0.
         """
-        return handled(self.handle_exit)
+        return handle_stop_signals(self.handle_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and call `on_start` with the address."""

@@ -119,7 +119,7 @@ class ControlGroup:
             os.close(fd)
 
     def __bool__(self) -> bool:
-        """Whether there is a group."""
+        """True if there is a group."""
         return bool(self._names)
 
     def begin(self, order: Order) -> None:
@@ -246,9 +246,7 @@ def _within(mount: str, root: str, path: str) -> str | None:
 
 
 def _has_memory(folder: str) -> bool:
-    """Whether groups in this folder can limit memory; if not yet, whether that could be switched
-    on.
-    """
+    """True if groups in this folder can limit memory, after switching that on where needed."""
     control = os.path.join(folder, "cgroup.subtree_control")
     with suppress(OSError):
         with open(control) as file:

@@ -302,7 +302,7 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
     refused = _REFUSED | (_REFUSED_ALONE if alone else {})
     about |= {name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused}
-    return _compiled(about)
+    return _compile_filter(about)
 
 
 def asking_filter(*, threads: bool) -> bytes:
@@ -314,11 +314,11 @@ def asking_filter(*, threads: bool) -> bytes:
     """
     ask: _Code = [(_RETURN, 0, 0, _NOTIFY)]
     about = {"flock": ask, "fcntl": [*_argument(1), *_where(_EQUAL, _OF_LOCKS, ask)]}
-    return _compiled(about | ({"clone": ask} if threads else {}))
+    return _compile_filter(about | ({"clone": ask} if threads else {}))
 
 
 def is_clone(number: int) -> bool:
-    """Whether a number of this machine's is that of clone(2), by which threads start."""
+    """True if a call number of this machine is that of clone(2), by which threads start."""
     return number == _NUMBERS["clone"][_ARCHITECTURES[os.uname().machine][0]]
 
 
@@ -333,7 +333,7 @@ def network_filter() -> bytes:
     Raises:
         OSError: the system calls of this machine's architecture are not listed here.
     """
-    return _compiled(
+    return _compile_filter(
         {
             "socket": [*_argument(0), *_unless(_EQUAL, _NETWORKS, _refuse(errno.EACCES))],
             "socketpair": [*_argument(1), *_unless(_EQUAL, _STREAMS, _refuse(errno.EACCES))],
@@ -342,7 +342,7 @@ def network_filter() -> bytes:
     )
 
 
-def _compiled(about: dict[str, _Code]) -> bytes:
+def _compile_filter(about: dict[str, _Code]) -> bytes:
     """The filter that treats these calls so, and allows others that are not newer than the list."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:

@@ -103,7 +103,7 @@ class Jail:
 
     @property
     def metered(self) -> bool:
-        """Whether a control group counts what its programs use."""
+        """True if a control group measures the use of its programs."""
         return bool(self._group)
 
     async def run(self, order: Order) -> Outcome:

@@ -36,7 +36,7 @@ _NR = {
 _NOTIF_RECV, _NOTIF_SEND, _NOTIF_BYTES, _CONTINUE = 0xC0502100, 0xC0182101, 80, 1
 
 
-def _checked(what: str, result: int) -> int:
+def _check_result(what: str, result: int) -> int:
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")
@@ -44,12 +44,12 @@ def _checked(what: str, result: int) -> int:
 
 
 def _syscall(what: str, number: int, *arguments: object) -> int:
-    return _checked(what, _libc.syscall(ctypes.c_long(number), *arguments))
+    return _check_result(what, _libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def unshare(spaces: int) -> None:
     """Move to new namespaces of these kinds."""
-    _checked("unshare", _libc.unshare(ctypes.c_int(spaces)))
+    _check_result("unshare", _libc.unshare(ctypes.c_int(spaces)))
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
@@ -61,12 +61,12 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
         ctypes.c_ulong(flags),
         data.encode(),
     )
-    _checked(f"mount {source} on {target}", _libc.mount(*arguments))
+    _check_result(f"mount {source} on {target}", _libc.mount(*arguments))
 
 
 def unmount(target: str) -> None:
     """Detach the mount at `target`."""
-    _checked(f"umount {target}", _libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)))
+    _check_result(f"umount {target}", _libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)))
 
 
 def restrict_mounts(target: str, attributes: int) -> None:
@@ -97,7 +97,7 @@ def map_to_self(uid: int, gid: int) -> None:
 
 def prctl(option: int, value: int) -> None:
     """prctl(2) with one argument."""
-    _checked(
+    _check_result(
         f"prctl {option}",
         _libc.prctl(ctypes.c_int(option), *(ctypes.c_ulong(v) for v in (value, 0, 0, 0))),
     )
@@ -122,7 +122,9 @@ def install_filter(program: bytes) -> None:
     """
     at = _Program(len(program) // 8, program)
     mode = (ctypes.c_int(22), ctypes.c_ulong(2))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-    _checked("seccomp", _libc.prctl(*mode, ctypes.byref(at), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+    _check_result(
+        "seccomp", _libc.prctl(*mode, ctypes.byref(at), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    )
 
 
 def listen(program: bytes) -> int:

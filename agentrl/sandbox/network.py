@@ -26,7 +26,8 @@ from agentrl.sandbox import kernel
 from agentrl.sandbox.filter import network_filter
 
 READY = b"ready"
-"""What `main` sends with the socket. Anything else is what the machine lacks."""
+"""The byte string that `main` sends with the socket. Any other text names what the machine
+lacks."""
 _SPACES = (
     kernel.CLONE_NEWUSER
     | kernel.CLONE_NEWNET
@@ -41,7 +42,7 @@ _START = (
 )
 
 
-def contained(command: str, channel: int, port: int) -> str:
+def contained_command(command: str, channel: int, port: int) -> str:
     """The command of a shell that runs `command` so, with `port` to listen on.
 
     `channel`: the file descriptor of a connected socket, which it inherits, and over which it sends
@@ -71,7 +72,7 @@ def main(channel: int, port: int, command: str) -> None:
             driver.sendall(f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         listener.close()
-    _leave_with(first or _started(command))
+    _leave_with(first or _start_command(command))
 
 
 def _enter(port: int) -> socket.socket:
@@ -95,7 +96,7 @@ def _enclose() -> None:
     kernel.install_filter(network_filter())
 
 
-def _started(command: str) -> int:
+def _start_command(command: str) -> int:
     """Start the command. It is not process 1, which no signal of its own could end."""
     child = os.fork()
     if child == 0:

@@ -8,26 +8,30 @@ Limit = Literal["wall", "cpu", "memory", "disk", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The program ended by itself. `exit` is its status, or minus the signal that ended it;
-    `seconds` is wall time.
-    """
+    """The program ended by itself."""
 
     stdout: str
+    """Its output."""
     stderr: str
+    """Its messages."""
     exit: int
+    """Its exit status, or minus the signal that ended it."""
     seconds: float
+    """Wall time."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitHit:
-    """The program was ended because it hit a limit; `stdout` and `stderr` are what it had written
-    by then.
-    """
+    """The program was ended because it hit a limit."""
 
     which: Limit
+    """The limit."""
     stdout: str = ""
+    """The output until then."""
     stderr: str = ""
+    """The messages until then."""
     seconds: float = 0.0
+    """Wall time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Sandbox:
         self._idle: asyncio.LifoQueue[Jail | None] = asyncio.LifoQueue()
         self._jails: set[Jail] = set()
         self._losses: Counter[bytes] = Counter()
-        """How often each program was there when a jail was lost."""
+        """The number of lost jails in which each program ran."""
 
     async def __aenter__(self) -> Self:
         """Choose the backend and start the first jail; the others start when they are needed.
@@ -114,7 +114,7 @@ class Sandbox:
             if jail is None or jail.dead:
                 jail = await self._start()
             outcome = await jail.run(order)
-            return self._lost(order, outcome) if isinstance(outcome, SandboxLost) else outcome
+            return self._count_loss(order, outcome) if isinstance(outcome, SandboxLost) else outcome
         except JailError as error:
             return SandboxLost(f"a new jail did not start: {error}")
         finally:
@@ -136,10 +136,10 @@ class Sandbox:
 
     @property
     def lost(self) -> int:
-        """How many jails were lost in runs, and had to be replaced."""
+        """The number of jails lost in runs, and replaced."""
         return self._losses.total()
 
-    def _lost(self, order: Order, outcome: SandboxLost) -> SandboxLost:
+    def _count_loss(self, order: Order, outcome: SandboxLost) -> SandboxLost:
         """Count the loss of a jail, unless it was closed."""
         if not self.backend:
             return outcome
@@ -201,5 +201,5 @@ class Sandbox:
 
 
 def _digest(order: Order) -> bytes:
-    """What a program and its input are known by."""
+    """The digest of a program and its input."""
     return blake2b(order.pack(), digest_size=16).digest()

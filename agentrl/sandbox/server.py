@@ -45,9 +45,8 @@ from agentrl.sandbox.walls import WALLS, Walls
 TICK = 0.02
 """Seconds between two checks of the resources that a run has used."""
 _SOCKET_BYTES = 320 << 10
-"""What a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not raise
-it.
-"""
+"""Bytes that a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not
+raise it."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _OPEN_FILES = 256
@@ -123,7 +122,7 @@ def _supervise(channel: socket.socket, walls: Walls) -> str:
     for fd in (stdin, to_stdout, to_stderr, say_ready.detach()):
         os.close(fd)
     with ready:
-        word, listener = _heard(ready)
+        word, listener = _receive_from(ready)
     if word != _READY:
         sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
     run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr, listener))
@@ -133,10 +132,8 @@ def _supervise(channel: socket.socket, walls: Walls) -> str:
     os._exit(0)
 
 
-def _heard(ready: socket.socket) -> tuple[bytes, int]:
-    """What the child has said until it closed its end, and the listener that it has sent; -1 for
-    none.
-    """
+def _receive_from(ready: socket.socket) -> tuple[bytes, int]:
+    """The child's output until it closed its end, and the listener that it sent; -1 for none."""
     word, listener = b"", -1
     while True:
         part, fds, *_ = socket.recv_fds(ready, 1 << 12, 1)
@@ -313,7 +310,7 @@ class _Run:
         pids = self.walls.processes(self.child)
         cpu, pages = _cpu_of_the_dead(), 0
         for pid in pids:
-            its_cpu, its_pages = _used_by(pid)
+            its_cpu, its_pages = _usage_of(pid)
             cpu, pages = cpu + its_cpu, pages + its_pages
         if cpu >= order.cpu:
             return "cpu"
@@ -356,7 +353,7 @@ def _buffers_of(pids: Sequence[int]) -> int:
     return len(sockets) * _SOCKET_BYTES
 
 
-def _used_by(pid: int) -> tuple[float, int]:
+def _usage_of(pid: int) -> tuple[float, int]:
     """CPU seconds, including those of children it has waited for, and resident pages:
     proc_pid_stat(5).
     """

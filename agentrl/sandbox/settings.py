@@ -9,7 +9,7 @@ from agentrl.settings.base import PathText, Settings
 
 
 class SandboxLimits(Settings):
-    """What one run may use. Beyond a limit, the run is ended or the kernel refuses more, as each
+    """The limits of one run. Beyond a limit, the run is ended or the kernel refuses more, as each
     limit says.
     """
 
@@ -36,9 +36,9 @@ class SandboxConfig(Settings):
     """Settings of a sandbox."""
 
     size: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
-    """How many programs run at a time; by default one for each CPU."""
+    """The number of programs that run at a time; by default one for each CPU."""
     limits: SandboxLimits = SandboxLimits()
-    """What one run may use."""
+    """The limits of one run."""
     preload: tuple[str, ...] = (
         "collections",
         "heapq",

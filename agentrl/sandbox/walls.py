@@ -25,7 +25,7 @@ _OURS = 3
 its parent.
 """
 FILES = 10_000
-"""How many files and folders a run may have."""
+"""The number of files and folders that a run may have."""
 
 
 class Walls(ABC):
@@ -34,7 +34,7 @@ class Walls(ABC):
     """
 
     counts_threads = False
-    """Whether each new thread is asked for, because no limit of the kernel's counts them."""
+    """True if each new thread needs a permission, because no limit of the kernel counts them."""
 
     def __init__(self, readable: Sequence[str], scratch: str, group: ControlGroup) -> None:
         """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the
@@ -281,9 +281,9 @@ class Landlock(Walls):
                 ]
             for addresses, *_, inode, path in mapped:
                 if path.startswith(ours) and int(inode) not in used:
-                    used[int(inode)] = self._mapped(child, addresses, int(inode))
+                    used[int(inode)] = self._mapped_bytes(child, addresses, int(inode))
 
-    def _mapped(self, child: int, addresses: str, inode: int) -> int:
+    def _mapped_bytes(self, child: int, addresses: str, inode: int) -> int:
         """Bytes of a file of which only a mapping is left: each page of it holds the whole file."""
         try:
             return os.stat(f"/proc/{child}/map_files/{addresses}").st_blocks * 512

@@ -79,12 +79,12 @@ class RewardsConfig:
 
     @property
     def only_compares(self) -> bool:
-        """Whether no part scores an episode that is played once."""
+        """True if no part scores an episode that is played once."""
         return all(hasattr(part.factory, "score_group") for part in self.parts)
 
     @property
     def is_the_environments(self) -> bool:
-        """Whether nothing is paid but what the environment pays."""
+        """True if only the environment pays."""
         return all(
             getattr(part.factory, "pays_what_the_environment_pays", False) for part in self.parts
         )
@@ -164,8 +164,8 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
 
 
 def _with_hints(function: Any) -> Any:
-    """What has the types of a function's parameters: what a partial is of, and the `__call__` of an
-    instance.
+    """The function that has the types of the parameters: that of a partial, and the `__call__` of
+    an instance.
     """
     function = unbound(function)
     return function if inspect.isroutine(function) else type(function).__call__

@@ -37,27 +37,29 @@ raises.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardPart:
-    """A reward with its name and weight. `isolation` is where its sync code runs. `success_at`: the
-    lowest score of an episode that succeeded, if this part says so.
-
-    One of weight 0 only watches: if it fails, the score goes without it, unless it is `needed` for
-    something else.
-    """
+    """A reward with its name and weight."""
 
     reward: Any
+    """The reward, or the function that computes it."""
     name: str
+    """Its name among the parts."""
     weight: float = 1.0
+    """Its weight in the score. A part of weight 0 only watches: if it fails, the score goes without
+    it."""
     isolation: Isolation | None = None
+    """The place where its sync code runs."""
     success_at: float | None = None
+    """The lowest score of an episode that succeeded, if this part has a verdict."""
     needed: bool = False
+    """The score fails with it even at weight 0."""
 
     @property
     def watches(self) -> bool:
-        """Whether its failure is told, and changes no score."""
+        """True if its failure is reported, and changes no score."""
         return self.weight == 0 and not self.needed
 
     def verdict(self, score: Score) -> bool | None:
-        """Whether this part's score says that the episode succeeded; None if it does not say."""
+        """True if this part's score means that the episode succeeded; None if it has no verdict."""
         if self.success_at is not None:
             return score.value >= self.success_at
         return None if score.success is None else bool(score.success)
@@ -71,10 +73,10 @@ class RewardPart:
 
     @property
     def compares(self) -> bool:
-        """Whether it scores the trajectories of a group by comparing them."""
+        """True if it scores the trajectories of a group by comparing them."""
         return isinstance(self.reward, GroupReward)
 
-    def asked_in(self, pool: RulePool) -> Ask:
+    def bind(self, pool: RulePool) -> Ask:
         """The function that asks it, with the processes of `pool`, which will import the modules it
         needs.
         """
@@ -110,7 +112,9 @@ class RewardPart:
             _check_it_pickles(function, self.name)
             pool.imports.append(module_of(function))
             return partial(pool.run, function, cached=False)
-        return partial(_awaited, partial(_in_thread if isolation == "thread" else _now, function))
+        return partial(
+            _call_and_await, partial(_in_thread if isolation == "thread" else _now, function)
+        )
 
 
 def module_of(function: Any) -> str:
@@ -138,7 +142,7 @@ def _check_it_pickles(function: Any, name: str) -> None:
         ) from error
 
 
-async def _awaited(function: Callable[[Any], Awaitable[Any]], argument: Any) -> Any:
+async def _call_and_await(function: Callable[[Any], Awaitable[Any]], argument: Any) -> Any:
     """The result of a sync function, which may have returned a coroutine, as a lambda around an
     async one does.
     """

@@ -63,7 +63,7 @@ class RewardPipeline:
         self.parts = tuple(parts)
         self._pool = pool or RulePool()
         self._by_env = by_env
-        self._asks = {part: part.asked_in(self._pool) for part in parts}
+        self._asks = {part: part.bind(self._pool) for part in parts}
         self._single = [part for part in parts if not part.compares]
         self._grouped = [part for part in parts if part.compares]
         self._deadline = deadline
@@ -109,8 +109,8 @@ class RewardPipeline:
         return total(self._single, [scores[0] for scores in scores_by_part])
 
     def score_turns(self, trajectory: Trajectory) -> Score:
-        """What the turns of an episode that goes on have earned so far, by the parts that score
-        single turns.
+        """The rewards so far of an unfinished episode's turns, by the parts that score single
+        turns.
         """
         if own := self._by_env.get(trajectory.task.env):
             return own.score_turns(trajectory)

@@ -36,8 +36,8 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
     success = None if returned.success is None else read_number(returned.success)
     if returned.success is not None and success not in (0.0, 1.0):
         raise ScoreError(
-            f"the reward returned a Score with the success {_called(returned.success)}; write True"
-            " or False"
+            f"the reward returned a Score with the success {_describe_value(returned.success)}; "
+            "write True or False"
         )
     verdict = None if success is None else bool(success)
     # The mappings are new ones: a reward may use one for all that it scores.
@@ -55,8 +55,8 @@ def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
     )  # an array of numbers
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise ScoreError(
-            f"score_group returned {_called(returned)}; return a list with one Score or number for"
-            " each trajectory, in their order"
+            f"score_group returned {_describe_value(returned)}; return a list with one Score or "
+            "number for each trajectory, in their order"
         )
     if len(listed) != len(turns):
         raise ScoreError(f"score_group returned {len(listed)} scores for {len(turns)} trajectories")
@@ -64,7 +64,7 @@ def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
 
 
 def turn_rewards(returned: Any) -> tuple[float, ...]:
-    """What single turns have earned.
+    """The rewards of single turns.
 
     Raises:
         ScoreError: it is no sequence of finite numbers.
@@ -72,7 +72,8 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
     listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise ScoreError(
-            f"the reward returned {_called(returned)} for its turns; return a tuple of numbers"
+            f"the reward returned {_describe_value(returned)} for its turns; return a tuple of "
+            "numbers"
         )
     return tuple(finite(_number(one, "the reward returned for a turn")) for one in listed)
 
@@ -116,7 +117,7 @@ def _number(value: Any, what: str, advice: str = "write a number") -> float:
             more = ": its parts go into Score(value, parts)"
         elif isinstance(value, tuple | list):
             more = ": a score has one value, Score(value, parts, turns=...)"
-        raise ScoreError(f"{what} {_called(value)}{more}; {advice}")
+        raise ScoreError(f"{what} {_describe_value(value)}{more}; {advice}")
     return number
 
 
@@ -148,13 +149,13 @@ def finite(value: float, what: str = "the reward returned", where: str = "") -> 
 def _texts_to(returned: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         raise ScoreError(
-            f"the reward returned {_called(returned)} for its {what}; write a dict by name"
+            f"the reward returned {_describe_value(returned)} for its {what}; write a dict by name"
         )
     return returned
 
 
-def _called(value: Any) -> str:
-    """What a value is, in an error."""
+def _describe_value(value: Any) -> str:
+    """The name of a value's kind, for an error."""
     if value is None:
         return "None"
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Sequence | Mapping):

@@ -61,7 +61,7 @@ class RulePool:
         self._known: OrderedDict[bytes, Any] = OrderedDict()
         self.suspicion = Suspicion(LethalContentError, "the processes of rules")
         self.died = 0
-        """How many processes died while they judged."""
+        """The number of processes that died while they judged."""
         self.hits = 0
         """Verdicts that came from the cache."""
 
@@ -105,14 +105,14 @@ class RulePool:
             self.hits += 1
             self._known.move_to_end(key)
             return self._known[key]
-        verdict = await self._judged(name, call, key)
+        verdict = await self._judge(name, call, key)
         if cached:
             self._known[key] = verdict
             while len(self._known) > self._config.cache:
                 self._known.popitem(last=False)
         return verdict
 
-    async def _judged(self, name: str, call: bytes, key: bytes) -> Any:
+    async def _judge(self, name: str, call: bytes, key: bytes) -> Any:
         suspect = self.suspicion.suspect(f"{name} (with the same content)", lambda: key)
         self.suspicion.check(suspect)
         try:

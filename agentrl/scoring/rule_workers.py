@@ -63,7 +63,7 @@ class RuleWorkers(RulePool):
         self._registration = ExitStack()
 
     def worker_count(self) -> WorkerCount:
-        """How many workers are alive. Any thread may ask."""
+        """The number of workers that are alive. Any thread may ask."""
         restarts = sum(worker.restarts for worker in self._supervised)
         count = len(self._supervised)
         return WorkerCount("reward", len(self._workers), count, restarts, self.suspicion.set_aside)

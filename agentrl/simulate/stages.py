@@ -121,7 +121,7 @@ class Stages:
         head = work.episodes * work.sampled * 2 * facts.embedding
         forward = (
             work.tokens
-            * (2 * facts.active + facts.attention * facts.kv.attended(work.episode_tokens))
+            * (2 * facts.active + facts.attention * facts.kv.mean_attended(work.episode_tokens))
             + head
         )
         passes = 3 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches

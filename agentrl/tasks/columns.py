@@ -52,7 +52,7 @@ _ANSWERS = (
 _CHOICES = ("choices", "options", "endings", "candidates")
 _CONTEXTS = ("context", "passage", "article", "paragraph", "document", "story", "background")
 _DEPTH = 3
-"""How far into columns of mappings they are looked for."""
+"""The depth of the search in columns of mappings."""
 _LISTED = 30
 """Columns that a message names."""
 _LONGEST_NAME = 60
@@ -70,7 +70,9 @@ def column(row: Mapping[str, Any], path: str) -> Any:
     outer, _, inner = path.partition(".")
     if inner and outer in row:
         return _inside(row[outer], inner, outer)
-    raise BadRowError(f"no column {path!r}.{plugins.nearest(path, row)} There are {listed(row)}")
+    raise BadRowError(
+        f"no column {path!r}.{plugins.nearest(path, row)} There are {format_names(row)}"
+    )
 
 
 def _inside(value: Any, path: str, said: str) -> Any:
@@ -81,7 +83,8 @@ def _inside(value: Any, path: str, said: str) -> Any:
         if step in value:
             return _inside(value[step], rest, f"{said}.{step}") if rest else value[step]
         raise BadRowError(
-            f"column {said!r} has no {step!r}.{plugins.nearest(step, value)} It has {listed(value)}"
+            f"column {said!r} has no {step!r}.{plugins.nearest(step, value)} It has "
+            f"{format_names(value)}"
         )
     step, _, rest = path.partition(".")
     if (
@@ -97,7 +100,7 @@ def _inside(value: Any, path: str, said: str) -> Any:
     raise BadRowError(f"column {said!r} is {type(value).__name__}, which has no {step!r} in it")
 
 
-def listed(columns: Mapping[str, Any]) -> str:
+def format_names(columns: Mapping[str, Any]) -> str:
     """The names of columns, for people."""
     short = (
         name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns
@@ -114,7 +117,7 @@ def answer_advice(row: Mapping[str, Any]) -> str:
 
 
 def advice(row: Mapping[str, Any]) -> str:
-    """What to write so that a row's columns are read as a question and its answer."""
+    """The settings by which a row's columns are read as a question and its answer."""
     answer = _answer(row)
     if template := _template(row):
         also = f" and tasks.columns={{answer: {answer}}}" if answer else ""
@@ -122,7 +125,8 @@ def advice(row: Mapping[str, Any]) -> str:
     if {"chosen", "rejected"} <= row.keys():
         return "these are preferences, which recipe=dpo learns from (recipe.preferences.path)"
     question = next(
-        (path for path, value in _named(row, _QUESTIONS) if isinstance(value, str | list)), None
+        (path for path, value in _find_columns(row, _QUESTIONS) if isinstance(value, str | list)),
+        None,
     )
     tables = [name for name, value in row.items() if _holds_rows(value)]
     if question is None and tables:
@@ -142,10 +146,12 @@ def _template(row: Mapping[str, Any]) -> str:
     """A prompt of more than one column, for tasks with choices, a text to read, or an input; else
     nothing.
     """
-    question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str)), "")
+    question = next(
+        (path for path, value in _find_columns(row, _QUESTIONS) if isinstance(value, str)), ""
+    )
     if not question:
         return ""
-    context = next((path for path, _ in _named(row, _CONTEXTS) if path != question), "")
+    context = next((path for path, _ in _find_columns(row, _CONTEXTS) if path != question), "")
     choices = _choices(row)
     second = "input" if question == "instruction" and isinstance(row.get("input"), str) else ""
     parts = [f"{{{name}}}" for name in (context, question, second) if name]
@@ -155,10 +161,10 @@ def _template(row: Mapping[str, Any]) -> str:
 
 
 def _choices(row: Mapping[str, Any]) -> str:
-    """How the choices of a row are written in a template."""
+    """The choices of a row as a template writes them."""
     if all(isinstance(row.get(letter), str) for letter in "ABCD"):
         return "\\n".join(f"{letter}. {{{letter}}}" for letter in "ABCDEFGHIJ" if letter in row)
-    for path, value in _named(row, _CHOICES):
+    for path, value in _find_columns(row, _CHOICES):
         texts = f"{path}.text" if isinstance(value, Mapping) and "text" in value else path
         if isinstance(column(row, texts), list | tuple):
             return f"{{{texts} | lettered}}"
@@ -166,7 +172,7 @@ def _choices(row: Mapping[str, Any]) -> str:
 
 
 def _answer(row: Mapping[str, Any]) -> str:
-    for path, value in _named(row, _ANSWERS):
+    for path, value in _find_columns(row, _ANSWERS):
         if isinstance(value, Mapping):  # the answers of SQuAD
             if "text" in value:
                 return f"{path}.text"
@@ -175,7 +181,7 @@ def _answer(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def _named(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _find_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """(path, value) of the columns with one of these names, in their order: those of the row before
     those inside.
     """

@@ -23,7 +23,7 @@ from agentrl.hosting.client_options import marked_options
 from agentrl.rollout.seeds import derive_seed, split_seed
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
-from agentrl.tasks.columns import advice, answer_advice, listed
+from agentrl.tasks.columns import advice, answer_advice, format_names
 from agentrl.tasks.permutation import Permutation
 from agentrl.tasks.row_index import U64, Check, RowIndex, open_index
 from agentrl.tasks.row_reader import RowReader, RowSettings
@@ -48,12 +48,12 @@ class DatasetSettings(RowSettings):
     with it.
     """
     subset: str | None = None
-    """Which configuration of a dataset of the hub."""
+    """The configuration of a dataset of the hub."""
     revision: str | None = None
-    """Which version of a dataset of the hub: a branch, a tag or a commit."""
+    """The version of a dataset of the hub: a branch, a tag or a commit."""
     held_out: float | str = 0.05
-    """What is not trained on but evaluated: a share of the rows (the same whatever the run's seed),
-    another file or folder, or another split of `data`."""
+    """The rows that are evaluated and not trained on: a share of the rows (the same whatever the
+    run's seed), another file or folder, or another split of `data`."""
     key: tuple[str, ...] = ()
     """Columns (by their new names) that tell tasks apart. Rows with equal ones are the same task,
     and are trained on or held out together. By default `prompt`, and in data without it all but
@@ -84,7 +84,7 @@ class DataRows:
 
     @property
     def fingerprint(self) -> str:
-        """What the rows are: equal for equal rows."""
+        """A digest of the rows: equal for equal rows."""
         return " ".join(part.digest for part in self.parts)
 
     def row(self, place: int) -> tuple[int, Mapping[str, Any]]:
@@ -93,11 +93,11 @@ class DataRows:
         return number, part.row(inside)
 
     def where(self, place: int) -> str:
-        """Where a row stands, for people."""
+        """The place of a row, for messages."""
         _, part, inside = self._at(place)
         return part.where(inside)
 
-    def divided(self, share: float) -> tuple["DataRows", "DataRows"]:
+    def divide(self, share: float) -> tuple["DataRows", "DataRows"]:
         """Two parts, the second with this share of the rows. Rows with equal keys are in the same
         part.
         """
@@ -128,7 +128,7 @@ class DatasetTasks:
     """
 
     class Config(DatasetSettings):
-        """Which data, and which of it."""
+        """The data, and the part of it to use."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class DatasetTasks:
         self._rows = _rows(settings, env, json.dumps(self._options), split == "held-out")
 
     def __len__(self) -> int:
-        """How many different tasks there are."""
+        """The number of different tasks."""
         return len(self._rows)
 
     @property
     def fingerprint(self) -> str:
-        """What the data are: equal for equal data."""
+        """A digest of the data: equal for equal data."""
         return self._rows.fingerprint
 
     def check(
@@ -190,7 +190,7 @@ class DatasetTasks:
         return self._at(self._place(index), index)
 
     def where(self, index: int) -> str:
-        """Where the row of this index stands, for people."""
+        """The place of the row of this index, for messages."""
         return self._rows.where(self._place(index))
 
     def _place(self, index: int) -> int:
@@ -214,7 +214,7 @@ class DatasetTasks:
 
 def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> DataRows:
     """The rows to train on, or to evaluate on."""
-    train = _opened(settings, settings.data, settings.split, env, options)
+    train = _open_rows(settings, settings.data, settings.split, env, options)
     other = settings.held_out
     if isinstance(other, str):
         data, split = (other, settings.split) if is_data(other) else (settings.data, other)
@@ -223,7 +223,7 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
                 f"tasks.held_out is {other!r}, and {data} is a single file, which has no splits:"
                 " write another file, or a share of the rows such as 0.05"
             )
-        measured = _opened(settings, data, split, env, options)
+        measured = _open_rows(settings, data, split, env, options)
         if held_out:
             _check_disjoint(train, measured)
     else:
@@ -237,7 +237,7 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
                 f"tasks.held_out is {other:g}: write a share of the rows below 1, a file, or a"
                 " split"
             )
-        train, measured = train.divided(other)
+        train, measured = train.divide(other)
         if not len(train):
             raise ConfigError(
                 f"tasks.held_out={other:g} leaves none of the {len(measured)} rows of"
@@ -247,7 +247,9 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
     return measured if held_out else train
 
 
-def _opened(settings: DatasetSettings, data: str, split: str, env: str, options: str) -> DataRows:
+def _open_rows(
+    settings: DatasetSettings, data: str, split: str, env: str, options: str
+) -> DataRows:
     found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
     checked_as = json.dumps([_reading(settings), settings.key, env, options])
     check = _check_of(settings, env, json.loads(options))
@@ -302,9 +304,7 @@ def _options_of(env: str) -> type[Settings] | None:
 
 
 def pay_check(env: str) -> TaskCheck | None:
-    """What an environment checks of its tasks, where nothing else pays: `check_paid` of its
-    options.
-    """
+    """The environment's check of its tasks where nothing else pays: `check_paid` of its options."""
     shape = _options_of(env)
     if shape is None or not hasattr(shape, "check_paid"):
         return None
@@ -312,7 +312,7 @@ def pay_check(env: str) -> TaskCheck | None:
 
 
 def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
-    """Why a row cannot be a task, and what to write."""
+    """The reason why a row cannot be a task, and the remedy."""
     if fault.kind == "extra_forbidden":
         return (
             f"{fault}: the environment takes {', '.join(shape.model_fields)}. Name the columns that"
@@ -326,15 +326,15 @@ def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
     if fault.kind != "missing":
         return str(fault)
     if fault.where == "prompt":
-        return f"there is no prompt, and the columns are {listed(row)}: {advice(row)}"
+        return f"there is no prompt, and the columns are {format_names(row)}: {advice(row)}"
     return (
-        f"the environment needs {fault.where}, and the columns are {listed(row)}: write "
+        f"the environment needs {fault.where}, and the columns are {format_names(row)}: write "
         f"tasks.columns={{{fault.where}: COLUMN}}"
     )
 
 
 def _reading(settings: RowSettings) -> list[Any]:
-    """What decides how rows are read."""
+    """The settings that decide how rows are read."""
     return [settings.columns, settings.prompt, settings.answer]
 
 
@@ -363,8 +363,8 @@ def _check_disjoint(train: DataRows, held_out: DataRows) -> None:
 def _overlap(
     train: Sequence[RowIndex], held_out: Sequence[RowIndex]
 ) -> tuple[int, int, int] | None:
-    """How many held-out rows are trained on too, and the first such row, as numbers of both; None
-    if there are none.
+    """The number of held-out rows that are also trained on, and the first such row's number in
+    both; None if there are none.
     """
     measured = DataRows(held_out).keys
     ordered = np.sort(measured)

@@ -44,16 +44,15 @@ WrapperField = Annotated[ComponentField, BeforeValidator(_wrapper)]
 
 
 class OneEnv(Settings):
-    """Which environment, and where it runs."""
+    """One environment, and where it runs."""
 
     name: str
     """A registered name or `package.module:Name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to every `reset`."""
     isolation: Isolation | None = None
-    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the
-    environment declares.
-    """
+    """Its isolation: `inline` (on the event loop), `thread` or `process`; by default as the
+    environment declares."""
     system_prompt: str | None = None
     """The system message, instead of the environment's own."""
     rules: str = ""
@@ -89,12 +88,12 @@ class OneEnv(Settings):
 
     @property
     def is_agent(self) -> bool:
-        """Whether it is a program that calls the model (`agent:...`)."""
+        """True if it is a program that calls the model (`agent:...`)."""
         return self.name.startswith("agent:")
 
     @property
     def foreign(self) -> bool:
-        """Whether it runs in another interpreter; only that one can check whether the environment
+        """True if it runs in another interpreter; only that one can check whether the environment
         exists.
         """
         return self.python is not None or bool(self.requires)
@@ -110,7 +109,7 @@ class MixedEnv(OneEnv):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Its share of what is trained on, relative to the other weights."""
     tasks: ComponentField | None = None
-    """Where its tasks come from, as the section `tasks`, which it is by default."""
+    """The source of its tasks, as the section `tasks`, which is the default."""
     reward: RewardsField | None = None
     """Its reward, as the section `reward`, which it is by default."""
     algorithm: ComponentField | None = None
@@ -132,12 +131,12 @@ class MixedEnv(OneEnv):
 
 
 class EnvConfig(OneEnv):
-    """Which environment to train on. A list of environments stands for `mixture`."""
+    """The environment to train on. A list of environments stands for `mixture`."""
 
     name: str = ""
     """A registered name or `package.module:Name`."""
     agents: dict[str, AgentRoute] = Field(default_factory=dict)
-    """Who plays each agent of a multi-agent environment: `policy`, `frozen` or `scripted`
+    """The player of each agent of a multi-agent environment: `policy`, `frozen` or `scripted`
     (`agentrl/rollout/agents.py`); by default the policy plays all."""
     mixture: tuple[MixedEnv, ...] = ()
     """Several environments in one run, instead of `name`."""
@@ -145,11 +144,11 @@ class EnvConfig(OneEnv):
     """Of a program (`agent:...`): where its functions are found too, after all other places; by
     default the folder of the config file. Environments do not use it."""
     weights_count: Literal["groups", "tokens"] = "groups"
-    """What the weights of a mixture are shares of: trained groups, or the sampled tokens in them.
-    """
+    """The total that the weights of a mixture divide: trained groups, or the sampled tokens in
+    them."""
     exhausted: Literal["end", "others"] = "end"
-    """What happens when an environment of a mixture has spent its `max_failed_tasks`: the run ends,
-    or it gets no more tasks and the others share its weight."""
+    """The consequence when an environment of a mixture has spent its `max_failed_tasks`: the run
+    ends, or it gets no more tasks and the others share its weight."""
 
     @field_validator("mixture")
     @classmethod

@@ -21,24 +21,30 @@ from agentrl.trajectory import Group, Task
 
 @dataclass(slots=True)
 class Share:
-    """An environment of a mixture: `name` in the run, `env` the environment's own, and what has
-    become of its tasks.
-
-    `issued`: tasks so far; `live`: groups that are being played; `groups`: those trained on, with
-    `tokens` sampled tokens.
-    """
+    """An environment of a mixture, and the counts of its tasks."""
 
     name: str
+    """Its name in the run."""
     env: str
+    """The environment's own name."""
     weight: float
+    """Its share of the mixture, relative to the other weights."""
     tasks: TaskSource
+    """The source of its tasks."""
     group_size: int
+    """Episodes of each group."""
     max_failed_tasks: int
+    """Tasks that may fail before the environment is given up, or the run ends."""
     issued: int = 0
+    """Tasks so far."""
     live: int = 0
+    """Groups that are being played."""
     groups: int = 0
+    """Groups trained on."""
     tokens: float = 0.0
+    """Sampled tokens of the groups trained on."""
     given_up: bool = False
+    """The environment gets no more tasks."""
     numbers: dict[int, int] = field(default_factory=dict)
     """The index of a task among its own, by its number in the run, for a curriculum."""
 
@@ -99,7 +105,7 @@ class Mixture:
             )
 
     def metrics(self) -> dict[str, float]:
-        """What the curricula of environments report, by the environment's name."""
+        """The metrics of the environments' curricula, by the environment's name."""
         return {
             f"envs/{name}/{key}": value
             for name, share in self._shares.items()
@@ -151,7 +157,7 @@ class Mixture:
         share.issued += 1
 
     def _next(self, share: Share) -> float:
-        """How far an environment would be ahead with one more group; the smallest is the next."""
+        """The lead of an environment with one more group; the smallest lead is the next."""
         if self._count == "groups":
             return (share.groups + share.live + 1) / share.weight
         # A group that is being played counts as much as those of its environment did so far, or

@@ -30,11 +30,11 @@ class Permutation:
             raise IndexError(f"place {place} of {self.size}")
         bits = max(1, ((self.size - 1).bit_length() + 1) // 2)  # of each half
         while True:
-            place = self._mixed(place, bits)
+            place = self._mix_halves(place, bits)
             if place < self.size:
                 return place
 
-    def _mixed(self, number: int, bits: int) -> int:
+    def _mix_halves(self, number: int, bits: int) -> int:
         left, right = number >> bits, number & ((1 << bits) - 1)
         for turn in range(_ROUNDS):
             digest = blake2b(b"%d/%d/%d" % (self.seed, turn, right), digest_size=8).digest()

@@ -35,9 +35,9 @@ class DifficultyPools(DatasetTasks):
         hard_at: float = 0.0
         """A row whose group had at most this mean score is hard."""
         easy: float = Field(0.1, ge=0, le=1)
-        """How often an easy row is kept when it is drawn; 0: never again."""
+        """The probability that a drawn easy row is kept; 0: never again."""
         hard: float = Field(0.3, ge=0, le=1)
-        """How often a hard row is kept when it is drawn."""
+        """The probability that a drawn hard row is kept."""
 
         @model_validator(mode="after")
         def _pools_are_apart(self) -> Self:

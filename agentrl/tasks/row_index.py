@@ -49,9 +49,8 @@ _FORMAT = 3
 _SHOWN = 10
 """Kinds of bad rows that an error names."""
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""What differs between messages about rows that are bad for one reason: texts in quotes, and
-numbers.
-"""
+"""The differences between messages about rows that are bad for one reason: texts in quotes, and
+numbers."""
 _AT_ONCE = 1 << 16
 
 
@@ -73,7 +72,7 @@ class RowIndex:
     folder: Path
     digest: str
     size: int
-    """How many rows there are."""
+    """The number of rows."""
     _file: tuple[int, int]  # size and time of the file that has the rows
 
     @cached_property
@@ -84,7 +83,7 @@ class RowIndex:
 
     @cached_property
     def offsets(self) -> U64:
-        """Where each row begins, in bytes."""
+        """The start of each row, in bytes."""
         return _numbers(self.folder / "offsets.u64", self.size)
 
     @cached_property
@@ -134,7 +133,7 @@ class RowIndex:
             good.touch()
 
     def where(self, number: int) -> str:
-        """Where a row stands, for people: `data.jsonl, line 17`."""
+        """The place of a row, for messages: `data.jsonl, line 17`."""
         if self.rows_path != self.source:
             return f"{self.source}, row {number + 1}"
         before, left = 0, int(self.offsets[number])
@@ -162,7 +161,7 @@ def open_index(
     final = of_source / _hash(stamp)
     if not final.exists():
         try:
-            with _locked(of_source):
+            with _lock_folder(of_source):
                 _make(source, check, columns, final, stamp)
         except OSError as error:
             raise ConfigError(
@@ -313,7 +312,7 @@ class _Numbers:
 
 
 def _is_lines(source: RowSource) -> TypeGuard[Path]:
-    """Whether a source is a file of JSON lines, whose rows stay where they are."""
+    """True if a source is a file of JSON lines, whose rows stay where they are."""
     return isinstance(source, Path) and is_lines(source)
 
 
@@ -333,7 +332,7 @@ def _hash(*parts: object) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Only one process indexes a source at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "lock"):

@@ -9,17 +9,17 @@ from pydantic import Field, field_validator
 
 from agentrl.conversation.chats import as_json, is_chat, question_of, read_chat, written_chat
 from agentrl.settings.base import Settings
-from agentrl.tasks.columns import advice, column, listed
+from agentrl.tasks.columns import advice, column, format_names
 from agentrl.tasks.rows import BadRowError
 from agentrl.tasks.template import RowTemplate
 
 
 class RowSettings(Settings):
-    """Which columns of data are what."""
+    """The meaning of the data's columns."""
 
     columns: dict[str, str] = Field(default_factory=dict)
-    """Which column of the data is which: `{prompt: question, answer: reward_model.ground_truth}`. A
-    dot goes into a column of mappings or a list (`messages.0.content`). Only these are then read;
+    """The columns of the data by meaning: `{prompt: question, answer: reward_model.ground_truth}`.
+    A dot goes into a column of mappings or a list (`messages.0.content`). Only these are then read;
     by default all are, by their own names."""
     prompt: str | None = None
     """A template of the prompt, over the data's columns: `"{question}\\n{choices | lettered}"`.
@@ -79,7 +79,7 @@ class RowReader:
         return (*self.settings.columns.values(), *(path for paths in named for path in paths or ()))
 
     def read(self, row: Mapping[str, Any]) -> RowTask:
-        """What a row is.
+        """The task of a row.
 
         Raises:
             BadRowError: a column is missing, or a special one is not what it must be.
@@ -99,7 +99,7 @@ class RowReader:
         if not isinstance(more, Mapping):
             raise BadRowError(
                 f"its options are {more!r:.80}, not a mapping of the environment's options, and the"
-                f" columns are {listed(row)}: {advice(row)}"
+                f" columns are {format_names(row)}: {advice(row)}"
             )
         options = {**more, **options}
         fields = {} if self.shape is None else self.shape.model_fields

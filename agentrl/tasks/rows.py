@@ -34,7 +34,7 @@ SUFFIXES = (*_TEXTS, ".parquet", ".arrow")
 FILES = f"{', '.join(SUFFIXES)}, and texts compressed as {', '.join(_PACKED)}"
 """The same, for people."""
 _NOT_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
-"""What the package datasets writes beside rows."""
+"""Names of the files that the package datasets writes beside rows."""
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 _TABLES = (
     "data",
@@ -59,7 +59,7 @@ _OTHER_FILES = {
     ".txt": ": give it the ending of what is in it, such as .tsv for Excel's text with tabs",
     ".pkl": ": a pickle can run any code, so write its rows as JSON lines or Parquet",
 }
-"""What to do with files that people have too."""
+"""Remedies for other common kinds of files."""
 _AT_ONCE = 1024
 """Rows of a Parquet file that are read at once."""
 _BLOCK = 1 << 16
@@ -87,11 +87,11 @@ class HubDataset:
 
 
 RowSource = Path | HubDataset
-"""Where rows come from: one file, or one split of a dataset of the hub."""
+"""A source of rows: one file, or one split of a dataset of the hub."""
 
 
 def is_data(text: str) -> bool:
-    """Whether a text names data, and not a task source: a file, a folder, or a dataset `owner/name`
+    """True if a text names data, and not a task source: a file, a folder, or a dataset `owner/name`
     of the hub.
     """
     path = Path(text)
@@ -101,8 +101,8 @@ def is_data(text: str) -> bool:
 
 
 def kind_of(path: Path) -> str | None:
-    """What a file is, by the end of its name without that of a compression: one of `SUFFIXES`, or
-    None.
+    """The kind of a file, by the end of its name without that of a compression: one of `SUFFIXES`,
+    or None.
     """
     packed = path.suffix.lower() in _PACKED
     kind = (Path(path.stem) if packed else path).suffix.lower()
@@ -225,17 +225,17 @@ def rows_of(
     """
     reader = _of_hub(source) if isinstance(source, HubDataset) else _of_file(source, columns)
     for where, row in reader:
-        yield where, row if isinstance(row, BadRowError) else _chosen(row, columns)
+        yield where, row if isinstance(row, BadRowError) else _choose_columns(row, columns)
 
 
-def _chosen(row: Mapping[str, Any], columns: Collection[str]) -> Mapping[str, Any]:
+def _choose_columns(row: Mapping[str, Any], columns: Collection[str]) -> Mapping[str, Any]:
     wanted = _there(columns, row)
     return row if wanted is None else {name: value for name, value in row.items() if name in wanted}
 
 
 def _there(columns: Collection[str], names: Collection[str]) -> set[str] | None:
-    """Which of these names the columns are of; None for all, if no columns are chosen, or not all
-    of them are there.
+    """The names of these that the columns are of; None for all, if no columns are chosen, or some
+    are missing.
     """
     found = {column: column if column in names else column.partition(".")[0] for column in columns}
     return {*found.values()} if columns and all(name in names for name in found.values()) else None
@@ -291,11 +291,11 @@ def as_line(row: Mapping[str, Any]) -> bytes:
         BadRowError: JSON has no such value. Names the column.
     """
     try:
-        return _dumped(row) + b"\n"
+        return _dump_row(row) + b"\n"
     except (TypeError, ValueError):
         for name, value in row.items():
             try:
-                _dumped({name: value})
+                _dump_row({name: value})
             except UnicodeEncodeError as error:
                 raise BadRowError(
                     f"column {name!a} has text that is not UTF-8: save the file in UTF-8"
@@ -305,7 +305,7 @@ def as_line(row: Mapping[str, Any]) -> bytes:
         raise
 
 
-def _dumped(row: Mapping[str, Any]) -> bytes:
+def _dump_row(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, default=_in_json, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -327,7 +327,7 @@ def _in_json(value: Any) -> Any:
 
 
 @contextmanager
-def _unpacked(path: Path) -> Iterator[io.BufferedReader]:
+def _open_unpacked(path: Path) -> Iterator[io.BufferedReader]:
     import pyarrow as pa
 
     with pa.input_stream(str(path), compression=_PACKED.get(path.suffix.lower())) as stream:
@@ -335,7 +335,7 @@ def _unpacked(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def is_lines(path: Path) -> bool:
-    """Whether a file has an object on each line in UTF-8, by its name and its first bytes."""
+    """True if a file has an object on each line in UTF-8, by its name and its first bytes."""
     if path.suffix.lower() not in (".jsonl", ".ndjson"):
         return False
     with path.open("rb") as file:
@@ -346,8 +346,8 @@ def is_lines(path: Path) -> bool:
 
 
 def _encoding(first: bytes) -> str:
-    """How a text with these first bytes is written: in UTF-8 or UTF-16 (Excel, Windows), with a
-    mark or without.
+    """The encoding of a text with these first bytes: UTF-8 or UTF-16 (Excel, Windows), with a mark
+    or without.
     """
     if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return "utf-16"
@@ -359,7 +359,7 @@ def _encoding(first: bytes) -> str:
 @contextmanager
 def _text_of(path: Path, newline: str) -> Iterator[io.TextIOWrapper]:
     with (
-        _unpacked(path) as file,
+        _open_unpacked(path) as file,
         io.TextIOWrapper(file, _encoding(file.peek(2)), "surrogateescape", newline) as text,
     ):
         yield text
@@ -416,10 +416,10 @@ def _of_one_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
         ValueError: it has several such lists, or columns instead of rows.
     """
     written = [line for line in head if line.strip()]
-    if len(written) == 2 and _parsed(written[0]) is not None:
+    if len(written) == 2 and _parse_json(written[0]) is not None:
         return None
     head.append(rest.read())
-    value = _parsed("".join(head))
+    value = _parse_json("".join(head))
     if not isinstance(value, dict):
         head[:] = "".join(head).splitlines(keepends=True)
         return None
@@ -445,13 +445,13 @@ def _of_one_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether this is a list of objects, and no chat."""
+    """True if this is a list of objects, and no chat."""
     return isinstance(value, list) and all(
         isinstance(one, dict) and not {"role", "from"} & one.keys() for one in value
     )
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """The value of a text in JSON; None if it is none.
 
     Raises:
@@ -466,7 +466,7 @@ def _parsed(text: str) -> Any:
 def read_or_error(
     read: Callable[[Any], Mapping[str, Any]], value: Any
 ) -> Mapping[str, Any] | BadRowError:
-    """What `read` makes of a value, or why it is no row."""
+    """The row that `read` makes of a value, or the reason why it is none."""
     try:
         return read(value)
     except BadRowError as error:

@@ -17,7 +17,7 @@ from agentrl.tasks.env_config import OneEnv, RewardsField
 
 
 class EvaluationSampling(Settings):
-    """How the policy is sampled in an evaluation; what is left out is as in training."""
+    """The sampling of the policy in an evaluation; settings left out are as in training."""
 
     temperature: Annotated[float | None, AfterValidator(check_temperature)] = Field(None, ge=0)
     """Sampling temperature; by default the run's (`rollout.sampling.temperature`), which measures
@@ -31,7 +31,7 @@ class EvaluationSampling(Settings):
     """As `rollout.sampling.min_p`, which it is by default."""
 
     def sampling(self, in_training: SamplingParams) -> SamplingParams:
-        """How the policy is sampled in the evaluation."""
+        """The sampling of the policy in the evaluation."""
         own = {name: getattr(self, name) for name in EvaluationSampling.model_fields}
         return in_training.model_copy(
             update={name: value for name, value in own.items() if value is not None}
@@ -52,7 +52,7 @@ class SuiteConfig(EvaluationSampling):
     seeds.
     """
     split: str = "test"
-    """Which split of `data`, if it is a folder or on the hub."""
+    """The split of `data`, if it is a folder or on the hub."""
     subset: str | None = None
     """As `tasks.subset`."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -62,9 +62,10 @@ class SuiteConfig(EvaluationSampling):
     answer: str | None = None
     """As `tasks.answer`."""
     tasks: int = Field(200, gt=0)
-    """How many tasks."""
+    """The number of tasks."""
     samples: int = Field(1, gt=0)
-    """How often each is played; with more than one there are `pass@k` for k up to it."""
+    """The number of times that each is played; with more than one there are `pass@k` for k up to
+    it."""
     every: int = Field(0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
     reward: RewardsField | None = None

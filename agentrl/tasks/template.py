@@ -18,7 +18,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from agentrl import plugins
-from agentrl.tasks.columns import column, listed
+from agentrl.tasks.columns import column, format_names
 from agentrl.tasks.rows import BadRowError
 
 _FIELD = re.compile(r"\{\s*([^\W\d][^{}|\n]*?)\s*(?:\|\s*(\w+)\s*)?\}")
@@ -36,7 +36,7 @@ class RowTemplate:
         self._text = text
         self._is_jinja = "{{" in text or "{%" in text
         if self._is_jinja:
-            _ = self._compiled
+            _ = self._template
         elif unknown := [name for _, name in _FIELD.findall(text) if name not in ("", *_FILTERS)]:
             raise ValueError(
                 f"there is no filter {unknown[0]!r}.{plugins.nearest(unknown[0], _FILTERS)}"
@@ -63,10 +63,10 @@ class RowTemplate:
         from jinja2 import TemplateError
 
         try:
-            return str(self._compiled.render({**row, "row": row})).strip()
+            return str(self._template.render({**row, "row": row})).strip()
         except TemplateError as error:
             raise BadRowError(
-                f"its template fails: {error}. The columns are {listed(row)}"
+                f"its template fails: {error}. The columns are {format_names(row)}"
             ) from error
         except Exception as error:  # whatever the operations of a template raise on a row's values
             raise BadRowError(f"its template fails: {type(error).__name__}: {error}") from error
@@ -78,10 +78,10 @@ class RowTemplate:
             raise BadRowError(
                 f"{error}. Braces that are text need a template of Jinja: {{{{ column }}}}"
             ) from error
-        return str(_shown(_FILTERS[found[2]](value) if found[2] else value))
+        return str(_show_value(_FILTERS[found[2]](value) if found[2] else value))
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _template(self) -> Any:
         from jinja2 import TemplateError
 
         try:
@@ -94,7 +94,7 @@ def _environment() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_shown)
+    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_show_value)
     made.filters.update(_FILTERS)
     return made
 
@@ -109,7 +109,7 @@ def lettered(choices: Any) -> str:
             f" {choices!r:.80}"
         )
     return "\n".join(
-        f"{letter}. {_shown(choice)}"
+        f"{letter}. {_show_value(choice)}"
         for letter, choice in zip(ascii_uppercase, choices, strict=False)
     )
 
@@ -118,7 +118,7 @@ def final(solution: Any) -> str:
     """The result that a solution ends with: what follows its last `####`, or stands in its last
     `\\boxed{}`.
     """
-    text = str(_shown(solution))
+    text = str(_show_value(solution))
     if "####" in text:
         return text.rpartition("####")[2].strip()
     start = text.rfind(_BOX)
@@ -136,7 +136,7 @@ _BOX = r"\boxed{"
 _FILTERS = {"lettered": lettered, "final": final}
 
 
-def _shown(value: Any) -> Any:
+def _show_value(value: Any) -> Any:
     """A value as it stands in a text: lists and mappings as JSON, and nothing for null."""
     if value is None:
         return ""

@@ -222,7 +222,7 @@ class ScriptedEngine(Engine):
         self._version = version
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now. It has no KV cache: `kv_use` is the share of the places in
+        """The engine's present load. It has no KV cache: `kv_use` is the share of the places in
         use.
         """
         use = self._running / self._max_batch
@@ -355,7 +355,9 @@ def _sampling_from(next_logits: NextLogits) -> NextToken:
         logits_V = np.asarray(
             next_logits([*request.prompt_ids.tolist(), *sampled]), dtype=np.float64
         ) / (temperature or 1.0)
-        kept = _kept(logits_V, request.sampling) if request.sampling.truncated else ints(())
+        kept = (
+            _truncated_ids(logits_V, request.sampling) if request.sampling.truncated else ints(())
+        )
         if len(kept):
             logits_V = np.where(np.isin(np.arange(len(logits_V)), kept), logits_V, -np.inf)
         logprobs_V = _logprobs(logits_V)
@@ -370,7 +372,7 @@ def _sampling_from(next_logits: NextLogits) -> NextToken:
     return next_token
 
 
-def _kept(logits_V: npt.NDArray[np.float64], sampling: SamplingParams) -> IntArray:
+def _truncated_ids(logits_V: npt.NDArray[np.float64], sampling: SamplingParams) -> IntArray:
     """The ids that `min_p`, `top_k` and `top_p` leave, in this order."""
     order = np.argsort(-logits_V, kind="stable")
     probabilities = np.exp(logits_V[order] - logits_V.max())

@@ -145,7 +145,7 @@ _UNTOLD = object()
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a player can see of a reset or a step."""
+    """The visible result of a reset or a step."""
 
     observation: str
     reward: float = 0.0
@@ -199,7 +199,7 @@ class _Worker:
     ) -> None:
         try:
             began = time.perf_counter()
-            result = runner.run(_called(work)) if self._inline else work()
+            result = runner.run(_await_call(work)) if self._inline else work()
             self.blocked_seconds = time.perf_counter() - began
             if inspect.isawaitable(result):
                 computed = time.thread_time()
@@ -231,7 +231,7 @@ class _Worker:
         self._calls.put(None)
 
 
-async def _called(work: Callable[[], Any]) -> Any:
+async def _await_call(work: Callable[[], Any]) -> Any:
     return work()
 
 
@@ -337,7 +337,7 @@ class _Check:
             warnings.simplefilter(
                 "ignore", RuntimeWarning
             )  # of a coroutine that could not be run there
-            wrong = self._replayed(script, _Elsewhere(self, self.make_env, inline=True))
+            wrong = self._replay_problem(script, _Elsewhere(self, self.make_env, inline=True))
             if wrong:
                 gc.collect()
         if wrong and is_inline:
@@ -352,15 +352,15 @@ class _Check:
             )
 
     def _check_process(self, script: _Script, address: str) -> None:
-        if wrong := self._replayed(script, _Elsewhere(self, lambda: ProcessEnv(address))):
+        if wrong := self._replay_problem(script, _Elsewhere(self, lambda: ProcessEnv(address))):
             self.note(
                 "[isolation] in a process of its own (env.isolation=process, env.python,"
                 f" env.requires) {wrong}. Its process has another current folder, another hash seed"
                 " and nothing that was set in this one; replies leave it as JSON"
             )
 
-    def _replayed(self, script: _Script, subject: "_Subject") -> str:
-        """What is wrong with a replay of the script there; "" for nothing."""
+    def _replay_problem(self, script: _Script, subject: "_Subject") -> str:
+        """The problem with a replay of the script there; "" for none."""
         try:
             with subject:
                 difference = subject.replay(script)
@@ -398,10 +398,12 @@ class _Check:
         if self.actions is None or (callable(self.actions) and isinstance(env, ProcessEnv)):
             return _plausible(env, observation, rng)  # a player could not look into the process
         if callable(self.actions):
-            return self._said_by("actions", self.actions, env, rng)
+            return self._ask_player("actions", self.actions, env, rng)
         return self.actions[turn] if turn < len(self.actions) else None
 
-    def _said_by(self, argument: str, player: ScriptedPlayer, env: Env, rng: random.Random) -> str:
+    def _ask_player(
+        self, argument: str, player: ScriptedPlayer, env: Env, rng: random.Random
+    ) -> str:
         what = f"the player given as {argument}"
 
         def work() -> Any:
@@ -470,7 +472,7 @@ class _Check:
         with _Subject(self) as subject:
             seen.append(subject.reset(seed))
             while len(seen) <= self.max_turns and not seen[-1].over:
-                action = self._said_by("gold", player, subject.env, rng)
+                action = self._ask_player("gold", player, subject.env, rng)
                 seen.append(subject.step(action))
         last, earned = seen[-1], sum(step.reward for step in seen)
         succeeded = earned > 0 if last.success is None else last.success
@@ -575,7 +577,7 @@ class _Subject:
         self._turn = 0
         self._options = copy.deepcopy(self._check.options)
         result = self._call("reset", lambda: self.env.reset(seed=seed, options=self._options))
-        seen, info = _checked_reset(result), result[1]
+        seen, info = _check_reset(result), result[1]
         with _about_agents():
             self._agents = agents_in(info)
             self._actor = next_agent(info, self._agents)
@@ -587,7 +589,7 @@ class _Subject:
         self._turn += 1
         result = self._call("step", lambda: self.env.step(action))
         self._check.step_seconds.append(self._check.worker.blocked_seconds)
-        seen = self._of_agents(_checked_step(result), result[4])
+        seen = self._of_agents(_check_step(result), result[4])
         low, high = getattr(self.env, "reward_range", (-math.inf, math.inf))
         if not low <= seen.reward <= high:
             self._check.note(
@@ -642,7 +644,7 @@ class _Subject:
                 " to change: whoever calls reset may use the mapping again"
             )
 
-    def _told(self, call: str, error: BaseException) -> str:
+    def _describe_error(self, call: str, error: BaseException) -> str:
         return f"{call} raised {describe(error)}"
 
     def _call(self, phase: str, work: Callable[[], Any]) -> Any:
@@ -656,7 +658,7 @@ class _Subject:
             raise  # the last two are about the server or the options, and not about the environment
         except RAISED_BY_CODE as error:
             where = "" if phase != "step" else f" (turn {self._turn})"
-            raise _Broken("raises", self._told(f"{phase}{where}", error)) from error
+            raise _Broken("raises", self._describe_error(f"{phase}{where}", error)) from error
         finally:
             if (random.getrandbits(64), np.random.bytes(8)) != _first_draws(seed):
                 self._check.note(
@@ -679,9 +681,9 @@ class _Elsewhere(_Subject):
         super().__exit__(kind, *rest)
         self._worker.stop()
 
-    def _told(self, call: str, error: BaseException) -> str:
+    def _describe_error(self, call: str, error: BaseException) -> str:
         # The text of a process's error already has the call, what was raised there, and where.
-        return str(error) if isinstance(error, EnvError) else super()._told(call, error)
+        return str(error) if isinstance(error, EnvError) else super()._describe_error(call, error)
 
 
 @contextmanager
@@ -712,7 +714,7 @@ def _difference(script: _Script, turn: int, seen: _Seen) -> str:
     return where
 
 
-def _checked_reset(result: Any) -> _Seen:
+def _check_reset(result: Any) -> _Seen:
     if not isinstance(result, tuple) or len(result) != 2:
         raise _Broken("shape", f"reset returned {result!r:.100}; return (observation, info)")
     observation, info = result
@@ -722,7 +724,7 @@ def _checked_reset(result: Any) -> _Seen:
     return _Seen(observation)
 
 
-def _checked_step(result: Any) -> _Seen:
+def _check_step(result: Any) -> _Seen:
     if not isinstance(result, tuple) or len(result) != 5:
         raise _Broken(
             "shape",
@@ -830,7 +832,7 @@ def _check_reward_range(declared: Any) -> None:
 
 
 def _tool_problem(tool: Any, names: set[str]) -> str:
-    """What is wrong with one schema, or nothing; adds its name to `names`."""
+    """The problem with one schema, or nothing; adds its name to `names`."""
     match tool:
         case {
             "type": "function",

@@ -55,20 +55,24 @@ class JudgeCall:
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """What happens to a request, after `seconds`: it is answered with `content`, refused with
-    `status`, or worse.
-
-    `hang` answers never, `drop` closes the connection without a word.
-    """
+    """The fate of a request: an answer, a refusal, or worse."""
 
     content: str = ""
+    """The text of the answer."""
     status: int = 200
+    """The HTTP status; anything but 200 is a refusal."""
     seconds: float = 0.0
+    """The time before the answer."""
     retry_after: str | None = None
+    """The header of this name, if any."""
     fault: Literal["", "hang", "drop"] = ""
+    """`hang` answers never, `drop` closes the connection without a word."""
     finish_reason: str = "stop"
+    """The reason in the answer."""
     prompt_tokens: int = 100
+    """The usage in the answer."""
     completion_tokens: int = 10
+    """The usage in the answer."""
 
     @staticmethod
     def json(verdict: Mapping[str, Any], seconds: float = 0.0) -> "JudgeReply":
@@ -77,7 +81,7 @@ class JudgeReply:
 
 
 Script = Callable[[JudgeCall], JudgeReply]
-"""What to answer to a request."""
+"""The answer to a request."""
 
 
 @dataclass(slots=True, eq=False)

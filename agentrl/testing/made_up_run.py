@@ -123,7 +123,7 @@ class MadeUpRun:
         self._done += 1
 
     def _scheduling(self, step: int) -> dict[str, float]:
-        """What the scheduler says of itself: the trainer waits 6 of the 10 seconds of each step."""
+        """The scheduler's metrics: the trainer waits 6 of the 10 seconds of each step."""
         channel = {"depth": 1.0, "capacity": 4.0, "put_wait": 0.0, "get_wait": 6.0 * (step + 1)}
         slots = float(self.groups * self.members)
         return {

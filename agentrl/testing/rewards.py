@@ -115,7 +115,7 @@ async def _findings(
     kept = copy.deepcopy(played)
     # In training, a rule that computes for too long says "wrong"; here it is a finding.
     pool = RulePool(RulePoolConfig(deadline=seconds, cpu_seconds=10 * seconds, workers=1, cache=0))
-    asker = _Asker(part.asked_in(pool), seconds)
+    asker = _Asker(part.bind(pool), seconds)
     async with RewardPipeline([part], pool, deadline=seconds):
         groups = [played] if part.compares else [[one] for one in played]
         alone = [await asker.ask(group) for group in groups]

@@ -384,9 +384,9 @@ class _Reference:
         return int(self.model.config.get_text_config().vocab_size)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return {**self.model.state_dict(), **self._merged()}
+        return {**self.model.state_dict(), **self._merge_adapters()}
 
-    def _merged(self) -> dict[str, Tensor]:
+    def _merge_adapters(self) -> dict[str, Tensor]:
         own = self.model.state_dict()
         return {name: own[name] + scale * B @ A for name, (A, B, scale) in self.factors.items()}
 
@@ -433,7 +433,7 @@ class _Reference:
         """The logprobs of the loss tokens, and the entropies before them; shape 2N."""
         ids = torch.tensor(sample.token_ids, dtype=torch.long)
         logits = (
-            functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float()
+            functional_call(self.model, self._merge_adapters(), (ids[None],)).logits[0, :-1].float()
             / self.case.temperature
         )
         if sample.support is not None:

@@ -22,7 +22,7 @@ from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.lineage import parents
 
 _UNREAD = (pa.ArrowException, OSError)
-"""What reading a damaged file raises, or one that has just been deleted."""
+"""Exceptions of reading a damaged file, or one that has just been deleted."""
 _PER_TOKEN = ("old_logprobs", "logprobs", "entropies", "advantages")
 _SHORT = 2000
 _NAMED = 8
@@ -96,8 +96,8 @@ class EpisodeReader:
     def turns_of_step(
         self, step: int, kind: str = "trajectories", *, staleness: bool = False
     ) -> list[dict[str, Any]]:
-        """When the episodes of a step were played, and when the model, the environment and rewards
-        worked in each.
+        """The times at which the episodes of a step were played, and the model, the environment and
+        rewards worked in each.
 
         `kind`: those that were trained on (`trajectories`), or some of the others (`untrained`).
         With `staleness`, also how many versions the oldest token of each turn is behind the step.
@@ -126,7 +126,7 @@ class EpisodeReader:
         except _UNREAD:
             return []
         return sorted(
-            (_timed(row, step if staleness else None) for row in rows),
+            (_add_times(row, step if staleness else None) for row in rows),
             key=lambda one: one["started"],
         )
 
@@ -160,11 +160,11 @@ class EpisodeReader:
         return [f"[{token}]" for token in token_ids] if path is None else _words(path, token_ids)
 
     def _fate(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
-        """What became of the episode and why, in a sentence or two."""
+        """The fate of the episode and its reason, in a sentence or two."""
         if row["evaluation"] is not None:
-            return _held_out(row, self._index.named(row["id"]))
+            return _evaluation_fate(row, self._index.named(row["id"]))
         if any(sample["loss_tokens"] for sample in samples):
-            return _trained(row, samples, self._index.group(row["task"]))
+            return _training_fate(row, samples, self._index.group(row["task"]))
         if (
             row["fate"] != "masked"
             and row["kind"] == KINDS[0]
@@ -190,7 +190,7 @@ class EpisodeReader:
 _TIMES = ("asked", "generate_seconds", "env_seconds")
 
 
-def _timed(row: dict[str, Any], step: int | None) -> dict[str, Any]:
+def _add_times(row: dict[str, Any], step: int | None) -> dict[str, Any]:
     """The times of an episode's turns and rewards; with a `step`, how many versions each turn is
     behind it.
     """
@@ -217,7 +217,7 @@ def _row_at(
     return None
 
 
-def _trained(
+def _training_fate(
     row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group: Sequence[Mapping[str, Any]]
 ) -> str:
     numbers = [str(sample["sample"]) for sample in samples]
@@ -249,8 +249,8 @@ def _trained(
     return fate
 
 
-def _held_out(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]]) -> str:
-    """Which evaluation played the episode, and when its task was solved."""
+def _evaluation_fate(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]]) -> str:
+    """The evaluation that played the episode, and the steps at which its task was solved."""
     name = (
         "the held-out tasks" if row["evaluation"] == HELD_OUT else f"the suite {row['evaluation']}"
     )

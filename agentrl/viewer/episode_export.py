@@ -144,7 +144,7 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
     """
     row, played = episode["row"], episode["trajectory"]
     steps: list[dict[str, Any]] = []
-    turns = iter(_prompted(played["turns"]))
+    turns = iter(_with_prompts(played["turns"]))
     for message in played["messages"]:
         if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":
             _observe(steps[-1], message)
@@ -201,7 +201,9 @@ def _episodes(
         offset += len(rows)
 
 
-def _prompted(turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[int]]]:
+def _with_prompts(
+    turns: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], list[int]]]:
     """Each turn with its whole prompt."""
     shown: list[int] = []
     for turn in turns:

@@ -80,18 +80,16 @@ _Number = Annotated[int, Ge(-(2**31)), Le(2**31 - 1)]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeQuery:
-    """Which episodes to show: each field that is not `None` or empty is a condition.
-
-    `kind` is one of `KINDS`, `low` and `high` bound the score, `stale` is the least staleness,
-    `text` a part of any message. `evaluation`: those of the evaluation of this name, and not those
-    that were played to train. `tool`: those that called this tool; with `refused`, only those of
-    which a call of it failed.
-    """
+    """A selection of episodes: each field that is not `None` or empty is a condition."""
 
     kind: str = ""
+    """One of `KINDS`."""
     evaluation: str = ""
+    """Episodes of the evaluation of this name, and not those played to train."""
     tool: str = ""
+    """Episodes that called this tool."""
     refused: bool = False
+    """With `tool`: only episodes of which a call of it failed."""
     step: _Number | None = None
     env: str = ""
     fate: str = ""
@@ -99,9 +97,13 @@ class EpisodeQuery:
     layer: str = ""
     status: str = ""
     text: str = ""
+    """A part of any message."""
     low: float | None = None
+    """The least score."""
     high: float | None = None
+    """The greatest score."""
     stale: _Number | None = None
+    """The least staleness."""
     sort: str = "step"
     descending: bool = True
     offset: Annotated[_Number, Ge(0)] = 0
@@ -222,8 +224,8 @@ class EpisodeIndex:
         return [list(row) for row in rows.fetchall()]
 
     def evaluated(self, evaluation: str) -> list[dict[str, Any]]:
-        """What each task did in each evaluation of a name: `success` and `score` are means over its
-        `episodes`.
+        """The results of each task in each evaluation of a name: `success` and `score` are means
+        over its `episodes`.
         """
         with self._lock:
             self._refresh()
@@ -254,8 +256,8 @@ class EpisodeIndex:
         }
         with self._lock:
             self._refresh()
-            paths = [path for path in files if _shown(Path(path)) not in self._unreadable]
-            rows = self._called(paths)
+            paths = [path for path in files if _short_path(Path(path)) not in self._unreadable]
+            rows = self._read_calls(paths)
         whole = [row for row in rows or () if row["file"] is None]
         by_step: dict[tuple[Any, int], list[float]] = defaultdict(lambda: [0, 0, 0.0])
         for row in rows or ():
@@ -282,7 +284,7 @@ class EpisodeIndex:
             "unknown": rows is None,
         }
 
-    def _called(self, paths: Sequence[str]) -> list[dict[str, Any]] | None:
+    def _read_calls(self, paths: Sequence[str]) -> list[dict[str, Any]] | None:
         """The calls by name (`file` is None), and by name and file; None if no file tells."""
         try:
             return self._count_calls(paths)
@@ -489,7 +491,7 @@ class EpisodeIndex:
                     self._db.execute(insert, [[file], *values])
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
-        """How many scores lie in each of some bars of equal width from `low` to `high`."""
+        """The number of scores in each of some bars of equal width from `low` to `high`."""
         where, values = query.conditions(of_score=False)
         where = f"{where} AND {found} AND isfinite(score)"
         low, high = self._one(f"SELECT min(score), max(score) FROM episodes WHERE {where}", values)
@@ -529,12 +531,12 @@ def _name(kind: str, step: int) -> str:
     )
 
 
-def _shown(path: Path) -> str:
+def _short_path(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a file does; `None` if there is none."""
+    """A stamp that changes with a file; `None` if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -94,7 +94,7 @@ def _task(name: str, own: Mapping[int, Mapping[str, Any]], steps: Sequence[int])
     values = [
         (value, step) for step in steps if step in own and (value := _value(own[step])) is not None
     ]
-    solved = [step for step in steps if step in own and _solved(own[step])]
+    solved = [step for step in steps if step in own and _is_solved(own[step])]
     played = [own[step] for step in steps if step in own]
     return {
         "task": name,
@@ -103,8 +103,8 @@ def _task(name: str, own: Mapping[int, Mapping[str, Any]], steps: Sequence[int])
         "first": solved[0] if solved else None,
         "solved": len(solved),
         "played": len(played),
-        "begins": _solved(played[0]),
-        "now": _solved(played[-1]),
+        "begins": _is_solved(played[0]),
+        "now": _is_solved(played[-1]),
         "judged": any(row["success"] is not None for row in played),
         "best": max(values, key=lambda pair: pair[0], default=None),
         "worst": min(values, key=lambda pair: pair[0], default=None),
@@ -118,7 +118,7 @@ def _value(row: Mapping[str, Any]) -> float | None:
     return found
 
 
-def _solved(row: Mapping[str, Any]) -> bool:
+def _is_solved(row: Mapping[str, Any]) -> bool:
     return row["success"] is not None and row["success"] >= _SOLVED
 
 
@@ -129,7 +129,7 @@ def _cell(row: Mapping[str, Any]) -> list[Any]:
 def _column(step: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "step": step,
-        "solved": sum(map(_solved, rows)),
+        "solved": sum(map(_is_solved, rows)),
         "failed": sum(r["failed"] for r in rows),
     }
     for name in ("success", "score"):

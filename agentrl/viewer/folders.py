@@ -77,12 +77,12 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder is still there and still a run's."""
+        """True if the folder is still there and still a run's."""
         return (self.path / "config.yaml").exists()
 
     @property
     def stamp(self) -> str:
-        """What changes when the metrics do."""
+        """A stamp that changes with the metrics."""
         try:
             found = (self.path / "metrics.jsonl").stat()
         except OSError:
@@ -139,7 +139,7 @@ class RunFolder:
     def _ending(
         self, status: Mapping[str, Any], summary: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """How the run has ended, whose process does not live; `None` if nothing tells."""
+        """The end of a run whose process is dead; `None` if unknown."""
         if "ended" not in status and (
             summary or not status or status.get("host") not in (None, socket.gethostname())
         ):
@@ -155,8 +155,8 @@ class RunFolder:
         return None if ending is None else ending.as_row()
 
     def warnings(self) -> list[Warned]:
-        """What the run has warned of, in order; once, also where a resumed run said it again."""
-        found = self._once("warnings.jsonl", _warned)
+        """The warnings of the run, in order; once, also if a resumed run repeated them."""
+        found = self._once("warnings.jsonl", _parse_warnings)
         return [] if found is None else list(found)
 
     def settings(self, number: int | None = None) -> dict[str, Any]:
@@ -170,17 +170,17 @@ class RunFolder:
 
     def changes(self) -> list[Changed]:
         """The configs that the run has had, in order, each with what it changed."""
-        return list(self._once("changes.jsonl", _changed) or ())
+        return list(self._once("changes.jsonl", _parse_changes) or ())
 
     def origins(self) -> dict[str, str]:
-        """Where each setting came from, by dotted name."""
+        """The origin of each setting, by dotted name."""
         return {name: str(origin) for name, origin in self._json("origins.json").items()}
 
     def phases(self) -> list[Phase]:
-        """What the run's loop did, in order. A phase that its process did not live to end has no
+        """The phases of the run's loop, in order. A phase cut short by the process's end has no
         length.
         """
-        begun = self._once("timeline.jsonl", _begun) or []
+        begun = self._once("timeline.jsonl", _parse_timeline) or []
         phases = []
         for (row, begin), follows in zip_longest(begun, begun[1:]):
             end: float | None = begin
@@ -216,7 +216,7 @@ class RunFolder:
         return found
 
     def about(self) -> dict[str, Any]:
-        """When, where and from which commit the run was started, and its notes and tags."""
+        """The run's start (time, host, commit), and its notes and tags."""
         launches = self._once("launches.jsonl", read_launches) or []
         status, settings = self._json("status.json"), self.settings()
         ending = status.get("ended")
@@ -239,9 +239,7 @@ class RunFolder:
         }
 
     def machine(self, begin: float, end: float) -> list[MachineState]:
-        """How busy the machine of the run's controller was between two Unix times, as far as it was
-        sampled.
-        """
+        """The load of the controller's machine between two Unix times, as far as it was sampled."""
         found: list[MachineState] = self._once("machine.jsonl", read_machine) or []
         return [state for state in found if begin <= state.at <= end]
 
@@ -268,8 +266,8 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def _once(self, name: str, read: Callable[[bytes], Any]) -> Any:
-        """What `read` makes of a file, which is read again only when it has changed; `None` if it
-        cannot be read.
+        """The value that `read` makes of a file, which is read again only after a change; `None` if
+        it is unreadable.
         """
         path = self.path / name
         try:
@@ -334,7 +332,7 @@ def _settings(text: bytes) -> dict[str, Any]:
     return dict(_leaves(found)) if isinstance(found, dict) else {}
 
 
-def _warned(text: bytes) -> list[Warned]:
+def _parse_warnings(text: bytes) -> list[Warned]:
     found: dict[str, Warned] = {}
     for line in text.split(b"\n"):
         if (row := _row(line)) is not None:
@@ -345,7 +343,7 @@ def _warned(text: bytes) -> list[Warned]:
     return list(found.values())
 
 
-def _changed(text: bytes) -> list[Changed]:
+def _parse_changes(text: bytes) -> list[Changed]:
     found = []
     for line in text.split(b"\n"):
         row = _row(line)
@@ -366,7 +364,7 @@ def _changed(text: bytes) -> list[Changed]:
     return found
 
 
-def _begun(text: bytes) -> list[tuple[dict[str, Any], float]]:
+def _parse_timeline(text: bytes) -> list[tuple[dict[str, Any], float]]:
     """The rows of a timeline, each with its Unix time."""
     rows = (_row(line) for line in text.split(b"\n")[:-1])
     return [

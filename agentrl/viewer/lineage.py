@@ -1,4 +1,4 @@
-"""Which turn of an episode continues which: the tree of its calls, read off their tokens."""
+"""The tree of an episode's calls, read off their tokens: each turn continues another one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def parents(turns: Sequence[Mapping[str, Any]]) -> list[int | None]:
 
 
 def _ends(turns: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[_Tokens]]:
-    """How many tokens each turn's prompt and answer are, and the whole row of tokens that they
+    """The lengths in tokens of each turn's prompt and answer, and the whole row of tokens that they
     begin.
     """
     starts = [place for place, turn in enumerate(turns) if place == 0 or turn["forked"]]

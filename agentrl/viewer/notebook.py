@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DEFAULT = ("reward", "success", "entropy", "staleness/mean", "turns", "tokens_per_second")
-"""What is plotted if nothing is asked for: those of these metrics that the runs have."""
+"""The metrics that are plotted by default, if the runs have them."""
 
 _COLOURS = ("#1f6f8b", "#e84a5f", "#5b8c5a", "#e0a030", "#7a5195", "#4d4d4d")
 _COLUMNS = 3
@@ -49,7 +49,7 @@ def plot(*runs: str | Path, metrics: Sequence[str] = (), smooth: int = 1) -> "Ru
             f"there is no run in {', '.join(map(str, runs)) or 'nothing'}: plot('runs/frozen_lake')"
         )
     rows = {run.name: list(run.metrics()) for run in found}
-    return RunPlot(rows, _chosen(rows, metrics), smooth)
+    return RunPlot(rows, _choose_metrics(rows, metrics), smooth)
 
 
 def metrics_of(run: str | Path) -> list[dict[str, Any]]:
@@ -102,13 +102,13 @@ class RunPlot:
         self.figure.savefig(path, dpi=120)
 
     def _repr_png_(self) -> bytes:
-        """What IPython shows."""
+        """The image that IPython shows."""
         file = io.BytesIO()
         self.figure.savefig(file, format="png", dpi=100)
         return file.getvalue()
 
 
-def _chosen(
+def _choose_metrics(
     rows: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str]
 ) -> Sequence[str]:
     known = dict.fromkeys(

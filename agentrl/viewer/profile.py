@@ -129,14 +129,14 @@ def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, An
     once.
     """
     events = [
-        _named("process_name", _LOOP, 0, "agentrl loop"),
-        _named("process_name", _EPISODES, 0, "episodes"),
-        _named("thread_name", _LOOP, 1, "phases of a step"),
+        _track_name("process_name", _LOOP, 0, "agentrl loop"),
+        _track_name("process_name", _EPISODES, 0, "episodes"),
+        _track_name("thread_name", _LOOP, 1, "phases of a step"),
     ]
     for one in window.phases:
         begin, seconds = one["begin"] - window.begin, (one["end"] or one["begin"]) - one["begin"]
         events.append(_span((_LOOP, 1), one["phase"], begin, seconds, {"step": one["step"]}))
-    for episode, track in _tracked(episodes):
+    for episode, track in _assign_tracks(episodes):
         place, about = (
             (_EPISODES, track),
             {name: episode[name] for name in ("score", "success", "agent")},
@@ -160,7 +160,7 @@ def _episodes(reader: EpisodeReader, index: EpisodeIndex, window: Window) -> lis
     ]
 
 
-def _tracked(episodes: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+def _assign_tracks(episodes: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
     """Each episode with the first track that is free when it begins."""
     free: list[int] = []
     playing: list[tuple[float, int]] = []
@@ -192,7 +192,7 @@ def _span(
     }
 
 
-def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+def _track_name(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": {"name": name}}
 
 

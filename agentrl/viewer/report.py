@@ -25,7 +25,7 @@ from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
-from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shortened
+from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shorten
 from agentrl.viewer.timing import advice, window_of
 
 _REASONS = 12
@@ -183,7 +183,7 @@ def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
 def _config(run: RunFolder) -> dict[str, Any]:
     origins = run.origins()
     every = [
-        (name, shortened(in_yaml(value)), origins.get(name, ""))
+        (name, shorten(in_yaml(value)), origins.get(name, ""))
         for name, value in sorted(run.settings().items())
     ]
     changes = [
@@ -204,7 +204,7 @@ def _config(run: RunFolder) -> dict[str, Any]:
 
 def _arrow(pair: Any) -> str:
     return (
-        " → ".join(shortened(str(value)) for value in pair)
+        " → ".join(shorten(str(value)) for value in pair)
         if isinstance(pair, list)
-        else shortened(str(pair))
+        else shorten(str(pair))
     )

@@ -42,25 +42,25 @@ _LEADING = (
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric over the steps, ready to be drawn.
-
-    `line` and `band` are paths of SVG, the band one around the interval (empty if the metric has
-    none). `ticks_x` and `ticks_y` are places with the number that stands there. `per_point`: how
-    many steps a point stands for.
-    """
+    """A metric over the steps, ready to be drawn."""
 
     name: str
     meaning: str
     line: str
+    """A path of SVG."""
     band: str
+    """A path of SVG around the interval; empty if the metric has none."""
     ticks_x: Sequence[tuple[float, str]]
+    """Places on the axis of steps, with the number at each."""
     ticks_y: Sequence[tuple[float, str]]
+    """Places on the axis of values, with the number at each."""
     dots: Sequence[tuple[float, float]]
     first: float
     last: float
     low: float
     high: float
     per_point: int
+    """Steps that a point stands for."""
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:

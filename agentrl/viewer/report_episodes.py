@@ -24,7 +24,7 @@ _FRAME = (
 )
 
 
-def shortened(text: str | None) -> str:
+def shorten(text: str | None) -> str:
     """A text as far as a report shows it."""
     text = text or ""
     return (
@@ -54,7 +54,7 @@ def episodes_to_read(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dic
             episode = reader.episode(row["id"], row["agent"] or "", row["step"])
             played = episode["trajectory"] or {}
             words = {
-                name: shortened(said)
+                name: shorten(said)
                 for name, said in json.loads(played.get("words") or "{}").items()
             }
             yield {
@@ -78,9 +78,9 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         fits = len(picture) <= room
         room -= len(picture) if fits else 0
         left_out += not fits
-        texts = {name: shortened(message.get(name)) for name in ("role", "reasoning", "content")}
+        texts = {name: shorten(message.get(name)) for name in ("role", "reasoning", "content")}
         calls = [
-            shortened(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})")
+            shorten(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})")
             for call in json.loads(message.get("tool_calls") or "[]")
         ]
         shown.append(

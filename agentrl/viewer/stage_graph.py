@@ -47,7 +47,7 @@ def stage_graph(
         nodes.append(
             _channel("ready groups", None, [["on average", round(sum(ready) / len(ready), 2)]])
         )
-    blocked = _grown("blocked_seconds", inside, earlier)
+    blocked = _growth("blocked_seconds", inside, earlier)
     waits = [] if blocked is None else [["waited for groups", f"{blocked:.1f} s"]]
     nodes.append(_stage("trainer", shares["trainer"], waits))
     nodes.append(_stage("weights", shares["weights"], [["versions", len(inside)]]))
@@ -88,13 +88,13 @@ def _channels(
         capacity = own[-1][f"{prefix}capacity"]
         facts: list[list[Any]] = [["depth", f"{depth:.1f} of {capacity:.0f}"]]
         for waiting, metric in (("episodes waited", "put_wait"), ("trainer waited", "get_wait")):
-            if (grown := _grown(f"{prefix}{metric}", inside, earlier)) is not None:
+            if (grown := _growth(f"{prefix}{metric}", inside, earlier)) is not None:
                 facts.append([waiting, f"{grown:.1f} s"])
         found.append(_channel(f"channel {name}", depth / capacity if capacity else None, facts))
     return found
 
 
-def _grown(
+def _growth(
     name: str, inside: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]
 ) -> float | None:
     """By how much a metric that only grows has grown in these steps; a resumed run begins again at

@@ -1,4 +1,4 @@
-"""Where a run's time went: which resources were busy while others waited, and what follows from it.
+"""The use of a run's time: which resources were busy while others waited, and what follows from it.
 
 The table of busy sets is RL-Scope's (J. Gleeson et al., MLSys 2021, section 3): every moment
 belongs to the set of resources that were busy in it.
@@ -31,8 +31,8 @@ _OTHER = "rest of the loop"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened in some steps, in Unix time: the loop's phases, and when the model answered,
-    environments worked, rewards worked and episodes were played.
+    """The events of some steps, in Unix time: the loop's phases, and the times at which the model
+    answered, environments worked, rewards worked and episodes were played.
     """
 
     begin: float
@@ -85,7 +85,7 @@ def window_of(
         return None
     begin, end = phases[0]["begin"], max(one["end"] or one["begin"] for one in phases)
     rows = index.in_play(begin, end)
-    model, env, rewards = _worked(reader, rows, begin, end, most_files)
+    model, env, rewards = _work_intervals(reader, rows, begin, end, most_files)
     played = [(row["started"], row["started"] + row["seconds"]) for row in rows]
     return Window(begin, end, phases, model, env, rewards, played)
 
@@ -172,13 +172,13 @@ def machine_lanes(
             "name": name,
             "unit": unit,
             "most": most,
-            "load": _binned(at, np.array(values, np.float64), bins),
+            "load": _bin_means(at, np.array(values, np.float64), bins),
         }
         for name, (unit, most, values) in found.items()
     ]
 
 
-def _binned(
+def _bin_means(
     at: npt.NDArray[np.float64], values: npt.NDArray[np.float64], bins: npt.NDArray[np.float64]
 ) -> list[float | None]:
     places = np.searchsorted(at, bins)
@@ -229,8 +229,8 @@ def load(intervals: Intervals, bins: npt.NDArray[np.float64]) -> npt.NDArray[np.
 
 
 def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
-    """What bound the run: the trainer, if it works most of the time; else what worked longest while
-    it did not.
+    """The bottleneck of the run: the trainer, if it works most of the time; else the resource that
+    worked longest while it did not.
 
     `None` if nothing that is known of was busy most of the time.
     """
@@ -251,8 +251,8 @@ def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
 def advice(
     busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], failed: Sequence[str] = ()
 ) -> list[str]:
-    """What bound the run, and which settings change it. `failed`: layers at fault for episodes that
-    failed.
+    """The bottleneck of the run, and the settings that change it. `failed`: layers at fault for
+    episodes that failed.
     """
     total = sum(busy.values())
     if total <= 0:
@@ -319,15 +319,15 @@ def advice(
     return said or ["Nothing stands out: engine and trainer share the time evenly."]
 
 
-def _worked(
+def _work_intervals(
     reader: EpisodeReader,
     rows: Sequence[Mapping[str, Any]],
     begin: float,
     end: float,
     most_files: int,
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
-    """When the model answered, and when environments and rewards worked, in the episodes of these
-    rows.
+    """The times at which the model answered, and environments and rewards worked, in the episodes
+    of these rows.
     """
     files = sorted({(row["step"], row["kind"]) for row in rows})
     model: list[tuple[float, float]] = []

@@ -1,5 +1,5 @@
-"""What a trace of a run says (`agentrl/observe/profiler.py`): which resources were busy, and what
-recording cost.
+"""A trace of a run (`agentrl/observe/profiler.py`), read: the busy resources, and the cost of
+recording.
 """
 
 from collections import defaultdict
@@ -48,12 +48,12 @@ class TracedTime:
 
     @property
     def seconds(self) -> float:
-        """How long it took, without the time of recording."""
+        """Its length, without the time of recording."""
         return self.end - self.begin - self.tracing
 
     @property
     def resources(self) -> dict[str, list[tuple[float, float]]]:
-        """When each resource was busy."""
+        """The times at which each resource was busy."""
         found = defaultdict[str, list[tuple[float, float]]](list)
         for one in self.trace.slices:
             if one.group != PHASES:
@@ -78,7 +78,7 @@ class TracedTime:
 
     @property
     def answers(self) -> float:
-        """How many answers were sampled at once, on average."""
+        """The mean number of answers that were sampled simultaneously."""
         spans = self.resources.get("engine", [])
         clipped = (min(end, self.end) - max(begin, self.begin) for begin, end in spans)
         return sum(seconds for seconds in clipped if seconds > 0) / max(self.end - self.begin, 1e-9)
@@ -157,7 +157,7 @@ def newest_trace(run: Path, during: Sequence[tuple[float, float]] | None) -> Tra
 
 
 def advice_on(busy: Mapping[frozenset[str], float]) -> list[str]:
-    """What a trace shows besides `agentrl.viewer.timing.advice`: rewards and the controller as
+    """The advice of a trace besides `agentrl.viewer.timing.advice`: rewards and the controller as
     bottlenecks.
     """
     total = max(sum(busy.values()), 1e-9)

@@ -15,7 +15,7 @@ LONGEST = 20_000
 
 
 class AnswerSettings(Settings):
-    """Where the answer and the right answer are."""
+    """The places of the answer and of the right answer."""
 
     gold: str = "answer"
     """The task's option that holds the right answer, or a list of them."""
@@ -29,7 +29,7 @@ class AnswerRule(ABC):
     isolation: Literal["inline", "process"] = "inline"
 
     class Config(AnswerSettings):
-        """Where the answers are."""
+        """The places of the answers."""
 
     def __init__(self, config: AnswerSettings) -> None:
         self._where = config
@@ -69,7 +69,7 @@ class AnswerRule(ABC):
 
     @abstractmethod
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether this is the right answer."""
+        """True if this is the right answer."""
 
 
 def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:

@@ -33,10 +33,10 @@ class Choice(AnswerRule):
         ]
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether this letter (or the number of a choice, from 0) is named."""
-        return bool(self.chosen(answer) == checked(self._config.gold, gold, self._letter))
+        """True if this letter (or the number of a choice, from 0) is named."""
+        return bool(self.find_choice(answer) == checked(self._config.gold, gold, self._letter))
 
-    def chosen(self, answer: str) -> str | None:
+    def find_choice(self, answer: str) -> str | None:
         """The letter that an answer names; None where it names none."""
         answer = unicodedata.normalize("NFKC", answer)  # full-width letters and brackets
         for pattern in self._patterns:

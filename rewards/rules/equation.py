@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
-from agentrl.rewards.rules.final_answer import final_answer, in_dollars, stated
+from agentrl.rewards.rules.final_answer import answer_part, final_answer, in_dollars
 from agentrl.rewards.rules.notation import exact_number, plain, without_exponents
 from agentrl.rewards.rules.sameness import NOT_COMPUTED, close, same, value_of
 from agentrl.rewards.rules.units import units_differ, without_unit
@@ -35,7 +35,7 @@ class Math(AnswerRule):
     imports = ("math_verify",)
 
     class Config(AnswerSettings):
-        """Where the answers are."""
+        """The places of the answers."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -63,7 +63,7 @@ class Math(AnswerRule):
         return golds
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether both are equal. An answer that cannot be read, or compared with the right one, is
+        """True if both are equal. An answer that cannot be read, or compared with the right one, is
         not.
 
         Raises:
@@ -73,13 +73,13 @@ class Math(AnswerRule):
         if word := _word(text):
             said = final_answer(answer, several=False)
             return said is not None and _word(said, shortest=1) == word
-        if units_differ(text, stated(answer)):
+        if units_differ(text, answer_part(answer)):
             return False
         forms = self._forms(gold, text)
         return any(_is_right(answer, form, in_percent="%" in text) for form in forms)
 
     def _forms(self, gold: Any, text: str) -> list[Any]:
-        """What the right answer can mean, as sympy's expressions: two of them for `2e-3`.
+        """The meanings of the right answer as sympy's expressions: two of them for `2e-3`.
 
         Raises:
             ConfigError: there is no mathematics in it.
@@ -90,7 +90,7 @@ class Math(AnswerRule):
             return [(Float if isinstance(gold, float) else Rational)(text)]
         text = without_unit(text)
         readings = [plain(text), without_exponents(text)]
-        parsed = [_parsed(_in_dollars(reading)) for reading in readings if reading is not None]
+        parsed = [_parse(_in_dollars(reading)) for reading in readings if reading is not None]
         forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
         if not forms:
             raise ConfigError(
@@ -159,8 +159,8 @@ def _in_dollars(text: str) -> str:
     return text if "$" in text else in_dollars(text)
 
 
-def _parsed(text: str) -> list[Any]:
-    """What math-verify finds in a text: one of sympy's expressions if it can read one, and that as
+def _parse(text: str) -> list[Any]:
+    """The results of math-verify for a text: one of sympy's expressions if it can read one, and its
     text.
     """
     try:
@@ -181,7 +181,7 @@ def _is_right(answer: str, expected: Any, *, in_percent: bool) -> bool:
     several = isinstance(expected, FiniteSet | Tuple)
     readings = [answer, without_exponents(answer) if expected.has(E) else None]
     said = [final_answer(reading, several=several) for reading in readings if reading is not None]
-    parsed = [_parsed(text) for text in said if text is not None]
+    parsed = [_parse(text) for text in said if text is not None]
     forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
     return any(_is_equal(form, expected, in_percent=in_percent) for form in forms)
 
@@ -197,7 +197,7 @@ def _is_equal(form: Any, expected: Any, *, in_percent: bool) -> bool:
 
 
 def _of_the_same_kind(form: Any, expected: Any, *, in_percent: bool) -> bool:
-    """Whether an answer with a percent sign, or to a question that has one, can be right.
+    """True if an answer with a percent sign, or to a question that has one, can be right.
 
     math-verify ignores the sign where that helps. Here 7 % is 0.07, and answers a question for a
     share only: the right answer is `in_percent` too, or between -1 and 1.
@@ -211,7 +211,7 @@ def _of_the_same_kind(form: Any, expected: Any, *, in_percent: bool) -> bool:
 
 
 def is_meant(form: Any, expected: Any) -> bool:
-    """Whether a parsed answer can be right: no equation in it is false, and it is a set only if a
+    """True if a parsed answer can be right: no equation in it is false, and it is a set only if a
     set is expected.
 
     math-verify compares the last side of `5 = 7`, and the only element of a set or of the interval

@@ -27,7 +27,7 @@ class Exact(AnswerRule):
     """
 
     class Config(AnswerSettings):
-        """What makes no difference."""
+        """The differences that do not count."""
 
         ignore_case: bool = True
         """Upper and lower case are the same."""
@@ -39,7 +39,7 @@ class Exact(AnswerRule):
         self._config = config
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether both are the same text, or number."""
+        """True if both are the same text, or number."""
         right = checked(self._config.gold, gold, _text_or_number)
         if isinstance(right, str):
             return self._plain(answer) == self._plain(right)

@@ -34,8 +34,8 @@ _NEEDS_LATEX = re.compile(r"\\|\^|\d[A-Za-z]")
 
 
 def final_answer(message: str, *, several: bool) -> str | None:
-    """What math-verify is to parse of a message: `$...$` where that is a single expression; None if
-    there is nothing.
+    """The part of a message for math-verify: `$...$` around a single expression; None if there is
+    none.
 
     It is the last `\\boxed{...}`. Boxes with nothing but "and", "or" or a comma between them are a
     list, and so are adjacent ones if the right answer has `several` parts; otherwise the last of
@@ -64,7 +64,7 @@ def in_dollars(formula: str) -> str:
     return f"${number}$" if number == formula else f"${number}$\\%"
 
 
-def stated(message: str) -> str:
+def answer_part(message: str) -> str:
     """The part of a message that states the answer: its last box with the words after it, or all of
     it.
     """
@@ -101,7 +101,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the brace that opens at `start` is closed."""
+    """The index of the brace that closes the one at `start`."""
     depth = 0
     for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -127,7 +127,7 @@ def _last_boxes(text: str, boxes: list[tuple[int, int, str]], several: bool) -> 
 
 
 def _content(box: str) -> str:
-    """What stands in a box, without the boxes and dollars in it."""
+    """The content of a box, without the boxes and dollars in it."""
     content = plain(_LONE_DOLLAR.sub("", re.sub(r"\\f?boxed\b", "", box)))
     while content.startswith("{") and _closing(content, 0) == len(content):
         content = content[1:-1].strip()

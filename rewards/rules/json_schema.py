@@ -56,7 +56,7 @@ class JsonSchema(AnswerRule):
         return schemas
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether the answer is JSON of this schema."""
+        """True if the answer is JSON of this schema."""
         from jsonschema import Draft202012Validator
 
         try:
@@ -72,7 +72,7 @@ class JsonSchema(AnswerRule):
 
 
 def _block(answer: str) -> str:
-    """What stands in the last ```json block, or all of it."""
+    """The content of the last ```json block, or the whole text."""
     _, opened, rest = answer.rpartition("```json")
     return rest.partition("```")[0] if opened else answer
 

@@ -19,7 +19,7 @@ class Length:
     isolation: Literal["inline"] = "inline"
 
     class Config(Settings):
-        """What is long."""
+        """The bounds of a length."""
 
         unit: Literal["tokens", "turns"] = "tokens"
         """Count sampled tokens, or turns."""

@@ -1,5 +1,5 @@
-"""How people write numbers: Unicode's signs, digits, fractions and powers, as the ASCII that rules
-read.
+"""Numbers as people write them: Unicode's signs, digits, fractions and powers, as the ASCII that
+rules read.
 
 `plain("−5")` is "-5", `plain("1½")` is "\\frac{3}{2}", `plain("6.02 × 10²³")` is
 602000000000000000000000.
@@ -100,9 +100,9 @@ def plain(text: str) -> str:
     text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _WHOLE.sub(r"\1", text)  # sympy keeps the first fifteen digits of a decimal
     text = _POWER_OF_TEN.sub(
-        lambda found: _written_out(found, found[2] or found[3] or found[4]), text
+        lambda found: _write_out(found, found[2] or found[3] or found[4]), text
     )
-    return _EXPONENT.sub(lambda found: _written_out(found, found[2]), text)
+    return _EXPONENT.sub(lambda found: _write_out(found, found[2]), text)
 
 
 def without_exponents(text: str) -> str | None:
@@ -114,7 +114,7 @@ def without_exponents(text: str) -> str | None:
 
 
 def exact_number(value: Any) -> Decimal | None:
-    """What a number of JSON says, digit for digit; None for anything else.
+    """The digits of a JSON number; None for anything else.
 
     Raises:
         ValueError: it is a truth value, or not finite.
@@ -138,7 +138,7 @@ def number_in(text: str) -> Decimal | None:
 
 def _ascii(text: str) -> str:
     text = text.translate(_ASCII)
-    text = _RAISED_RUN.sub(lambda run: _raised("".join(map(_RAISED.__getitem__, run[0]))), text)
+    text = _RAISED_RUN.sub(lambda run: _power("".join(map(_RAISED.__getitem__, run[0]))), text)
     text = _LOWERED_RUN.sub(
         lambda run: "_{" + "".join(map(_LOWERED.__getitem__, run[0])) + "}", text
     )
@@ -148,7 +148,7 @@ def _ascii(text: str) -> str:
     return _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
 
 
-def _raised(exponent: str) -> str:
+def _power(exponent: str) -> str:
     return f"^{exponent}" if len(exponent) == 1 else f"^({exponent})"
 
 
@@ -171,7 +171,7 @@ def _fraction_of_repeating(found: re.Match[str]) -> str:
     return rf"\frac{{{before * nines + int(cycle)}}}{{{scale * nines}}}"
 
 
-def _written_out(found: re.Match[str], exponent: str) -> str:
+def _write_out(found: re.Match[str], exponent: str) -> str:
     """The number without its exponent; as it stands where it would be too long."""
     if abs(int(exponent)) > _MOST_ZEROS:
         return found[0]

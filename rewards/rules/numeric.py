@@ -25,7 +25,7 @@ class Numeric(AnswerRule):
     """
 
     class Config(AnswerSettings):
-        """How near."""
+        """The tolerance."""
 
         tolerance: float = Field(1e-6, ge=0)
         """Largest difference, as a share of the larger number."""
@@ -37,7 +37,7 @@ class Numeric(AnswerRule):
         self._config = config
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether the last number is near this one."""
+        """True if the last number is near this one."""
         value = last_number(answer)
         right = checked(self._config.gold, gold, _number)
         return value is not None and math.isclose(

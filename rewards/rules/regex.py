@@ -29,7 +29,7 @@ class Regex(AnswerRule):
         @model_validator(mode="after")
         def _is_a_pattern(self) -> Self:
             if self.pattern is not None:
-                _compiled(self.pattern)
+                _compile(self.pattern)
             return self
 
     def __init__(self, config: Config) -> None:
@@ -44,16 +44,16 @@ class Regex(AnswerRule):
         """
         patterns = super().golds(task) if self._config.pattern is None else (self._config.pattern,)
         for pattern in patterns:
-            checked(self._config.gold, pattern, _compiled)
+            checked(self._config.gold, pattern, _compile)
         return patterns
 
     def right(self, answer: str, gold: Any) -> bool:
-        """Whether the pattern is found."""
+        """True if the pattern is found."""
         how: Literal["fullmatch", "search"] = "fullmatch" if self._config.whole else "search"
         return getattr(re, how)(gold, answer) is not None
 
 
-def _compiled(pattern: Any) -> re.Pattern[str]:
+def _compile(pattern: Any) -> re.Pattern[str]:
     if not isinstance(pattern, str):
         raise ValueError(r"a pattern is text, such as '\b42\b' for the number 42")
     try:

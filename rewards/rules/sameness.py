@@ -1,4 +1,4 @@
-"""Whether two of sympy's expressions are equal.
+"""Equality of two of sympy's expressions.
 
 math-verify takes what differs by less than 1e-6 for equal, and 1/2^99 for 1/2^98. Here numbers
 decide, wherever two expressions of the same form hold them; of expressions with variables, their
@@ -17,12 +17,12 @@ NOT_COMPUTED = (
     TypeError,
     ValueError,
 )
-"""What sympy raises where it cannot work with an expression."""
+"""Exceptions of sympy for expressions that it cannot work with."""
 _POINTS = ((731, 1000), (1313, 1000), (-427, 1000))
 
 
 def same(expected: Any, given: Any) -> bool:
-    """Whether an answer equals the right one."""
+    """True if an answer equals the right one."""
     from math_verify import verify
     from sympy import Equality
 
@@ -35,7 +35,7 @@ def same(expected: Any, given: Any) -> bool:
 
 
 def close(one: Any, other: Any) -> bool:
-    """Whether two numbers are equal. If neither is a decimal, exactly (to forty digits); else to
+    """True if two numbers are equal. If neither is a decimal, exactly (to forty digits); else to
     six decimals and five significant digits, or to twelve significant digits.
     """
     from sympy import Float, Rational
@@ -75,8 +75,8 @@ def value_of(form: Any) -> Any:
 
 
 def differ(expected: Any, given: Any) -> bool:
-    """Whether two expressions that math-verify takes for equal have numbers, or values at some
-    point, that are not.
+    """True if two expressions that math-verify takes for equal have unequal numbers, or values at
+    some point.
     """
     from sympy import Expr
 
@@ -91,7 +91,7 @@ def differ(expected: Any, given: Any) -> bool:
 
 
 def _side(form: Any) -> Any:
-    """What an equation gives a variable."""
+    """The value that an equation gives to a variable."""
     from sympy import Equality, Symbol
 
     return form.rhs if isinstance(form, Equality) and isinstance(form.lhs, Symbol) else form
@@ -119,12 +119,12 @@ def _pairs(expected: Any, given: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(expected, MatrixBase) and isinstance(given, MatrixBase):
         yield from zip(expected.flat(), given.flat(), strict=False)
     elif isinstance(expected, FiniteSet | Union) and isinstance(given, FiniteSet | Union):
-        yield from zip(_sorted(expected.args), _sorted(given.args), strict=False)
+        yield from zip(_sort_numbers(expected.args), _sort_numbers(given.args), strict=False)
     elif isinstance(expected, Tuple) and isinstance(given, Tuple | FiniteSet):
         yield from zip(expected.args, getattr(given, "_unsorted_args", given.args), strict=False)
 
 
-def _sorted(forms: Sequence[Any]) -> list[Any]:
+def _sort_numbers(forms: Sequence[Any]) -> list[Any]:
     """Numbers and intervals by their value; the rest as it is."""
     starts = [value_of(getattr(_side(form), "start", _side(form))) for form in forms]
     if not all(start is not None and start.is_real for start in starts):

@@ -38,7 +38,7 @@ class Tags:
         return sum(self.well_formed(text) for text in content) / len(content) if content else 0.0
 
     def well_formed(self, text: str) -> bool:
-        """Whether a message keeps the format."""
+        """True if a message keeps the format."""
         rest, outside = text, ""
         for tag in self._config.tags:
             opening, closing = f"<{tag}>", f"</{tag}>"

@@ -1,4 +1,4 @@
-"""How well an episode used its tools."""
+"""Rewards for the use of tools in an episode."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class ToolUse:
     isolation: Literal["inline"] = "inline"
 
     class Config(Settings):
-        """What counts against a call."""
+        """The penalties for calls."""
 
         repeats: bool = True
         """A call that was made before, with the same arguments, is a bad one."""
@@ -51,7 +51,7 @@ class ToolUse:
         for said, answered in content:
             for made in calls_in(said, answered):
                 calls += 1
-                written = _written(made.call)
+                written = _call_key(made.call)
                 if made.refused:
                     counts["refused"] += 1
                 elif written is None:
@@ -82,7 +82,7 @@ def exchanges(trajectory: Trajectory) -> Iterator[tuple[Said, str]]:
             continue
         place = places[-back]
         results = _results(messages[place + 1 :])
-        yield _said(messages[place], turn, results), results[0].content if results else ""
+        yield _calls_or_text(messages[place], turn, results), results[0].content if results else ""
 
 
 def calls_in(said: Said, answered: str) -> tuple[MadeCall, ...]:
@@ -96,20 +96,20 @@ def calls_in(said: Said, answered: str) -> tuple[MadeCall, ...]:
     if not count and is_refusal(answered):
         name, *_ = said.split() or [""]
         return (MadeCall(ToolCall(name, {"": said}), refused=True),)
-    read = [MadeCall(call, _refused(answered, call.name, count)) for call in reply.calls]
+    read = [MadeCall(call, _is_refused(answered, call.name, count)) for call in reply.calls]
     return (*read, *[MadeCall(None)] * len(reply.errors))
 
 
-def _said(message: Message, turn: Turn | None, results: Sequence[Message]) -> Said:
+def _calls_or_text(message: Message, turn: Turn | None, results: Sequence[Message]) -> Said:
     if turn is not None and turn.calls is not None:
         return turn.calls
     if not message.tool_calls:
         return message.content
     errors = parse_tool_calls(message.said).errors
-    return (*_answered(message.tool_calls, results), *[MadeCall(None)] * len(errors))
+    return (*_match_results(message.tool_calls, results), *[MadeCall(None)] * len(errors))
 
 
-def _answered(calls: Sequence[ToolCall], results: Sequence[Message]) -> Iterator[MadeCall]:
+def _match_results(calls: Sequence[ToolCall], results: Sequence[Message]) -> Iterator[MadeCall]:
     """Calls that a renderer has read, with what their results say: by id, in order, or in the lines
     of one result.
     """
@@ -121,7 +121,7 @@ def _answered(calls: Sequence[ToolCall], results: Sequence[Message]) -> Iterator
             yield MadeCall(call, is_refusal(results[number].content))
         else:
             answered = results[0].content if results else ""
-            yield MadeCall(call, _refused(answered, call.name, len(calls)))
+            yield MadeCall(call, _is_refused(answered, call.name, len(calls)))
 
 
 def _results(following: Sequence[Message]) -> list[Message]:
@@ -134,14 +134,14 @@ def _results(following: Sequence[Message]) -> list[Message]:
     return results
 
 
-def _written(call: ToolCall | None) -> str | None:
+def _call_key(call: ToolCall | None) -> str | None:
     if call is None:
         return None
     return json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=str)
 
 
-def _refused(answered: str, name: str, calls: int) -> bool:
-    """Whether the tools answered a call of this name by an error.
+def _is_refused(answered: str, name: str, calls: int) -> bool:
+    """True if the tools answered a call of this name with an error.
 
     Where a message had several calls, each has a line in the answer that begins with its name.
     """

@@ -114,7 +114,7 @@ _MEASURE = re.compile(
 
 
 def units_differ(expected: str, given: str) -> bool:
-    """Whether two answers with numbers have units of measure that are not the same one.
+    """True if two answers with numbers have different units of measure.
 
     An answer without a unit, or with words that are none, differs from nothing. The same length in
     another unit, such as 0.12 m for 12 cm, differs too: a question that names a unit wants it.

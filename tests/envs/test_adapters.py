@@ -147,10 +147,10 @@ def test_what_boxes_draw_in_turns_is_what_each_draws_alone(
     generators = [GlobalRng(seed + number) for number in range(3)]
     drawn: list[list[float]] = [[], [], []]
     for number, count in turns:
-        with generators[number].installed():
+        with generators[number].install():
             drawn[number] += draw(count)
     for number, values in enumerate(drawn):
-        with GlobalRng(seed + number).installed():
+        with GlobalRng(seed + number).install():
             assert draw(len(values) // 2) == values
     assert (random.getstate(), np.random.get_state(legacy=True)[1].tobytes()) == before
 

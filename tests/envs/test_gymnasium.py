@@ -373,7 +373,7 @@ def test_an_action_that_is_written_is_read_as_the_same(space: Any) -> None:
     space.seed(0)
     for _ in range(20):
         action = space.sample()
-        np.testing.assert_equal(reader.read(reader.written(action)), action)
+        np.testing.assert_equal(reader.read(reader.write(action)), action)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl import plugins
 from agentrl.envs import foreign
-from agentrl.envs.foreign import silenced
+from agentrl.envs.foreign import silence_output
 from agentrl.errors import EnvError
 from agentrl.protocols import Env
 from agentrl.testing import check_env
@@ -88,7 +88,7 @@ def test_what_babyai_prints_while_it_makes_a_puzzle_is_dropped(
 
 def test_only_the_thread_that_is_hushed_is_not_heard(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout
-    with silenced():
+    with silence_output():
         print("dropped")
         assert sys.stdout.encoding == before.encoding
         other = threading.Thread(target=print, args=("heard",))
@@ -103,5 +103,5 @@ def test_a_reset_that_never_ends_is_named_to_those_who_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(foreign, "GLOBAL_RNG_SECONDS", 0.01)
-    with silenced(), pytest.raises(EnvError, match="isolation=process"), silenced():
+    with silence_output(), pytest.raises(EnvError, match="isolation=process"), silence_output():
         pass

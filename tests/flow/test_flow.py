@@ -18,7 +18,7 @@ from agentrl.flow import (
     VirtualDeadlockError,
     deadline,
     now,
-    paused,
+    pause_deadlines,
     run_virtual,
 )
 
@@ -297,7 +297,7 @@ def test_paused_deadlines_of_a_task_begin_anew_and_those_of_others_go_on() -> No
     async def waiting(seconds: float, pause: float) -> float:
         with deadline("environment", "episode", 20), deadline("engine", "generate", 10):
             await asyncio.sleep(4)
-            with paused():
+            with pause_deadlines():
                 await asyncio.sleep(pause)
             await asyncio.sleep(seconds)
         return now()

@@ -14,7 +14,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace as PerfettoT
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
 
 from agentrl.errors import ConfigError
-from agentrl.flow import SpanLog, recorded, run_steadily, span
+from agentrl.flow import SpanLog, record_spans, run_steadily, span
 from agentrl.observe.profiler import FOLDER, Profiler
 from agentrl.observe.trace_file import Slice, TraceFile, read_trace
 from agentrl.observe.usage import Usage
@@ -54,7 +54,7 @@ def play_known_times() -> None:
 
 
 def test_every_second_of_a_run_is_attributed_to_what_was_busy_in_it():
-    with recorded(SpanLog()) as log:
+    with record_spans(SpanLog()) as log:
         play_known_times()
     found: dict[str, list[tuple[float, float]]] = {}
     for one in log.take():
@@ -74,7 +74,7 @@ def test_every_second_of_a_run_is_attributed_to_what_was_busy_in_it():
 def test_nothing_is_recorded_outside_of_a_recording():
     log = SpanLog()
     play_known_times()
-    with recorded(log):
+    with record_spans(log):
         pass
     assert log.take() == []
 

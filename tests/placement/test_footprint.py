@@ -244,7 +244,7 @@ def test_a_cache_holds_heads_or_latents_and_of_sliding_layers_only_the_window() 
     kv = facts_of(sliding, "gpt_oss").kv
     assert kv.numbers(100, 1, compact=True) == (100 + 32) * 2 * (2 * 16)
     assert kv.numbers(100, 1, compact=False) == (100 + 100) * 2 * (2 * 16)
-    assert kv.attended(100) == (50 + 32) / 2
+    assert kv.mean_attended(100) == (50 + 32) / 2
 
 
 @contextmanager

@@ -248,7 +248,7 @@ async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> list[f
     plain = ("math", "$2$", {"gold": "two"})
     *parts, warm = parts_of([*cases, plain])
     found = []
-    asks = {part: part.asked_in(pool) for part in (*parts, warm)}
+    asks = {part: part.bind(pool) for part in (*parts, warm)}
     async with RewardPipeline([*parts, warm], pool, deadline=PATIENCE_SECONDS):
         two = trajectory("$2$", options={"two": "2"})
         assert (await asks[warm]([two]))[0].value == 1.0
@@ -329,7 +329,7 @@ def test_a_rule_that_misses_its_deadline_without_computing_fails_and_is_no_verdi
     async def main() -> None:
         pool = RulePool(RulePoolConfig(workers=1, deadline=1.0))
         part = RewardPart(Naps(), "naps")
-        ask = part.asked_in(pool)
+        ask = part.bind(pool)
         async with pool:
             with pytest.raises(RewardError, match="did not answer within 1 s") as failed:
                 await ask([trajectory("x")])

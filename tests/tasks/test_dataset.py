@@ -551,7 +551,8 @@ def test_a_cache_folder_that_cannot_be_written_is_named_and_a_full_one_is_enough
     before = tasks(path)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "agentrl.tasks.row_index._locked", lambda folder: pytest.fail("it writes to its cache")
+            "agentrl.tasks.row_index._lock_folder",
+            lambda folder: pytest.fail("it writes to its cache"),
         )
         assert tasks(path).task(3) == before.task(3)
     (tmp_path / "no_folder").touch()

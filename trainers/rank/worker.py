@@ -343,7 +343,7 @@ class TrainerRank:
         """
         if samples.experts_NE is None or self._routing is None:
             return
-        chosen_NLK = self._routing.chosen(
+        chosen_NLK = self._routing.chosen_experts(
             samples.predictors_N, len(samples.tokens_S), samples.needed_P
         )
         if chosen_NLK is not None and chosen_NLK[0].numel() == samples.experts_NE.shape[1]:
