@@ -157,10 +157,10 @@ def test_what_boxes_draw_in_turns_is_what_each_draws_alone(
 
 def test_the_generators_come_back_from_a_game_that_raises() -> None:
     before = random.getstate()
-    with contextlib.suppress(KeyError), GlobalRng(1).installed():
+    with contextlib.suppress(KeyError), GlobalRng(1).install():
         raise KeyError(random.random())
     assert random.getstate() == before
-    with GlobalRng(1).installed():
+    with GlobalRng(1).install():
         pass
 
 
@@ -169,9 +169,9 @@ def test_a_game_that_never_gives_the_generators_back_is_named(
 ) -> None:
     monkeypatch.setattr(foreign, "GLOBAL_RNG_SECONDS", 0.01)
     with (
-        GlobalRng(0).installed(),
+        GlobalRng(0).install(),
         pytest.raises(EnvError, match="isolation=process"),
-        GlobalRng(1).installed(),
+        GlobalRng(1).install(),
     ):
         pass
 
