@@ -15,11 +15,12 @@ from agentrl.placement.devices import DeviceKind
 from agentrl.placement.mesh import ONE_RANK, Mesh
 
 Precision = Literal["float32", "bfloat16", "autocast"]
-"""What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
+"""The number format that a trainer computes in: `autocast` keeps float32 weights and casts them for
+each product."""
 
 Recompute = Literal["none", "selective", "full"]
-"""Which activations a trainer computes again in the backward pass: none; all of a layer except the
-products of its matrices and its attention; or all."""
+"""The activations that a trainer computes again in the backward pass: none; all of a layer except
+the products of its matrices and its attention; or all."""
 
 USABLE = 0.95
 """Usable share of a device's memory: the rest is the driver's, or lost between blocks of the
@@ -43,37 +44,41 @@ _HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """How a trainer is laid out over its ranks, which are a `mesh`.
-
-    `shards`: what is sharded over the ranks, as in ZeRO (Rajbhandari et al. 2019, arXiv
-    1910.02054): 1 the optimizer, 2 gradients too, 3 weights too. `keeps_gathered`: weights are
-    whole from the first pass to the last. `accumulates_whole`: gradients of all weights are kept
-    whole until the last micro-batch. `offload`: gradients and optimizer, and sharded weights, are
-    in the host's memory. `grows`: whether there can be several ranks. `lora_rank`: the rank of
-    low-rank updates, if only those are trained. `recompute`: which activations are computed twice
-    instead of kept. `activation_offload`: the inputs of layers are kept in the host's memory.
-    `moment_bytes`: the bytes of each of AdamW's two moments of a parameter. `copies_weights`: the
-    optimizer has float32 copies of the weights that it updates. `gradients_at_once`: the elements
-    of a float32 buffer in which gradients of all ranks are added up. `sleeps`: whether it can
-    release its memory on a GPU.
-    """
+    """The layout of a trainer over its ranks."""
 
     precision: Precision
+    """The number format of products."""
     micro_batch_tokens: int
+    """Tokens of a micro-batch."""
     minibatches: int
+    """Updates in each step."""
     recompute: Recompute
+    """The activations that are computed twice instead of kept."""
     mesh: Mesh = ONE_RANK
+    """The mesh of its ranks."""
     grows: bool = False
+    """There can be several ranks."""
     shards: int = 0
+    """The state that is sharded over the ranks, as in ZeRO (Rajbhandari et al. 2019, arXiv
+    1910.02054): 1 the optimizer, 2 gradients too, 3 weights too."""
     keeps_gathered: bool = False
+    """Weights are whole from the first pass to the last."""
     accumulates_whole: bool = False
+    """Gradients of all weights are kept whole until the last micro-batch."""
     offload: bool = False
+    """Gradients and optimizer, and sharded weights, are in the host's memory."""
     lora_rank: int = 0
+    """The rank of low-rank updates, if only those are trained."""
     activation_offload: bool = False
+    """The inputs of layers are kept in the host's memory."""
     moment_bytes: float = 4
+    """Bytes of each of AdamW's two moments of a parameter."""
     copies_weights: bool = False
+    """The optimizer has float32 copies of the weights that it updates."""
     gradients_at_once: int = 0
+    """Elements of a float32 buffer in which gradients of all ranks are added up."""
     sleeps: bool = True
+    """It can release its memory on a GPU."""
 
     @property
     def number(self) -> int:
@@ -83,26 +88,32 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """How an engine is laid out over its devices.
-
-    `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device
-    that it takes regardless of need, or None if it takes what it needs. `kv_bytes`: the size of its
-    cache, if set. `splits`: over how many devices a copy may be spread. `compact_cache`: see
-    `KvShape.numbers`. `here`: false if another machine runs the engine. `sleeps`: as for a trainer.
-    """
+    """The layout of an engine over its devices."""
 
     number: int = 4
+    """Bytes of each weight and each number of the KV cache."""
     max_batch: int = 128
+    """Requests that are sampled together."""
     max_context: int | None = None
+    """Tokens of the longest context; by default the model's."""
     tensor_parallel: int = 1
+    """Devices of each copy."""
     splits: tuple[int, ...] = (1,)
+    """The numbers of devices over which a copy may be spread."""
     fraction: float | None = None
+    """Share of a device that it takes regardless of need, or None if it takes what it needs."""
     kv_bytes: int | None = None
+    """Bytes of its cache, if set."""
     kv_bytes_on_cpu: int | None = None
+    """Bytes of its cache on a CPU, if set."""
     prefill_tokens: int = 4096
+    """Tokens of a prefill pass."""
     compact_cache: bool = False
+    """The cache has the latent form of `KvShape.numbers`."""
     here: bool = True
+    """False if another machine runs the engine."""
     sleeps: bool = True
+    """It can release its memory on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +149,7 @@ def trainer_footprint(
         "gradients": 4 * trained // part[2],
         "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained)
         // part[1],
-        "gathered": _gathered(facts, layout)
+        "gathered": _gathered_bytes(facts, layout)
         + 4 * (trained if whole else min(layout.gradients_at_once, trained)),
         "activations": kept + layer,
         # The head and a layer are computed one after the other: what the one leaves, the other
@@ -165,7 +176,7 @@ def trained_parameters(facts: ModelFacts, layout: TrainerLayout) -> int:
     return layout.lora_rank * facts.linear_ends if layout.lora_rank else facts.parameters
 
 
-def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
+def _gathered_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
     """Weights and gradients for the products, besides those that a rank holds.
 
     These are casts and, if weights are sharded, the weights of two blocks (one in use, the next on
@@ -268,7 +279,7 @@ def context_bytes(facts: ModelFacts, layout: EngineLayout, devices: int, tokens:
 def tokens_cached(
     facts: ModelFacts, layout: EngineLayout, devices: int, cache: int, context: int
 ) -> int:
-    """How many tokens of contexts of length `context` a cache of `cache` bytes on each device
-    holds.
+    """The number of tokens, in contexts of length `context`, that a cache of `cache` bytes on each
+    device holds.
     """
     return cache * context // max(1, context_bytes(facts, layout, devices, context))
