@@ -145,10 +145,11 @@ def echo_app() -> FastAPI:
     @app.post("/v1/chat/completions")
     async def echo(request: Request) -> Response:
         checked = adapter.validate_python(await request.json())
+        # Sequences are checked as they are read.
         last, _ = (
             [*checked["messages"]][-1],
             [*checked["tools"]],
-        )  # sequences are checked as they are read
+        )
         message = ChatCompletionMessage(role="assistant", content=last["content"])
         answer = ChatCompletion(
             id="chatcmpl-1",

@@ -53,9 +53,8 @@ def trained(name: str, seed: int) -> Path:
     run = subprocess.Popen([*command, *overrides], stdout=sys.stderr)
     try:
         status = run.wait()
-    except (
-        KeyboardInterrupt
-    ):  # the run gets Ctrl-C too, and saves a checkpoint; `subprocess.run` would kill it
+    except KeyboardInterrupt:
+        # the run gets Ctrl-C too, and saves a checkpoint; `subprocess.run` would kill it
         status = run.wait()
     finally:
         spent = folder / "cpu_seconds"  # of all launches, if one was stopped

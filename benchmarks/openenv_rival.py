@@ -75,9 +75,8 @@ async def play(url: str, sessions: int, seconds: float) -> dict[str, float]:
                 done = (await client.step({"message": "go on"})).done
                 waits.append(time.perf_counter() - began)
 
-    for client in (
-        clients
-    ):  # one by one: connecting is not measured, and the server refuses some of many at once
+    # One by one: connecting is not measured, and the server refuses some of many at once.
+    for client in clients:
         await client.connect()
     async with asyncio.TaskGroup() as group:
         for seed, client in enumerate(clients):

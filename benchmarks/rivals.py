@@ -614,12 +614,10 @@ class GroupQueue:
         self.team_size = workload.group_size + extra_members
         self.floor, self.books = Floor(workload), Books(workload)
         teams = workload.groups_per_step + extra_groups
-        self.open: list[list[tuple[int, Group]]] = [
-            [] for _ in range(teams)
-        ]  # (step it was opened at, group)
-        self.idle = [
-            [-1] * self.team_size for _ in range(teams)
-        ]  # the task that each idle environment played last
+        # (step it was opened at, group).
+        self.open: list[list[tuple[int, Group]]] = [[] for _ in range(teams)]
+        # The task that each idle environment played last.
+        self.idle = [[-1] * self.team_size for _ in range(teams)]
         self.owing: set[int] = set()  # teams that the trainer waits for in this round
         self.of: dict[Episode, tuple[int, Group]] = {}
         self.next_task = 0

@@ -35,9 +35,8 @@ from agentrl.simulate.world import World
 from agentrl.trajectory import Task
 
 WITHOUT_K = ("synchronous", "lockstep", "workers", "ring")
-PATIENCE = Deadlines(
-    reset=100, step=60, generate=1e6, episode=2e6, group=1e7, stall=5e6
-)  # a step is late after four times the longest one
+# A step is late after four times the longest one.
+PATIENCE = Deadlines(reset=100, step=60, generate=1e6, episode=2e6, group=1e7, stall=5e6)
 
 
 @dataclass(frozen=True)

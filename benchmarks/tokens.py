@@ -72,9 +72,8 @@ def measure(tokens: int) -> None:
     """Measure a size, and print its row."""
     process, rng = psutil.Process(), random.Random(0)
     algorithm, processing = Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig())
-    batch_of(
-        [group_of(0, rng)], algorithm, processing, 0
-    )  # warm-up: imports and one-time allocations
+    # Warm-up: imports and one-time allocations.
+    batch_of([group_of(0, rng)], algorithm, processing, 0)
     before, begun = process.memory_info().rss, time.perf_counter()
     groups = [group_of(number, rng) for number in range(tokens // (EPISODE * MEMBERS))]
     made, count = time.perf_counter(), len(groups) * EPISODE * MEMBERS

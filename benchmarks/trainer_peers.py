@@ -125,9 +125,8 @@ def run_agentrl(model: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
         config = LocalTrainer.Config(
             lr=LR, betas=BETAS, device="cpu", dtype="float32", micro_batch_tokens=4096
         )
-        algorithm = Grpo(
-            Grpo.Config(importance_cap=None)
-        )  # the others have no engine whose logprobs differ
+        # The others have no engine whose logprobs differ.
+        algorithm = Grpo(Grpo.Config(importance_cap=None))
         async with LocalTrainer(config, model, total_steps=steps) as trainer:
             watch = Watch()
             for _ in range(steps):

@@ -272,9 +272,8 @@ def _tests_in(task: Task, option: str) -> list[Test]:
     try:
         tests = _TESTS.validate_python(written)
     except ValidationError as error:
-        found = error.errors(
-            include_url=False
-        )  # of each kind of test, so that the first may be of another kind
+        # Of each kind of test, so that the first may be of another kind.
+        found = error.errors(include_url=False)
         first = next((one for one in found if one["type"] == "value_error"), found[0])
         raise ConfigError(
             f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. {_FORMS}"

@@ -34,9 +34,8 @@ class VerdictCache:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._connect()
-            self._file.execute(
-                "PRAGMA synchronous = OFF"
-            )  # a power cut may lose verdicts, which can be asked again
+            # A power cut may lose verdicts, which can be asked again.
+            self._file.execute("PRAGMA synchronous = OFF")
             self._file.execute(
                 "CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT NOT"
                 " NULL)"

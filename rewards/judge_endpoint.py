@@ -177,9 +177,8 @@ class JudgeEndpoint:
         if self._client is None:
             raise ConfigError("the judge is not running: use it inside `async with judge:`")
         url = f"{self._url}{path}"
-        content = (
-            None if body is None else json.dumps(body)
-        )  # ASCII: half of a surrogate pair is no UTF-8
+        # ASCII: half of a surrogate pair is no UTF-8.
+        content = None if body is None else json.dumps(body)
         try:
             async with asyncio.timeout(self._config.timeout):
                 async with self._client.stream(
@@ -209,9 +208,8 @@ class JudgeEndpoint:
             )
         if response.status_code == 404 and method == "GET":
             raise _NoListError(f"{url}: {detail}")
-        if (
-            response.status_code == 404 and self._has_answered
-        ):  # it has answered before, so it is being restarted
+        # It has answered before, so it is being restarted.
+        if response.status_code == 404 and self._has_answered:
             raise _NoVerdictError("unreachable", detail)
         if response.status_code in _NEVER:
             raise ConfigError(
@@ -353,8 +351,7 @@ def _retry_after(detail: str) -> float:
         return max(0.0, float(detail))
     with suppress(ValueError):
         date = parsedate_to_datetime(detail)
-        date = (
-            date if date.tzinfo else date.replace(tzinfo=UTC)
-        )  # the zone -0000 says nothing about a place
+        # The zone -0000 says nothing about a place.
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)
         return max(0.0, (date - datetime.now(UTC)).total_seconds())
     return 0.0

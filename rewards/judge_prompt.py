@@ -44,6 +44,7 @@ Answer with one JSON object of this schema, and nothing else:
 _SUSPECT = re.compile(
     r"[^\x20-\x7e]|[<>]|\[(?!(?:true|false|null|NaN|Infinity)\])(?=/?[A-Za-z_][A-Za-z0-9_]*\])"
 )
+# Controls, formats, surrogates, private, unassigned, separators.
 _UNSEEN = {
     "Cc",
     "Cf",
@@ -52,7 +53,7 @@ _UNSEEN = {
     "Cn",
     "Zl",
     "Zp",
-}  # controls, formats, surrogates, private, unassigned, separators
+}
 _MARKS = set("<>[")
 _TAGS = 0xE0000
 """Characters from here on are invisible: tags and variation selectors, which can spell whole
@@ -90,8 +91,7 @@ def as_data(value: Any) -> str:
 def _escape(found: re.Match[str]) -> str:
     character = found[0]
     visible = unicodedata.category(character) not in _UNSEEN and ord(character) < _TAGS
-    if visible and not _MARKS & set(
-        unicodedata.normalize("NFKC", character)
-    ):  # also full-width ones
+    # Also full-width ones.
+    if visible and not _MARKS & set(unicodedata.normalize("NFKC", character)):
         return character
     return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else json.dumps(character)[1:-1]

@@ -142,9 +142,8 @@ def dependencies(tree: Tree, file: str) -> set[str]:
             return set()
         return (modules_in(tree, text) | files_in(tree, text) | plugins_in(tree, text)) - {file}
     module = ast.parse(text)
-    if file.endswith(
-        "conftest.py"
-    ):  # what its fixtures import is imported for the tests that use them
+    # What its fixtures import is imported for the tests that use them.
+    if file.endswith("conftest.py"):
         module.body = [node for node in module.body if not is_fixture(node)]
     found = needed(tree, file, module) | beside(tree, file)
     if is_test(file):

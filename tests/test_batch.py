@@ -188,11 +188,12 @@ def test_a_reward_belongs_to_the_last_loss_token_before_it_of_the_same_trajector
     assert whole.trajectories_M.tolist() == [0, 0]  # the last turn forked
     assert whole.tokens_of_trajectories.tolist() == [4]
     stale = to_samples(trajectory, 1.0, turn_rewards=rewards, oldest_version=1)
+    # Nothing that is trained on earned the first.
     assert collate(stale).rewards_N.tolist() == [
         0.0,
         2.0,
         4.0,
-    ]  # nothing that is trained on earned the first
+    ]
     masked = [replace(stale[0], loss_mask=np.arange(7) == 5), stale[1]]
     assert collate(masked).rewards_N.tolist() == [2.0, 4.0]
     two = collate(

@@ -41,9 +41,8 @@ def test_every_combination_is_in_a_row(sizes, seed, strength):
 def test_pairs_of_many_factors_need_few_rows():
     factors = {f"factor {number}": list(range(4)) for number in range(12)}
     rows = covering_rows(factors, seed=0)
-    assert (
-        len(rows) <= 48
-    )  # 16 are the least that twelve factors of four values could need; all together are 4^12
+    # 16 are the least that twelve factors of four values could need; all together are 4^12.
+    assert len(rows) <= 48
 
 
 def test_a_seed_makes_the_same_rows_again():

@@ -40,9 +40,8 @@ def test_caches_lie_in_the_home_folder_or_where_that_is_read_only_beside_tempora
     assert cache_folder() == own / "agentrl"
     assert own.stat().st_mode & 0o077 == 0
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(own)
-    assert os.environ["HF_HOME"] == str(
-        machine / "home" / ".cache" / "huggingface"
-    )  # models that are there already
+    # Models that are there already.
+    assert os.environ["HF_HOME"] == str(machine / "home" / ".cache" / "huggingface")
     (said,) = caplog.messages
     assert "File exists" in said
     assert f"caches go into {own}; XDG_CACHE_HOME names another" in said
@@ -61,9 +60,8 @@ def test_nothing_is_imported_from_a_cache_that_others_can_write(machine: Path) -
 def test_a_user_without_a_home_folder_has_caches(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        os.path, "expanduser", lambda path: path
-    )  # as for a number without a name in a container
+    # As for a number without a name in a container.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     prepare_caches()
     assert cache_folder().is_relative_to(machine / "tmp")
 

@@ -11,9 +11,8 @@ import pytest
 
 from tests.processes import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.xdist_group(
-    "layout"
-)  # all look at the same sources, which are read once a process
+# All look at the same sources, which are read once a process.
+pytestmark = pytest.mark.xdist_group("layout")
 
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = ("envs", "rewards", "trainers")

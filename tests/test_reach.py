@@ -46,10 +46,11 @@ ALL = {name for name in FILES if name.startswith("tests/test_")}
     ("changed", "tests"),
     [
         ("agentrl/tasks.py", "tasks"),  # a name that is imported lazily
+        # An import in a function, and in a script that is a text.
         (
             "agentrl/flow.py",
             "flow run script",
-        ),  # an import in a function, and in a script that is a text
+        ),
         ("agentrl/remote/client.py", "run script"),  # by a plug-in's name
         ("agentrl/remote/__init__.py", "run script"),  # a package of what is imported
         ("agentrl/viewer/page/run.js", "page"),  # data of a package that a fixture imports

@@ -193,9 +193,8 @@ class GroupTrainer(Trainer):
         by_rank: Sequence[Sequence[FloatArray]] = await self._ask(
             lambda ranks: ranks.all("token_logprobs")
         )
-        if self._made is None or not all(
-            by_rank
-        ):  # ranks that have been restarted after a checkpoint know of no step
+        # Ranks that have been restarted after a checkpoint know of no step.
+        if self._made is None or not all(by_rank):
             return None
         return await asyncio.to_thread(
             gather_rows, *self._made, self.config.minibatches, self._by_part(by_rank)
@@ -399,9 +398,8 @@ class GroupTrainer(Trainer):
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return
-        if not isinstance(
-            error, WorkerDiedError
-        ):  # the remaining ranks would wait for the dead one
+        # The remaining ranks would wait for the dead one.
+        if not isinstance(error, WorkerDiedError):
             with suppress(AgentRLError, TimeoutError):  # a stuck rank is stopped below anyway
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await ranks.all("close")

@@ -67,9 +67,8 @@ class Archer(CriticBased):
         steps = Steps(turns.rewards_K, values_K, discounts_K, turns.lengths_J, ends_J)
         returns_N, weights_N = np.zeros_like(values_N), np.zeros_like(values_N)
         returns_N[turns.begins_N] = answers_K
-        returns_N[turns.ends_N] = values_K + generalized(
-            steps, floats(np.zeros(len(ends_J)))
-        )  # r + gamma V(s')
+        # r + gamma V(s').
+        returns_N[turns.ends_N] = values_K + generalized(steps, floats(np.zeros(len(ends_J))))
         weights_N[turns.begins_N] = batch.weights_N[turns.begins_N] > 0  # 0: an earlier policy's
         weights_N[turns.ends_N] = 1.0
         if self.bootstraps:

@@ -40,9 +40,8 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
         if inventory is None:
             yield PlacedCluster(config, cluster)
             return
-        plan = await asyncio.to_thread(
-            make_plan, config, inventory, model_of(config)
-        )  # it runs its own event loop
+        # It runs its own event loop.
+        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))
         async with cluster.placed(plan.devices):
             yield PlacedCluster(_on_devices(config, plan.devices), cluster, plan)
 

@@ -47,9 +47,8 @@ class Stopping:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._by = self.by
-            for number in (
-                self._before
-            ):  # the process ends, and others of them change nothing, also not its status
+            # The process ends, and others of them change nothing, also not its status.
+            for number in self._before:
                 if number is not signal.SIGINT:
                     signal.signal(number, signal.SIG_IGN)
             return

@@ -130,9 +130,8 @@ def _run(
         ) from error
     path = folder / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return (
-        summary if summary and summary["tasks"]["total"] else None
-    )  # other recipes have said what they have made
+    # Other recipes have said what they have made.
+    return summary if summary and summary["tasks"]["total"] else None
 
 
 def _how_to_go_on(folder: Path) -> str:

@@ -56,9 +56,8 @@ class RayWorkers:
         import ray
 
         remote: Any = ray.remote
-        named = type(
-            f"{role}_{rank}", (_Host,), {}
-        )  # its name in Ray's dashboard, `ray list actors` and `ps`
+        # Its name in Ray's dashboard, `ray list actors` and `ps`.
+        named = type(f"{role}_{rank}", (_Host,), {})
         host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
         worker = RayWorker(
             role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease

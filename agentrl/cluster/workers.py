@@ -248,9 +248,8 @@ async def under_lease(
     and raises if there was none for `lease` seconds. The worker finishes its answer even if the
     caller stops waiting.
     """
-    answer.add_done_callback(
-        lambda done: done.cancelled() or done.exception()
-    )  # the caller may not wait for it
+    # The caller may not wait for it.
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
     while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:
         await sign_of_life()
     return answer.result()

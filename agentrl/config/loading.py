@@ -82,9 +82,8 @@ def validate_config(
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        sections = {
-            name: raw for name, raw in sections.items() if name not in HELPERS
-        }  # not made, and maybe right
+        # Not made, and maybe right.
+        sections = {name: raw for name, raw in sections.items() if name not in HELPERS}
     try:
         config = RunConfig.model_validate(sections)
         problems += filter(None, [first_problem(config)])

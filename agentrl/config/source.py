@@ -126,9 +126,8 @@ class Source:
         several = {"0", "mixture"} & old.keys() if isinstance(old, dict) else set()
         if keep_one and not several:
             return
-        if (
-            path == ("env",) and "mixture" in several and not keep_one
-        ):  # what stands beside the list is kept
+        # What stands beside the list is kept.
+        if path == ("env",) and "mixture" in several and not keep_one:
             path, node = _MIXTURE, old
         node.pop(path[-1], None)
         gone = f"{'.'.join(path)}."

@@ -142,9 +142,8 @@ class ChatTemplate:
                 f" {type(text).__name__}: {text}. Give another template, in a file that"
                 " model.chat_template names"
             ) from text
-        if _beside_calls_not_in(
-            text, messages
-        ):  # some templates leave it out if another answer follows
+        # Some templates leave it out if another answer follows.
+        if _beside_calls_not_in(text, messages):
             apart = self._try(self.messages_of(messages, tools, apart=True), shown or None)
             if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
                 text = apart
@@ -162,9 +161,8 @@ class ChatTemplate:
         name = new[0].get("name", "")
         text = self._try([*_base(kind, name, self._abilities), *new])
         opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
-        if isinstance(text, str) and not text.startswith(
-            opening
-        ):  # some templates write today's date
+        # Some templates write today's date.
+        if isinstance(text, str) and not text.startswith(opening):
             self._continuations = self._find_continuations()
             opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
         if isinstance(text, str) and not text.startswith(opening):
@@ -231,9 +229,8 @@ class ChatTemplate:
         if not self._abilities.calls or isinstance(text, Exception):
             return ""
         written = text.partition(_MARK)[2]
-        if any(
-            call.name not in written for call in calls
-        ):  # some leave out the answer's text, or write it after calls
+        # Some leave out the answer's text, or write it after calls.
+        if any(call.name not in written for call in calls):
             written = self.call(*calls)[1]
         ended = written.rstrip()
         return next(

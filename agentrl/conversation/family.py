@@ -283,10 +283,11 @@ def _by_template(
     tools: list[dict[str, Any]] | None,
     variables: Mapping[str, Any],
 ) -> list[int] | None:
+    # Templates take arguments in one form or the other.
     for form in (
         messages,
         list(map(_with_json_arguments, messages)),
-    ):  # templates take arguments in one form or the other
+    ):
         with suppress(Exception):  # templates raise what they like
             text = tokenizer.apply_chat_template(
                 form, tools=tools, tokenize=False, add_generation_prompt=True, **variables

@@ -340,9 +340,8 @@ class TemplateRenderer:
                 placed(shown, self._family_places, begins=begins),
                 described,
             )
-            if (
-                guarded and ids is not None and GUARD in self.decode(ids)
-            ):  # it does not ask the tokenizer
+            # It does not ask the tokenizer.
+            if guarded and ids is not None and GUARD in self.decode(ids):
                 ids = rendered(
                     self._family, placed(messages, self._family_places, begins=begins), tools
                 )
@@ -602,9 +601,8 @@ class TemplateConversation:
         self._answered = False  # what is shown ends with the answer that the seen tokens end with
         self._seen_text = ""  # the text of the last prompt and its answer, with `history: template`
         self._seen_ids = GrowingInts()  # the tokens of the last prompt and its answer
-        self._prompt_ids = self._answer_ids = ints(
-            ()
-        )  # the new part of the last prompt, and the last answer
+        # The new part of the last prompt, and the last answer.
+        self._prompt_ids = self._answer_ids = ints(())
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -90,11 +90,12 @@ class TaggedSyntax:
     def read(self, text: str, tools: Tools) -> Reading:
         """The calls in an answer's text, and what cannot be read of it."""
         calls, unread, content = list[ToolCall](), list[Unread](), list[str]()
+        # `empty`: how much had been read where the last section began.
         at, opened, empty = (
             0,
             False,
             -1,
-        )  # `empty`: how much had been read where the last section began
+        )
         while (mark := self._marks.search(text, at)) is not None:
             content.append(self._header.sub("", text[at : mark.start()]))
             at = mark.start()

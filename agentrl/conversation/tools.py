@@ -94,9 +94,8 @@ class ToolSpec:
             raise ToolError(f"{self.name}: nothing may follow the name. {self._takes()}")
         name, at = next(iter(self.parameters.items()))
         if self.arguments.model_fields[at].annotation is not str:
-            with contextlib.suppress(
-                ValueError, RecursionError
-            ):  # if it is no JSON, `validate` says what is wrong
+            # If it is no JSON, `validate` says what is wrong.
+            with contextlib.suppress(ValueError, RecursionError):
                 return {name: json.loads(words)}
         return {name: words}
 

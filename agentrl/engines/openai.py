@@ -108,9 +108,8 @@ class OpenAIEngine(Engine):
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._config.connections),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=30
-            ),  # the caller sets the overall deadline
+            # The caller sets the overall deadline.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
         )

@@ -189,9 +189,8 @@ class Router(Engine):
         """
         suspect = Suspect(
             f"request {request.id} ({len(request.prompt_ids)} tokens)",
-            lambda: (
-                request.prompt_ids.tobytes() + str(request.seed).encode()
-            ),  # others may sample otherwise
+            # Others may sample otherwise.
+            lambda: request.prompt_ids.tobytes() + str(request.seed).encode(),
         )
         done: Completion | None = None
         interruptions = self._interruptions
@@ -420,9 +419,8 @@ class Router(Engine):
         """Note a death, of which all that the replica worked on is suspect if `request` is: what
         noticed the death.
         """
-        if (
-            replica.dead is not None or replica.engine is not engine
-        ):  # already known, and perhaps replaced
+        # Already known, and perhaps replaced.
+        if replica.dead is not None or replica.engine is not engine:
             return
         replica.dead = why
         if request is not None:
@@ -499,9 +497,8 @@ class Router(Engine):
         self._entered.append(replica)
 
     async def _catch_up(self, engine: Engine) -> None:
-        while (
-            self._published is not None and engine.policy_version != self._published[1]
-        ):  # it may change meanwhile
+        # It may change meanwhile.
+        while self._published is not None and engine.policy_version != self._published[1]:
             await engine.update_weights(*self._published)
 
     async def _close(self, replica: _Replica) -> None:

@@ -179,9 +179,8 @@ class VllmEngine(Engine):
         self._vocab_size = config.get_vocab_size()
         # vLLM stamps each token with the label that was set when it was sampled
         await llm.update_weight_version(str(self._version))
-        await (
-            llm.get_supported_tasks()
-        )  # else the first request asks, and a dead core never answers
+        # Else the first request asks, and a dead core never answers.
+        await llm.get_supported_tasks()
         self._closed = None
         return self
 
@@ -193,17 +192,15 @@ class VllmEngine(Engine):
             stream.close()
         if llm is not None:
             if not llm.errored:
-                await llm.abort(
-                    [*self._live, *self._scoring]
-                )  # ends the requests in flight; `generate` raises the reason
+                # Ends the requests in flight; `generate` raises the reason.
+                await llm.abort([*self._live, *self._scoring])
             if llm.output_handler is not None:  # it would log the core's end as its death
                 llm.output_handler.cancel()
                 await asyncio.wait({llm.output_handler})
             await asyncio.to_thread(llm.shutdown)
             await asyncio.sleep(0)  # the thread left closing the sockets to the event loop
-            llm.engine_core.resources.ctx.destroy(
-                linger=0
-            )  # vLLM leaves its ZeroMQ threads to the GC
+            # vLLM leaves its ZeroMQ threads to the GC.
+            llm.engine_core.resources.ctx.destroy(linger=0)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason
@@ -593,9 +590,8 @@ class VllmEngine(Engine):
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # only the request's stop tokens end it
             seed=request.seed & (2**63 - 1),
-            logprobs=(
-                sampling.top_k + _EQUALS if request.keep_support else 0
-            ),  # 0: of the sampled token only
+            # 0: of the sampled token only.
+            logprobs=(sampling.top_k + _EQUALS if request.keep_support else 0),
             flat_logprobs=True,
             detokenize=False,
             output_kind=(
@@ -618,9 +614,8 @@ class VllmEngine(Engine):
                         len(token_ids),
                     )
                     if stopped and not output.finished:
-                        await llm.abort(
-                            request.id
-                        )  # the versions of its tokens come with its last output
+                        # The versions of its tokens come with its last output.
+                        await llm.abort(request.id)
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
             if request.format is not None and isinstance(error, VLLMClientError | ValueError):
@@ -675,9 +670,8 @@ class VllmEngine(Engine):
         if output is None or output.outputs[0].finish_reason != "length":
             return None
         flat = output.prompt_logprobs
-        logprobs = [
-            flat.logprobs[begin] for begin in flat.start_indices[1:]
-        ]  # the first token has none
+        # The first token has none.
+        logprobs = [flat.logprobs[begin] for begin in flat.start_indices[1:]]
         if full:
             sampled = output.outputs[0].logprobs
             logprobs.append(sampled.logprobs[sampled.token_ids.index(ids[-1])])

@@ -97,9 +97,8 @@ class _Parameters:
 
 def _loaded(layer: torch.nn.Module) -> bool:
     info = get_layerwise_info(layer)
-    return (
-        not info.can_load() or info.load_numel > 0
-    )  # a layer that has all its weights is converted at once
+    # A layer that has all its weights is converted at once.
+    return not info.can_load() or info.load_numel > 0
 
 
 class _DirectCopies:

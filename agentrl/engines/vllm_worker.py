@@ -79,9 +79,8 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the weights; the copy is complete when this returns."""
         self.receive_weights(self.parse_update_info(update_info))
-        if (
-            self.device.type != "cpu"
-        ):  # vLLM's own version always synchronises, which fails on a CPU
+        # vLLM's own version always synchronises, which fails on a CPU.
+        if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BundleInfo) -> None:
@@ -110,9 +109,8 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """See `Reload`."""
         self._reload.begin()
-        self.model = (
-            self._reload
-        )  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
+        # vLLM's engine calls its `load_weights`, and forgets it when the update ends.
+        self.model = self._reload
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
@@ -167,9 +165,8 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """See `Reload`."""
         self._reload.begin()
-        self.model = (
-            self._reload
-        )  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
+        # vLLM's engine calls its `load_weights`, and forgets it when the update ends.
+        self.model = self._reload
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
@@ -181,9 +178,8 @@ def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
     timeout = timedelta(seconds=_GLOO_SECONDS)
     place = (info.master_address, info.master_port)
     if rank == 0:
-        with (
-            socket.socket() as meeting
-        ):  # a store that makes its socket itself listens on all interfaces
+        # A store that makes its socket itself listens on all interfaces.
+        with socket.socket() as meeting:
             meeting.bind(place)
             listener = meeting.detach()
         store = TCPStore(

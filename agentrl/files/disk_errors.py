@@ -38,9 +38,8 @@ def storage_problem(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in _REASONS:
             where = f" ({cause.filename})" if cause.filename else ""
             return f"{_REASONS[cause.errno]}{where}"
-        if (
-            getattr(cause, "sqlite_errorname", None) == "SQLITE_IOERR_SHMSIZE"
-        ):  # no room for the index of its log
+        # No room for the index of its log.
+        if getattr(cause, "sqlite_errorname", None) == "SQLITE_IOERR_SHMSIZE":
             return f"{_FULL} ({cause})"
         if isinstance(cause, sqlite3.Error | RuntimeError) or "Safetensor" in type(cause).__name__:
             for text, reason in _TEXTS.items():

@@ -131,9 +131,8 @@ class FileLock:
                 return False
             else:
                 self._released.wait(_ASK_AGAIN_SECONDS)
-        self._descriptor = os.open(
-            self._marker, os.O_RDWR
-        )  # renewed through this, as its folder may be renamed
+        # Renewed through this, as its folder may be renamed.
+        self._descriptor = os.open(self._marker, os.O_RDWR)
         signs = threading.Thread(
             target=self._give_signs, args=(self._descriptor,), name="sign-of-life", daemon=True
         )

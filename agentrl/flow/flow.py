@@ -57,9 +57,8 @@ class Flow:
         """Start `work` as a task beside the others."""
         task = self._group.create_task(work, name=f"{self.name}/{name}")
         self._tasks.append(task)
-        if (
-            len(self._tasks) == self._tidy_at
-        ):  # rarely, as a callback for each ended task would cost more
+        # Rarely, as a callback for each ended task would cost more.
+        if len(self._tasks) == self._tidy_at:
             self._tasks = [task for task in self._tasks if not task.done()]
             self._tidy_at = 2 * len(self._tasks) + _TIDY
         return task

@@ -80,9 +80,8 @@ class Suspicion:
         for suspect in present:
             suspect.deaths += 1
         self._suspects |= dict.fromkeys(present)
-        for oldest in list(self._suspects)[
-            : max(0, len(self._suspects) - _MOST)
-        ]:  # it is not asked again
+        # It is not asked again.
+        for oldest in list(self._suspects)[: max(0, len(self._suspects) - _MOST)]:
             del self._suspects[oldest]
         lethal = {suspect.content(): suspect for suspect in present if suspect.deaths >= KILLS}
         if len(lethal) > 1:  # it may be any of them, unless they have been there too often

@@ -78,9 +78,8 @@ class AgentEpisodeRunner:
 
     async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
         """Run the program, and wait for a reward that comes later."""
-        task = replace(
-            session.episode.task
-        )  # a copy: what the program does to its options is seen by none beside it
+        # A copy: what the program does to its options is seen by none beside it.
+        task = replace(session.episode.task)
         outcome = await self.program.run(ProgramAssignment(task, self.desk.url, key))
         if outcome.reward is not None or session.refused:
             return outcome

@@ -29,9 +29,8 @@ class KeepsCalls(Wrapper):
         made: Any = getattr(self.env, CALLS, None)
         if made is None or len(result) != 5 or not isinstance(result[-1], Mapping):
             return result
-        new = (
-            made if made is not self._last else ()
-        )  # a wrapper may answer without a step of the environment
+        # A wrapper may answer without a step of the environment.
+        new = made if made is not self._last else ()
         self._last = made
         return (*result[:-1], {**result[-1], CALLS: [_as_json(call) for call in new]})
 

@@ -71,9 +71,8 @@ class LethalRequests:
         try:
             result = await answer()
         except EnvProcessDiedError as error:
-            suspicion.died(
-                [suspicion.suspect(name, lambda: said)], error
-            )  # another may have died of it meanwhile
+            # Another may have died of it meanwhile.
+            suspicion.died([suspicion.suspect(name, lambda: said)], error)
             suspicion.check(suspect)
             raise
         suspicion.ended(suspicion.suspect(name, lambda: said))

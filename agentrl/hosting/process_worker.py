@@ -82,9 +82,8 @@ class _Hosted:
             env = pictured(make()) if draws else make()
             self._env = recorded(env) if records else env
         env = self._env
-        if (
-            call == "step"
-        ):  # by position, as everywhere: an environment may call its parameter what it likes
+        # By position, as everywhere: an environment may call its parameter what it likes.
+        if call == "step":
             return env.step(arguments["action"])
         if call != "consult":
             return getattr(env, call)(**arguments)

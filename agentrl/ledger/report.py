@@ -183,9 +183,8 @@ def tenths_of_percent(counts: Sequence[int]) -> list[int]:
 
 def _find_task(ledger: LedgerReader, name: str) -> TaskRecord | None:
     named = ledger.task_named(name)
-    if (
-        named is None and name.isdecimal() and len(name) < 19
-    ):  # a longer number may not fit into SQLite's integers
+    # A longer number may not fit into SQLite's integers.
+    if named is None and name.isdecimal() and len(name) < 19:
         return ledger.task(int(name))
     return named
 

@@ -80,9 +80,8 @@ class WriteBehind:
         """
         self.flush()
         with self._writing:
-            self._db.execute(
-                "PRAGMA wal_checkpoint"
-            )  # begins by forcing the log to the disk, even while others read
+            # Begins by forcing the log to the disk, even while others read.
+            self._db.execute("PRAGMA wal_checkpoint")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

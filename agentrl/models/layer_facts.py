@@ -160,9 +160,8 @@ class Layer:
             else:
                 shared += linear.in_features
             outputs += 0 if last else linear.out_features
-            outputs += (
-                linear.in_features if name.startswith("down") else 0
-            )  # beside the product of `gate` and `up`
+            # Beside the product of `gate` and `up`.
+            outputs += linear.in_features if name.startswith("down") else 0
         has_head_norms = any(_is_of_heads(name) for name, _ in self._norms)
         return Kept(
             matrices=inputs + outputs + rows + self._put_together(),

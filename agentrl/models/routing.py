@@ -102,9 +102,8 @@ class Balance:
     def _record(
         self, layer: int, place: int, module: nn.Module, args: tuple[Any, ...], output: Any
     ) -> None:
-        if (
-            self._recording
-        ):  # a layer that is computed again in the backward pass has been recorded before
+        # A layer that is computed again in the backward pass has been recorded before.
+        if self._recording:
             self._logits_SE[layer] = output[place] if isinstance(output, tuple) else output
 
     @contextmanager

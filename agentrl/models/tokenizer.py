@@ -30,9 +30,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     if not trust_remote_code and not any(
         file for kind in _VOCABULARIES for file in folder.glob(kind)
     ):
-        raise OSError(
-            f"there is none of {', '.join(_VOCABULARIES)} in it"
-        )  # transformers makes one without tokens
+        # Transformers makes one without tokens.
+        raise OSError(f"there is none of {', '.join(_VOCABULARIES)} in it")
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 

@@ -238,9 +238,8 @@ def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
     half_width = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes * episodes))
     scale = 1 + z * z / episodes
     low, high = (centre - half_width) / scale, (centre + half_width) / scale
-    return max(0.0, min(low, rate)), min(
-        1.0, max(high, rate)
-    )  # rounding must not leave out the rate itself
+    # Rounding must not leave out the rate itself.
+    return max(0.0, min(low, rate)), min(1.0, max(high, rate))
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

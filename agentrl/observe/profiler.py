@@ -95,9 +95,8 @@ class Profiler(AbstractContextManager["Profiler"]):
         if self._recording is not None and self._recording.is_over:
             self._stop()
         if self._folder.is_dir():
-            for request in sorted(
-                self._folder.glob(f"[!.]*{REQUEST}")
-            ):  # others are not written to the end
+            # Others are not written to the end.
+            for request in sorted(self._folder.glob(f"[!.]*{REQUEST}")):
                 self._answer(request)
         return _TICK_SECONDS
 
@@ -181,9 +180,8 @@ class _Recording:
         for (group, name), value in sorted(levels.items()):
             self._file.level(group, name, _PERCENT, begin, value)
         self._file.flush()
-        self._written_in = (
-            time.thread_time() - started
-        )  # what this call costs is in the next one's counter
+        # What this call costs is in the next one's counter.
+        self._written_in = time.thread_time() - started
 
     def finish(self) -> None:
         """Write the rest, and close the file."""

@@ -159,9 +159,8 @@ class Wandb:
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
         self._run.summary["ended"] = _ending(how, why)
-        self._run.finish(
-            exit_code={"completed": 0, "failed": 1, "stopped": 255}[how]
-        )  # 255 is wandb's for Ctrl-C
+        # 255 is wandb's for Ctrl-C.
+        self._run.finish(exit_code={"completed": 0, "failed": 1, "stopped": 255}[how])
 
     def close(self) -> None:
         """Flush."""
@@ -194,9 +193,8 @@ class MLflow:
             raise _not_installed("mlflow") from error
         chosen = settings or self.Config()
         self._mlflow = mlflow
-        os.environ.setdefault(
-            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"
-        )  # it would be drawn over the run's own
+        # It would be drawn over the run's own.
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         tags = {name: value for name, _, value in (tag.partition("=") for tag in chosen.tags)}
         if chosen.group is not None:
             tags["group"] = chosen.group

@@ -391,9 +391,8 @@ class Oracle:
             )
             turns.append(Turn(ints([START]), completion, reward, {}, state=decision.state))
         status: Any = Terminated() if path.end is None else Truncated("turns")
-        tail = (
-            () if path.end is None else (START, path.end + 1)
-        )  # its last token says where the episode was cut
+        # Its last token says where the episode was cut.
+        tail = () if path.end is None else (START, path.end + 1)
         return Trajectory(name, task, tuple(turns), status, tail_ids=ints(tail))
 
     def _tokens(self) -> list[int]:
@@ -439,9 +438,8 @@ class ExactCritic:
         own_N, answer_N = np.zeros((2, len(at_N)), np.bool_)
         own_N[asked.lesson_N] = asked.own_N
         answer_N[asked.lesson_N] = ~asked.own_N
-        before_N = batch.tokens_S[at_N - 1].astype(
-            np.int64
-        )  # an answer's last token, or what says where the end is
+        # An answer's last token, or what says where the end is.
+        before_N = batch.tokens_S[at_N - 1].astype(np.int64)
         values_N = np.where(own_N, self.values_W.numpy()[batch.tokens_S[at_N]], 0.0)
         values_N[answer_N] = self.answers_W.numpy()[before_N[answer_N]]
         values_N[asked.ends_N] = self.at_decisions.numpy()[before_N[asked.ends_N] - 1]

@@ -158,9 +158,8 @@ def _spellings(renderer: TemplateRenderer, text: str) -> Iterator[list[int]]:
             yield token_ids
             continue
         for part, token_id in known:
-            if (
-                part not in text[length : length + len(part) + 1]
-            ):  # in its place it may begin with a space
+            # In its place it may begin with a space.
+            if part not in text[length : length + len(part) + 1]:
                 continue
             longer = [*token_ids, token_id]
             spelled = renderer.decode(ints(longer))

@@ -228,9 +228,8 @@ class ExactStep:
                     self._stamp_version(turn, number)
                     for number, turn in enumerate(trajectory.turns)
                 ]
-                info = {
-                    "success": trajectory.env_return >= best[env] - 1e-9
-                }  # as the environment `oracle` says
+                # As the environment `oracle` says.
+                info = {"success": trajectory.env_return >= best[env] - 1e-9}
                 found.append(
                     replace(trajectory, turns=(*turns[:-1], replace(turns[-1], info=info)))
                 )
@@ -277,9 +276,8 @@ class ExactStep:
         if len(trajectory.turns) <= cut:
             return trajectory
         first_token = int(trajectory.turns[cut].completion.token_ids[0])
-        tail = ints(
-            (START, self.oracle.decision_of(first_token) + 1)
-        )  # as at the end of a truncated episode
+        # As at the end of a truncated episode.
+        tail = ints((START, self.oracle.decision_of(first_token) + 1))
         return replace(trajectory, turns=trajectory.turns[:cut], status=SEGMENT, tail_ids=tail)
 
 

@@ -156,9 +156,8 @@ def trainer_footprint(
         # takes.
         "logits": max(0, head_bytes(facts, layout, tokens) - layer),
     }
-    host = (
-        12 * trained // ranks
-    )  # a checkpoint that is being written: copies of weights and moments in float32
+    # A checkpoint that is being written: copies of weights and moments in float32.
+    host = 12 * trained // ranks
     if layout.activation_offload and layout.recompute != "none":
         inputs = _inputs_bytes(facts, layout, tokens)
         parts["activations"] -= inputs
@@ -184,9 +183,8 @@ def _gathered_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
     in float32 over the logits' pieces.
     """
     head = 0 if layout.lora_rank else 4 * facts.embedding
-    casts = (
-        2 * facts.parameters if layout.precision == "autocast" else 0
-    )  # torch keeps them for the backward pass
+    # Torch keeps them for the backward pass.
+    casts = 2 * facts.parameters if layout.precision == "autocast" else 0
     if layout.shards < 3:
         return casts + head
     outside = facts.parameters - facts.blocks

@@ -101,9 +101,8 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
             "links": was.links * stages.update_seconds(devices) / max(found.weights, 1e-6),
         }
     )
-    if (
-        found.config.rollout.max_staleness == 0
-    ):  # else rollouts overlap with training, and only the rest was measured
+    # Else rollouts overlap with training, and only the rest was measured.
+    if found.config.rollout.max_staleness == 0:
         factor = _seconds(found, stages, devices) / found.rollout
         assume = assume.model_copy(
             update={

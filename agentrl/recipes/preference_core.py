@@ -125,9 +125,8 @@ def _load(base: Path, pad_token_id: int | None, seed: int) -> Any:
     before = logging.get_verbosity()
     logging.set_verbosity_error()  # no warning: a new output layer is what we want
     try:
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # transformers draws new layers from torch's generator
+        # Transformers draws new layers from torch's generator.
+        with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = AutoModelForSequenceClassification.from_pretrained(
                 base, config=config, dtype=torch.float32

@@ -213,9 +213,8 @@ class _Pool:
             await worker.call("serve")
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
-            end_link(
-                self._urls.pop(rank), self._token
-            )  # a machine that vanished does not close its connections
+            # A machine that vanished does not close its connections.
+            end_link(self._urls.pop(rank), self._token)
             if not self._urls:
                 self._one_lives.clear()
 

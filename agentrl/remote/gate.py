@@ -171,9 +171,8 @@ class RequestGate:
     ) -> None:
         if scope["type"] == "websocket":
             await receive()
-            await send(
-                {"type": "websocket.close", "code": 1008}
-            )  # not accepted yet, so the answer is 403
+            # Not accepted yet, so the answer is 403.
+            await send({"type": "websocket.close", "code": 1008})
             return
         body = self._said(scope["path"], status, detail)
         await JSONResponse(body, status, {"Connection": "close"})(scope, receive, send)

@@ -211,7 +211,8 @@ class Link:
             except (
                 _LostError,
                 ConfigError,
-            ):  # the next request tries again, and says what is wrong
+            ):
+                # the next request tries again, and says what is wrong
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 5.0)
 

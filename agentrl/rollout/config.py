@@ -180,9 +180,8 @@ class RolloutConfig(Settings):
     @field_validator("deadlines")
     @classmethod
     def _long_answers_take_longer(cls, deadlines: Deadlines, made: ValidationInfo) -> Deadlines:
-        if (
-            not {"sampling", "budget"} <= made.data.keys()
-        ):  # they are wrong, which is an error already
+        # They are wrong, which is an error already.
+        if not {"sampling", "budget"} <= made.data.keys():
             return deadlines
         return deadlines.for_answers(made.data["sampling"].max_tokens, made.data["budget"])
 

@@ -99,9 +99,8 @@ def _rest(lengths_B: Array, ended_B: Array, cut_B: Array) -> float:
     longest = lengths_B[-1]
     relative_B = lengths_B / longest
     shape = _shape(relative_B, ended_B, cut_B) if ended_B.sum() >= _FEWEST else 1.0
-    spent = float(
-        ended_B.sum() / ((ended_B + cut_B) * relative_B**shape).sum()
-    )  # -log survival at the longest
+    # -log survival at the longest.
+    spent = float(ended_B.sum() / ((ended_B + cut_B) * relative_B**shape).sum())
     nodes, weights = _quadrature()
     beyond = float((weights * ((spent + nodes) / spent) ** (1 / shape)).sum()) - 1
     return float(longest) * beyond

@@ -105,9 +105,8 @@ class Opponent:
                 await run_to_completion(self._load(self.wanted))
 
     async def _load(self, version: int) -> None:
-        number = (
-            self.engine.policy_version + 1
-        )  # an engine takes only what is newer than what it has
+        # An engine takes only what is newer than what it has.
+        number = self.engine.policy_version + 1
         try:
             with deadline("engine", "update_weights", self.deadline):
                 weights = self.snapshots.open(version)

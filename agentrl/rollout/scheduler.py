@@ -183,9 +183,8 @@ class Rollouts:
             self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)
         ]
         step = self._rule.version
-        self._report_outcomes(
-            sorted(self._filtered, key=lambda played: played[0])
-        )  # in the order in which the ledger replays them
+        # In the order in which the ledger replays them.
+        self._report_outcomes(sorted(self._filtered, key=lambda played: played[0]))
         self._report_outcomes(chosen)
         self._filtered = []
         for _, group in chosen:

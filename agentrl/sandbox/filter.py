@@ -178,14 +178,14 @@ _CLONE_NEW, _CLONE_THREAD, _CLONE_FILES, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = (
 )
 _SIGCHLD = 17
 _NETWORKS = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
-_STREAMS = tuple(
-    kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800)
-)  # also in packets
+# Also in packets.
+_STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
 _FIOSETOWN, _SIOCSPGRP, _CLOSE_RANGE_UNSHARE = 0x8901, 0x8902, 2
 
 # Commands of fcntl(2). All others are refused: a lease (1024) or a notice (1026) on a file that is
 # shared read-only stalls other processes, and a hint (1036, 1038) passes data between runs. Locks
 # do both, so they are asked for.
+# F_DUPFD to F_SETFL, F_GETOWN, ..., F_GET_SEALS.
 _OF_DESCRIPTORS = (
     0,
     1,
@@ -199,7 +199,7 @@ _OF_DESCRIPTORS = (
     1031,
     1032,
     1034,
-)  # F_DUPFD to F_SETFL, F_GETOWN, ..., F_GET_SEALS
+)
 _OF_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 _OF_LOCKS = (5, 6, 7, 36, 37, 38)  # F_GETLK, F_SETLK, F_SETLKW, and the same of F_OFD_...
 

@@ -123,9 +123,8 @@ def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
     factory = identical.value
     if isinstance(factory, type):
         own: type[Settings] = getattr(factory, "Config", NoSettings)
-    elif any(
-        hasattr(factory, method) for method in _METHODS
-    ):  # an instance that is a reward already
+    elif any(hasattr(factory, method) for method in _METHODS):
+        # an instance that is a reward already
         own = NoSettings
     elif callable(factory):
         own = _of_function(name, factory)

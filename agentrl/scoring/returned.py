@@ -50,9 +50,8 @@ def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
     Raises:
         ScoreError: they are no sequence of that many scores.
     """
-    listed = (
-        returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
-    )  # an array of numbers
+    # An array of numbers.
+    listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise ScoreError(
             f"score_group returned {_describe_value(returned)}; return a list with one Score or "

@@ -170,12 +170,10 @@ class RulePool:
             raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
 
     def _start(self) -> ProcessPool:
-        context = multiprocessing.get_context(
-            "forkserver"
-        )  # a fork of a driver with threads could hang
-        context.set_forkserver_preload(
-            self.imports
-        )  # if this starts the fork server, its processes have them at once
+        # A fork of a driver with threads could hang.
+        context = multiprocessing.get_context("forkserver")
+        # If this starts the fork server, its processes have them at once.
+        context.set_forkserver_preload(self.imports)
         return ProcessPool(
             max_workers=self._config.workers,
             initializer=_prepare,
@@ -218,9 +216,8 @@ def _call(call: bytes) -> Any:
     most = math.ceil(used.ru_utime + used.ru_stime + _cpu_seconds) + 1
     _limit(resource.RLIMIT_CPU, most)  # in case that a rule handles the timer's signal
     function, argument = pickle.loads(call)
-    signal.setitimer(
-        signal.ITIMER_PROF, _cpu_seconds
-    )  # SIGPROF, whose default action ends the process
+    # SIGPROF, whose default action ends the process.
+    signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)
     try:
         return function(argument)
     except (AgentRLError, MemoryError):

@@ -42,12 +42,10 @@ FILLER, END = 1, 0
 
 # seconds; a timer may fire early, by the clock's resolution, and must still handle what is due
 _EARLY = 1e-5
-_POPULATION = (
-    1 << 14
-)  # answer lengths drawn in advance: seeding a generator per request would cost more than the rest
-_SESSIONS = (
-    1 << 16
-)  # finished sessions whose prefix is remembered when the cache has no limit, to bound memory
+# Answer lengths drawn in advance: seeding a generator per request would cost more than the rest.
+_POPULATION = 1 << 14
+# Finished sessions whose prefix is remembered when the cache has no limit, to bound memory.
+_SESSIONS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +64,8 @@ class _Live:
     finish: float = 0.0
     made: int = 0  # tokens sampled up to the last update or preemption
     kv_version: int = 0
-    splits: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (tokens sampled by then, version of the last ones)
+    # (tokens sampled by then, version of the last ones).
+    splits: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -211,9 +208,8 @@ class SimulatedEngine(Engine):
                 self._resumed[live.request.id] = live.wanted - made
                 self._end(live, made, "abort")
         self._settle()
-        await asyncio.sleep(
-            0
-        )  # the callers, which are ahead of us in the loop's queue, take their answers
+        # The callers, which are ahead of us in the loop's queue, take their answers.
+        await asyncio.sleep(0)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`: takes effect at once; `weights` is ignored."""
@@ -338,9 +334,8 @@ class SimulatedEngine(Engine):
             if live.state == "ended":
                 continue
             self._leave(live, self._made(live))
-            if (
-                not live.done.done()
-            ):  # else it was cancelled at this moment, and `_withdraw` will count it
+            # Else it was cancelled at this moment, and `_withdraw` will count it.
+            if not live.done.done():
                 self.cancelled_tokens += live.made
                 live.done.set_exception(EngineDeadError("the engine died, or was closed"))
         if self._timer is not None:
@@ -494,9 +489,8 @@ class SimulatedEngine(Engine):
         self._evict()
         tokens = self._cached.pop(session, 0)
         self._cached_sum -= tokens
-        return min(
-            tokens, live.prompt - 1
-        )  # the last token of a prompt is computed: its output is the next token
+        # The last token of a prompt is computed: its output is the next token.
+        return min(tokens, live.prompt - 1)
 
     def _keep_cached(self, live: _Live, tokens: int) -> None:
         session = live.request.session

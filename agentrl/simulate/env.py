@@ -24,9 +24,8 @@ from agentrl.simulate.config import SimulatedEnvsConfig, SimulatedOutage
 
 Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]
 
-_TASKS = (
-    1 << 16
-)  # tasks whose members are remembered: many more than are ever live, but memory is bounded
+# Tasks whose members are remembered: many more than are ever live, but memory is bounded.
+_TASKS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)

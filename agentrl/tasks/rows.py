@@ -495,11 +495,12 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
             yield line + text.count("\n", place, begin), value
             line, place, block = line + text.count("\n", place, end), end, _BLOCK
         elif more := file.read(block):
+            # Twice as much: a long value is read in few tries.
             text, place, block = (
                 text[place:] + more,
                 0,
                 2 * block,
-            )  # twice as much: a long value is read in few tries
+            )
         else:
             raise ValueError(f"what follows is not JSON, or the array is not closed: {problem}")
 

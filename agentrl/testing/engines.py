@@ -205,9 +205,8 @@ class ScriptedEngine(Engine):
         """See `Engine.interrupt`: a request that hangs is ended as well."""
         self._check_running()
         self._end_all(_InterruptedError)
-        await asyncio.sleep(
-            0
-        )  # lets the callers, which come first in the loop's queue, get their answers
+        # Lets the callers, which come first in the loop's queue, get their answers.
+        await asyncio.sleep(0)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`: takes effect between two tokens."""

@@ -334,9 +334,8 @@ class _Check:
             declared = getattr(subject.env, "isolation", "thread")
             is_inline = declared == "inline" or inspect.iscoroutinefunction(subject.env.step)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", RuntimeWarning
-            )  # of a coroutine that could not be run there
+            # Of a coroutine that could not be run there.
+            warnings.simplefilter("ignore", RuntimeWarning)
             wrong = self._replay_problem(script, _Elsewhere(self, self.make_env, inline=True))
             if wrong:
                 gc.collect()

@@ -174,9 +174,8 @@ class JudgeServer:
         given = request.headers.get("Authorization", "")
         if self.api_key is None or given == f"Bearer {self.api_key}":
             return None
-        return _json(
-            {"error": {"message": f"Incorrect API key provided: {given}"}}, 401
-        )  # some say it aloud
+        # Some say it aloud.
+        return _json({"error": {"message": f"Incorrect API key provided: {given}"}}, 401)
 
 
 async def _act(reply: JudgeReply, request: web.Request) -> web.Response:

@@ -156,9 +156,8 @@ class EpisodeIndex:
 
         self._run = run
         self._db = duckdb.connect()
-        self._db.execute(
-            "SET temp_directory = ?", [f"{gettempdir()}/agentrl-view"]
-        )  # not in the folder that we are in
+        # Not in the folder that we are in.
+        self._db.execute("SET temp_directory = ?", [f"{gettempdir()}/agentrl-view"])
         self._db.execute(_SCHEMA)
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
@@ -431,9 +430,8 @@ class EpisodeIndex:
         text = query.text.lower()
         self._db.execute("SET VARIABLE wanted = ?", [text])
         asked = text, query.step, query.evaluation, tuple(self._known.items())
-        if (
-            asked != self._searched
-        ):  # the next page of the same search, or another order, reads no file again
+        # The next page of the same search, or another order, reads no file again.
+        if asked != self._searched:
             self._search(text, self._files(query))
             self._searched = asked
         return (
@@ -485,9 +483,8 @@ class EpisodeIndex:
                 self._db.execute(insert, [list(files), *values])
         except self._unread:
             for file in files:
-                with suppress(
-                    *self._unread
-                ):  # it is written again, has just been deleted, or is of an earlier release
+                # It is written again, has just been deleted, or is of an earlier release.
+                with suppress(*self._unread):
                     self._db.execute(insert, [[file], *values])
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:

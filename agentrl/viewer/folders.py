@@ -321,9 +321,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return {
-        intern(name): value for name, value in row.items()
-    }  # thousands of rows have the same names
+    # Thousands of rows have the same names.
+    return {intern(name): value for name, value in row.items()}
 
 
 def _settings(text: bytes) -> dict[str, Any]:

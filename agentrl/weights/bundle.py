@@ -309,9 +309,8 @@ class BundlePlace:
         for name, weight in weights.items():
             tensor = weight.detach().contiguous()
             tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
-            batch[name] = (
-                tensor.clone() if tied else tensor
-            )  # safetensors refuses two names for the same memory
+            # Safetensors refuses two names for the same memory.
+            batch[name] = tensor.clone() if tied else tensor
             size += tensor.nbytes
             if size >= self.bucket_bytes:
                 yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)

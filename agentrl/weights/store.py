@@ -106,9 +106,8 @@ def default_parent() -> Path:
 def sweep(parent: Path) -> None:
     """Remove the stores in `parent` whose owners are dead: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(
-            OSError
-        ):  # the owner is running or another user, or the folder has just been removed
+        # The owner is running or another user, or the folder has just been removed.
+        with suppress(OSError):
             lock = _lock_of(folder)
             marked = lock.holder() is not None
             if lock.acquire(wait=False):

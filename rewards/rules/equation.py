@@ -169,9 +169,8 @@ def _parse(text: str) -> list[Any]:
         raise ConfigError(
             f"reward=math needs math-verify ({error}): {install_command('rewards')}"
         ) from error
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that we set the deadline ourselves
+    # It warns that we set the deadline ourselves.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     return list(parse(text, parsing_timeout=None))
 
 

@@ -39,9 +39,8 @@ _NAMED = {
 }
 _ASCII = str.maketrans(
     {
-        **{
-            chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)
-        },  # the full-width forms of ASCII
+        # The full-width forms of ASCII.
+        **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
         **dict.fromkeys(_MINUS, "-"),
         **dict.fromkeys(_TIMES, "*"),
         **dict.fromkeys(_OVER, "/"),

@@ -48,9 +48,8 @@ def close(one: Any, other: Any) -> bool:
     larger, difference = max(abs(first), abs(second)), abs(first - second)
     if not (one.has(Float) or other.has(Float)):
         zeros = (one.is_zero, other.is_zero)
-        scale = (
-            larger if None not in zeros or True not in zeros else 1
-        )  # a sum of roots may be 0 unknown to sympy
+        # A sum of roots may be 0 unknown to sympy.
+        scale = larger if None not in zeros or True not in zeros else 1
         return zeros == (True, True) or bool(difference <= Float("1e-40") * scale)
     return bool(
         difference

@@ -138,9 +138,8 @@ def unit_of(text: str) -> Unit:
     after = re.sub(r"^[.,]?[\s})\]]*(?:\$(?!\w))?", " ", text[found.end() :], count=1)
     unit = _run(after)
     money = _MONEY.search(text[: found.start()])
-    if (
-        not unit and money and text.count("$") % 2 == int("$" in money[0])
-    ):  # a pair of dollars is LaTeX
+    # A pair of dollars is LaTeX.
+    if not unit and money and text.count("$") % 2 == int("$" in money[0]):
         return {_UNITS[money[0].strip(" -")]: 1}
     return unit
 

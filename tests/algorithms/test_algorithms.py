@@ -397,12 +397,13 @@ def test_rejection_sampling_imitates_the_best_and_counts_their_tokens_only() -> 
     }
     assert of["best"].advantages(group) == [0, 1, 1, 0]
     assert of["above_mean"].advantages(group) == [0, 1, 1, 0]
+    # Nothing else tells, so scores above zero do.
     assert of["success"].advantages(group) == [
         0,
         1,
         1,
         1,
-    ]  # nothing else tells, so scores above zero do
+    ]
     batch = replace(batch_of(4), advantages_N=np.array([0, 1, 1, 0], np.float32))
     assert of["best"].normalizer(batch) == 2
     assert of["best"].normalizer(batch_of(4)) == 1
@@ -486,12 +487,10 @@ def test_the_extra_terms_are_right_in_expectation_for_tokens_that_an_older_polic
     """
     logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(logits, -1)
-    began = torch.log_softmax(
-        torch.tensor([0.2, 0.4, 1.0, -0.3], dtype=torch.float64), -1
-    )  # at the step's beginning
-    sampled = torch.log_softmax(
-        torch.tensor([0.9, -0.2, 0.5, 0.3], dtype=torch.float64), -1
-    )  # of the engine
+    # At the step's beginning.
+    began = torch.log_softmax(torch.tensor([0.2, 0.4, 1.0, -0.3], dtype=torch.float64), -1)
+    # Of the engine.
+    sampled = torch.log_softmax(torch.tensor([0.9, -0.2, 0.5, 0.3], dtype=torch.float64), -1)
     reference = torch.log_softmax(torch.tensor([-0.5, 0.6, 0.1, 0.8], dtype=torch.float64), -1)
     tokens = LossTokens(began, sampled, reference, torch.zeros(4), torch.zeros(4))
     settings = Grpo.Config.model_validate({term: 1.0, "importance_cap": 100.0})

@@ -27,9 +27,8 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_to_the_teacher() -> Non
 def test_the_reward_counts_beside_the_teacher_by_its_weight() -> None:
     oracle, algorithm = Oracle(bandit()), Distill(Distill.Config(normalizer=1.0, reward_weight=2.0))
     logits = oracle.logits(1)
-    found = oracle.expected_gradient(
-        algorithm, logits, members=2
-    )  # the teacher is the policy itself
+    # The teacher is the policy itself.
+    found = oracle.expected_gradient(algorithm, logits, members=2)
     assert residual(found, oracle.gradient(logits)) < 1e-5
 
 

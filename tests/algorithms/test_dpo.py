@@ -74,9 +74,8 @@ def test_a_pair_with_a_half_that_is_not_trained_on_has_no_weight() -> None:
     assert by_trajectory[1] == -by_trajectory[2] != 0
 
 
-@given(
-    st.lists(st.floats(-3, 3).map(lambda reward: round(reward, 6)), max_size=6)
-)  # others are equal by rounding
+# Others are equal by rounding.
+@given(st.lists(st.floats(-3, 3).map(lambda reward: round(reward, 6)), max_size=6))
 @examples(30)
 def test_all_pairs_are_those_whose_rewards_differ_and_the_best_and_the_worst_are_one_of_them(
     rewards,

@@ -122,10 +122,11 @@ def weighed(**settings: Any) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [
+        # IcePop.
         (
             {"importance": "mask", "importance_floor": 0.4, "importance_cap": 6.0},
             [0, 0.5, 1, 5, 0],
-        ),  # IcePop
+        ),
         (
             {"importance": "truncate", "importance_floor": 0.4, "importance_cap": 6.0},
             [0.4, 0.5, 1, 5, 6],

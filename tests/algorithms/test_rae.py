@@ -84,6 +84,5 @@ def test_the_baseline_is_of_what_is_trained_on_penalties_included():
     ]
     processing = BatchProcessing(BatchProcessingConfig(length_penalty=1.0), algorithm)
     processing.update([Group(task, tuple(played), (Score(1.0), Score(2.0)))])
-    assert algorithm.baselines == {
-        "poker/north": 1.5
-    }  # +0.5 for the short one, -0.5 for the long one
+    # +0.5 for the short one, -0.5 for the long one.
+    assert algorithm.baselines == {"poker/north": 1.5}

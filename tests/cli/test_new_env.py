@@ -29,9 +29,8 @@ def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_shor
     assert made.returncode == 0, made.stderr
     folder = tmp_path / "my_game"
     assert "agentrl check-env my_game:MyGame" in made.stdout
-    assert (
-        "After `pip install -e .` there, its name is 'my_game' everywhere." in made.stdout
-    )  # after `cd my_game`
+    # After `cd my_game`.
+    assert "After `pip install -e .` there, its name is 'my_game' everywhere." in made.stdout
     monkeypatch.syspath_prepend(folder)
     checked = agentrl("check-env", "my_game:MyGame", cwd=folder)
     assert checked.returncode == 0, checked.stdout

@@ -42,9 +42,8 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(
         run.start()
         run.wait_for("first step", lambda: run.steps() >= 2, PATIENCE_SECONDS)
         run.lose_node(nodes.beside, phase, kind)
-        if (
-            kind is signal.SIGSTOP
-        ):  # what comes after is the same, so half of them are interrupted, and half are not
+        # What comes after is the same, so half of them are interrupted, and half are not.
+        if kind is signal.SIGSTOP:
             run.stop()
             finish(run)
         else:
@@ -67,9 +66,8 @@ def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
         started: list[psutil.Process] = []
-        while not any(
-            "Agent" in title(process) for process in started
-        ):  # Ray starts its agents beside
+        # Ray starts its agents beside.
+        while not any("Agent" in title(process) for process in started):
             time.sleep(0.2)
             started = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()

@@ -43,9 +43,8 @@ def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(
     engines = tuple(
         Replica("engine", number, (2 * number, 2 * number + 1), 0) for number in range(4)
     )
-    trainers = tuple(
-        Replica("trainer", rank, (6 + rank,), 0) for rank in range(2)
-    )  # they share two with the last engine
+    # They share two with the last engine.
+    trainers = tuple(Replica("trainer", rank, (6 + rank,), 0) for rank in range(2))
     devices = DeviceMap("colocated", EIGHT, (*engines, *trainers), time_shared=True)
     monkeypatch.setattr(ray_placement, "_RESERVE_SECONDS", 2.0)
 

@@ -167,9 +167,8 @@ def test_a_wrong_option_of_an_environment_is_told_before_anything_starts(path, o
 
 
 def test_options_that_tasks_or_wrappers_see_to_are_left_to_them(path):
-    check_options(
-        load_config(path, ["env=qa", "tasks=questions.jsonl"])
-    )  # whose prompts come from the rows
+    # Whose prompts come from the rows.
+    check_options(load_config(path, ["env=qa", "tasks=questions.jsonl"]))
     check_options(
         load_config(path, ["env.options.mine=4", "env.wrappers=[{name: time_limit, turns: 3}]"])
     )

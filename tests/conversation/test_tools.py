@@ -314,9 +314,8 @@ def test_any_text_at_all_is_read_without_an_exception(text: str) -> None:
 def test_the_time_for_hostile_texts_grows_with_their_length_and_no_faster(piece: str) -> None:
     started = time.process_time()
     reply = parse_tool_calls(piece * 10_000)
-    assert (
-        time.process_time() - started < 60
-    )  # a fraction of a second; where it grows with the square, an hour
+    # A fraction of a second; where it grows with the square, an hour.
+    assert time.process_time() - started < 60
     assert reply.calls == ()
 
 

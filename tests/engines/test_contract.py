@@ -135,9 +135,8 @@ class QuickTruth(Truth):
             * sums_TD.square().mean(-1, keepdim=True).rsqrt()
             * weights["model.norm.weight"].detach()
         )
-        return 0.5 * torch.cat(
-            [sums_TD[:, :1], sums_TD[:, 1:].roll(1, 1)], 1
-        )  # the half flattens the distribution
+        # The half flattens the distribution.
+        return 0.5 * torch.cat([sums_TD[:, :1], sums_TD[:, 1:].roll(1, 1)], 1)
 
 
 def processes_of_engines() -> list[psutil.Process]:
@@ -261,9 +260,8 @@ class Served:
         while not condition():  # engines have no event for what tests wait for
             await asyncio.sleep(0.001)
             await self.probe()  # its stats are as fresh as its last answer
-        await (
-            self.probe()
-        )  # what was asked of it before this is there now, and not only counted here
+        # What was asked of it before this is there now, and not only counted here.
+        await self.probe()
 
     async def probe(self) -> None:
         if EngineOffers.of(self.engine).probes:

@@ -187,9 +187,8 @@ def test_no_kv_is_reused_when_it_must_not_be(shallow_model_dir: Path, off: str) 
             first = await engine.generate(request("a", range(10, 60)))
             if off == "by new weights":
                 model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
-                await engine.update_weights(
-                    model.state_dict(), 1
-                )  # with the tied head's second name
+                # With the tied head's second name.
+                await engine.update_weights(model.state_dict(), 1)
             await engine.generate(request("b", [*range(10, 60), *first.token_ids, 11]))
             assert engine.stats().cached_tokens == 0
 
@@ -657,10 +656,11 @@ def test_a_million_draws_have_the_probabilities_of_the_logits_down_to_the_tails(
     expected = probabilities * draws
     often = expected > 5
     statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    # Six degrees of freedom: beyond 30 once in 25,000 runs.
     assert statistic < 30, (
         counts,
         expected,
-    )  # six degrees of freedom: beyond 30 once in 25,000 runs
+    )
     assert (counts[~often] <= 8).all(), (counts, expected)
 
 

@@ -159,9 +159,8 @@ class Half(torch.nn.Module):
         for name, weight in weights:
             parameter: Any = self.get_parameter(name)
             if self.loses and name == "second.weight":
-                parameter.data.copy_(
-                    weight
-                )  # past the layer that waits for it, as vLLM does for gpt-oss
+                # Past the layer that waits for it, as vLLM does for gpt-oss.
+                parameter.data.copy_(weight)
             else:
                 parameter.weight_loader(parameter, weight)
 

@@ -428,9 +428,8 @@ def test_a_byte_level_tokenizer_makes_one_token_of_each_cell(pattern: str) -> No
     )
     for grid in grids:
         cells = [tokenizer.decode([token]) for token in tokenizer.encode(grid).ids]
-        assert (
-            len(cells) == 16 + 4 + 4
-        )  # the grid, the view, and a line break after each row but the last
+        # The grid, the view, and a line break after each row but the last.
+        assert len(cells) == 16 + 4 + 4
         assert [cell.strip(" ") for cell in cells] == [
             cell for cell in grid.replace("\n", " \n ").split(" ") if cell
         ]

@@ -297,12 +297,10 @@ def test_a_critic_of_turns_learns_from_earlier_episodes_what_an_answer_is_worth(
     # more.
     assert first_turns.tolist() == pytest.approx([0.5] * 4 + [-0.5] * 4, abs=0.15)
     assert second_turns.tolist() == pytest.approx([0.0] * 8, abs=0.15)
-    assert (
-        metrics["critic/explained_variance"] > 0.6
-    )  # what comes of an answer is no value of the state before it
-    assert (
-        metrics["critic/loss_tokens"] == 4 * 8 + 2 * 16
-    )  # of earlier episodes, only the values of answers
+    # What comes of an answer is no value of the state before it.
+    assert metrics["critic/explained_variance"] > 0.6
+    # Of earlier episodes, only the values of answers.
+    assert metrics["critic/loss_tokens"] == 4 * 8 + 2 * 16
 
 
 def test_a_critic_that_is_updated_more_often_than_the_policy_counts_its_own_steps(

@@ -121,9 +121,8 @@ def test_stores_of_weights_know_the_living_from_the_dead_without_locks(tmp_path:
     dead = tmp_path / "agentrl-weights-dead"
     dead.mkdir()
     (dead / ".holder").write_text(json.dumps(asdict(replace(Holder.this(), started="1"))))
-    locked_by_the_kernel = (
-        tmp_path / "agentrl-weights-outside"
-    )  # as seen from a container that has no locks
+    # As seen from a container that has no locks.
+    locked_by_the_kernel = tmp_path / "agentrl-weights-outside"
     locked_by_the_kernel.mkdir()
     sweep(tmp_path)
     assert set(tmp_path.iterdir()) == {store.folder, locked_by_the_kernel}

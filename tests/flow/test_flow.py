@@ -117,9 +117,8 @@ def test_who_catches_the_failure_of_a_flow_is_not_cancelled_by_it(virtual, waits
         with pytest.raises(KeyError):
             await flow_that_fails()
         assert owner.cancelling() == 0
-        with pytest.raises(
-            TimeoutError
-        ):  # which tells its own cancellation from others by that number
+        # Which tells its own cancellation from others by that number.
+        with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await asyncio.sleep(10)
 

@@ -202,9 +202,8 @@ def test_what_lives_is_left_out_of_collections_of_garbage_until_the_loop_closes(
     async def is_spared() -> bool:
         lives: list[object] = []
         spare_what_lives()
-        return not any(
-            found is lives for found in gc.get_objects()
-        )  # which leaves out what is frozen
+        # Which leaves out what is frozen.
+        return not any(found is lives for found in gc.get_objects())
 
     gc.unfreeze()  # tests/conftest.py has frozen what was imported
     try:

@@ -24,9 +24,8 @@ SETTINGS = (
 @pytest.mark.vllm
 @pytest.mark.long
 def test_a_program_trains_what_vllm_serves(tmp_path, monkeypatch):
-    monkeypatch.delenv(
-        "TORCHDYNAMO_DISABLE"
-    )  # as users have it: what vLLM compiles agrees with the trainer
+    # As users have it: what vLLM compiles agrees with the trainer.
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     config = str(ROOT / "examples" / "agent" / "agent.yaml")
     command = Command(
         "train", config, *SETTINGS, "run_dir=run", cwd=tmp_path, log=tmp_path / "run.log"
@@ -34,6 +33,5 @@ def test_a_program_trains_what_vllm_serves(tmp_path, monkeypatch):
     assert command.wait(PATIENCE_SECONDS) == 0, command.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12
-    assert (
-        summary["largest_logprob_gap"] < 1e-3
-    )  # the trainer computes what the engine sampled, token for token
+    # The trainer computes what the engine sampled, token for token.
+    assert summary["largest_logprob_gap"] < 1e-3

@@ -175,10 +175,11 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
             raise EnvError("the program is lost")
         if trouble == "hang":
             await asyncio.Event().wait()
+        # With a call in flight, or one whose answer it does not take.
         if trouble in (
             "disconnect",
             "leave",
-        ):  # with a call in flight, or one whose answer it does not take
+        ):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05), session.asking(ChatRequest((user("gone"),))):
                     pass
@@ -196,12 +197,13 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
     groups = [group for batch in batches for group in batch]
     assert len(groups) == 32
     for group in groups:
+        # None is invented, and none is missing.
         assert list(group.rewards_G) == [
             1.0,
             2.0,
             3.0,
             4.0,
-        ]  # none is invented, and none is missing
+        ]
         assert {trajectory.status for trajectory in group.trajectories} == {Terminated()}
     fates = ledger.episode_fates()
     assert fates.settled

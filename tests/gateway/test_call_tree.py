@@ -317,14 +317,16 @@ OTHER = Message("system", "You judge.")
 @pytest.mark.parametrize(
     ("asked", "kind"),
     [
+        # Another system message, such as the time.
         (
             [OTHER, *FIRST[1:], user("you are there")],
             "edit",
-        ),  # another system message, such as the time
+        ),
+        # The oldest turns are left out.
         (
             [SYSTEM, user("you are there"), *SECOND[-1:], user("and now?")],
             "edit",
-        ),  # the oldest turns are left out
+        ),
         ([*BEGIN, user("and milk")], "edit"),  # without the answer
         ([OTHER, user("Was this right: I go to the shop")], "subagent"),  # a critic
         ([OTHER, user("2 + 2"), Message("assistant", "4"), user("3 + 4")], "subagent"),

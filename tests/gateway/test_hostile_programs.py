@@ -158,9 +158,8 @@ def test_schemathesis_finds_nothing(examples, tmp_path):
     async def play(assignment):
         async with client_of(assignment) as client:
             for path in ("/chat/completions", "/messages", "/responses"):
-                await client.post(
-                    path, json=BODY
-                )  # the first request of a protocol loads its types
+                # The first request of a protocol loads its types.
+                await client.post(path, json=BODY)
         run = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).with_name("st")),
             "run",

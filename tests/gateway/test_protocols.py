@@ -168,13 +168,14 @@ def test_what_a_library_writes_with_its_nulls_is_read_as_without():
     trajectory, session = served(play, saying(CALL, "5", "so", f"Hm.\n{CALL}", "5"))
     assert trajectory.status == Terminated()
     kinds = [call.kind for call in session.tree.calls]
+    # The third is told no tools.
     assert kinds == [
         "start",
         "extension",
         "subagent",
         "subagent",
         "extension",
-    ]  # the third is told no tools
+    ]
 
 
 @pytest.mark.parametrize("text", [f"Let me see.\n{CALL}", "a longer text " * 20, ""])
@@ -418,9 +419,8 @@ def test_anthropics_messages_with_tools_extend_one_conversation(streams):
                     return await stream.get_final_message()
 
             first = await answer()
-            assert (
-                first.usage.output_tokens == len(f"Let me see.\n{CALL}") + 1
-            )  # and the end of its turn
+            # And the end of its turn.
+            assert first.usage.output_tokens == len(f"Let me see.\n{CALL}") + 1
             counted = await client.messages.count_tokens(
                 model="policy", system="You add.", tools=[ANTHROPIC_TOOL], messages=messages
             )

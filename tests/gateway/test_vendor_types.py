@@ -72,9 +72,8 @@ def responses(given, **fields):
 CASES = [
     *(chat(messages=[message]) for message in [*CHAT_MESSAGES, *WRONG]),
     *(chat(messages=CHAT_MESSAGES, tools=[tool], stop=["a"]) for tool in [TOOL, *WRONG]),
-    *(
-        chat(messages=wrong) for wrong in WRONG if wrong != {}
-    ),  # which pydantic takes for an empty sequence
+    # Which pydantic takes for an empty sequence.
+    *(chat(messages=wrong) for wrong in WRONG if wrong != {}),
     chat(messages=[], stream=True, response_format={"type": "json_object"}),
     chat(messages=[], stream=5),
     *(claude({"role": "user", "content": [block]}) for block in [*BLOCKS, *WRONG]),

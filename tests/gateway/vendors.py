@@ -165,9 +165,8 @@ def _installed(venv: Path, packages: tuple[str, ...]) -> Path:
     python = venv / "bin" / "python"
     if not python.exists():
         _fetch([UV, "venv", "--quiet", "--python", sys.executable, str(venv)])
-    _fetch(
-        [UV, "pip", "install", "--quiet", "--python", str(python), *packages]
-    )  # asks no one if it has them
+    # Asks no one if it has them.
+    _fetch([UV, "pip", "install", "--quiet", "--python", str(python), *packages])
     return python
 
 

@@ -193,9 +193,8 @@ def test_a_reset_or_the_same_steps_that_two_processes_die_of_are_set_aside():
             "set aside",
             "set aside",
         ]
-        assert (
-            await played(envs, 2, {}, "on", "on") == "on"
-        )  # the same task, whose episode goes another way
+        # The same task, whose episode goes another way.
+        assert await played(envs, 2, {}, "on", "on") == "on"
         assert await played(envs, 2, {}, "die") == "died"
         assert len(fork_servers()) <= max(1, before)
         await envs.close()

@@ -113,9 +113,8 @@ def test_what_the_thread_could_not_write_is_said_by_a_later_call(tmp_path):
 def test_after_a_failure_nothing_is_written_for_what_is_lost_must_be_a_suffix(tmp_path):
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
-        with (
-            ledger._writer.transaction()
-        ):  # so that all of it is queued before the first is written
+        # So that all of it is queued before the first is written.
+        with ledger._writer.transaction():
             ledger.trained(0, {7: [1.0]})
             admit(ledger, *range(1000))
         with pytest.raises(RuntimeError, match="do not exist"):
@@ -248,11 +247,12 @@ def test_what_carries_no_loss_is_masked_and_its_task_with_the_last_of_its_episod
             "train-000001/0/0": ("masked", 4, "they are alike"),
             "train-000001/1/0": ("masked", 4, "they are alike"),
             "train-000002/0/0": ("masked", 4, "they are alike"),
+            # Its first turns were trained on at step 3.
             "train-000002/1/0": (
                 "trained",
                 4,
                 "its end is old",
-            ),  # its first turns were trained on at step 3
+            ),
         }
         assert [ledger.task(n).fate for n in (0, 1, 2)] == ["trained", "masked", "trained"]
         assert (ledger.episode_fates().masked, ledger.episode_fates().settled) == (4, True)
@@ -492,9 +492,8 @@ def test_runs_killed_anywhere_train_the_same_tasks_as_one_that_was_not(seed):
                         queued, checkpoint = [], life.step
                     if life.step == STEPS:
                         break
-                call(
-                    ledger, queued[: rng.randint(0, len(queued))]
-                )  # the others die with the process
+                # The others die with the process.
+                call(ledger, queued[: rng.randint(0, len(queued))])
         with read_ledger(path) as ledger:
             expected = [number for number in range(100) if fate_of(number) is None][
                 : STEPS * GROUPS
@@ -815,9 +814,8 @@ def test_a_copy_of_a_ledger_is_of_one_moment_also_if_its_log_begins_anew_meanwhi
     tmp_path, monkeypatch
 ):
     path = tmp_path / "ledger.sqlite"
-    monkeypatch.setattr(
-        "agentrl.ledger.ledger._is_in_use", lambda path: False
-    )  # as on another machine
+    # As on another machine.
+    monkeypatch.setattr("agentrl.ledger.ledger._is_in_use", lambda path: False)
     with Ledger(path) as ledger:
         admit(ledger, 0)
         ledger.sync()  # into the file: what is written now may begin the log anew

@@ -110,13 +110,11 @@ def test_a_trainer_counts_the_experts_that_the_engine_did_not_choose(
     assert trained_on(mixture, batch_of(played), minibatches=minibatches)["routing_difference"] == 0
     (request, completion), *others = played
     experts = completion.experts_of_each.padded(-1)
-    experts[0, :CHOSEN] = [
-        expert for expert in range(4) if expert not in experts[0, :CHOSEN]
-    ]  # in the first layer
+    # In the first layer.
+    experts[0, :CHOSEN] = [expert for expert in range(4) if expert not in experts[0, :CHOSEN]]
     changed = [(request, replace(completion, experts=Ragged.of(experts))), *others]
-    tokens = sum(
-        len(completion.token_ids) for _, completion in played[:3]
-    )  # those of the fourth are unknown
+    # Those of the fourth are unknown.
+    tokens = sum(len(completion.token_ids) for _, completion in played[:3])
     metrics = trained_on(mixture, batch_of(changed), minibatches=minibatches)
     assert metrics["routing_difference"] == pytest.approx(0.5 / tokens)
 

@@ -93,9 +93,8 @@ def test_requests_that_are_cancelled_at_any_moment_leak_no_connection() -> None:
                 await asyncio.gather(*[ask() for _ in range(32)])
             answers = await asyncio.gather(*[client.get(server.url) for _ in range(32)])
             assert {len(answer.content) for answer in answers} == {2 * HALF}
-            await at_most(
-                server, 32
-            )  # those that the 32 requests have used; each other one would be a leak
+            # Those that the 32 requests have used; each other one would be a leak.
+            await at_most(server, 32)
             await client.aclose()
             await at_most(server, 0)
 

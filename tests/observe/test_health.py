@@ -113,9 +113,8 @@ def test_parts_disagree_where_they_order_members_differently():
     assert disagreement([of((0, 2), (1, 1), (2, 0))]) == 1
     assert disagreement([of((0, 0), (1, 2), (2, 1))]) == pytest.approx(1 / 3)
     assert disagreement([of((0, 0), (1, 0), (2, 0))]) is None  # the tests tell none apart
-    assert (
-        disagreement([of((0, 0), (1, 1)), of((5, 9), (6, 8))]) == 0.5
-    )  # members of different groups are not compared
+    # Members of different groups are not compared.
+    assert disagreement([of((0, 0), (1, 1)), of((5, 9), (6, 8))]) == 0.5
 
 
 def test_a_score_that_follows_length_shows_as_a_correlation():

@@ -61,9 +61,8 @@ def test_an_interval_is_over_tasks_and_that_of_a_share_stays_in_bounds() -> None
 
 def test_tasks_that_are_all_alike_give_no_certainty() -> None:
     assert share_over_tasks([1.0] * 8).low == wilson_interval(8, 8)[0] < 0.7
-    half = (
-        1.959964 * math.sqrt((8 * 0.25 + 2) / 12 - 0.25) / math.sqrt(12)
-    )  # with two of 0 and two of 1
+    # With two of 0 and two of 1.
+    half = 1.959964 * math.sqrt((8 * 0.25 + 2) / 12 - 0.25) / math.sqrt(12)
     found = share_over_tasks([0.5] * 8)
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
     same = mean_over_tasks([3.0] * 8)

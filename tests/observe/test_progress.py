@@ -215,9 +215,8 @@ values = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), max_si
 
 
 @given(values=values, width=st.integers(1, 40), height=st.integers(1, 6))
-@example(
-    values=[0.0, 2.2250738585072014e-308], width=1, height=2
-)  # whose difference has no finite inverse
+# Whose difference has no finite inverse.
+@example(values=[0.0, 2.2250738585072014e-308], width=1, height=2)
 @example(values=[-1.7e308, 1.7e308], width=1, height=2)
 def test_a_curve_has_the_size_that_is_asked_for_and_dots_where_there_are_values(
     values, width, height

@@ -133,9 +133,8 @@ def test_conversations_that_fork_are_named_unless_they_are_meant_to() -> None:
 
 def test_success_that_falls_below_where_training_began_is_named() -> None:
     reader = silence()
-    assert (
-        warnings(reader, evaluated(0.52, 0.45, 0.59), evaluated(0.47, 0.40, 0.54)) == []
-    )  # within the noise
+    # Within the noise.
+    assert warnings(reader, evaluated(0.52, 0.45, 0.59), evaluated(0.47, 0.40, 0.54)) == []
     (text,) = warnings(reader, evaluated(0.0, 0.0, 0.02), evaluated(0.01, 0.0, 0.03))
     assert "held-out success (0.0%) is below where training began (52.0%)" in text
 

@@ -92,9 +92,8 @@ def test_exact_advantages_have_no_error_and_others_have_theirs(shallow_model_dir
 
             right = await measured(exact)
             assert right["exact/return"] == pytest.approx(problem.metrics(probabilities)["return"])
-            assert right["exact/return"] == pytest.approx(
-                -0.3, abs=0.01
-            )  # a model at random answers anything
+            # A model at random answers anything.
+            assert right["exact/return"] == pytest.approx(-0.3, abs=0.01)
             assert right["exact/best_return"] == pytest.approx(1.2)
             assert right["exact/advantage_cosine"] == pytest.approx(1, abs=1e-5)
             assert right["exact/advantage_residual"] == pytest.approx(0, abs=1e-5)
@@ -115,9 +114,8 @@ def test_exact_advantages_have_no_error_and_others_have_theirs(shallow_model_dir
             part = await metrics.measured([group], batch_of(fewer, exact[:1]))
             assert "exact/advantage_cosine" not in part  # an episode is not trained on
             other = played(renderer, OPTIONS | {"other": 0.0})
-            assert "exact/advantage_cosine" not in await measured(
-                exact, other
-            )  # a task of another problem
+            # A task of another problem.
+            assert "exact/advantage_cosine" not in await measured(exact, other)
             critic: Any = Constant(0.25)
             judged = replace(metrics, critic=critic)
             error = (await judged.measured([group], batch_of(group, exact)))["exact/value_error"]

@@ -22,9 +22,8 @@ def test_who_cannot_see_cannot_answer_each_move_with_another():
     game = matching_pennies()
     assert game.exploitability({"first": (0.5, 0.5), "second": (0.5, 0.5)}) == 0
     assert game.best_response({"first": (1, 0), "second": (0.5, 0.5)}, 1) == 1
-    assert (
-        game.nash_conv({"first": (1, 0), "second": (1, 0)}) == 2
-    )  # player 1 wins as it is; player 0 would change
+    # Player 1 wins as it is; player 0 would change.
+    assert game.nash_conv({"first": (1, 0), "second": (1, 0)}) == 2
     assert game.value({"first": (1, 0), "second": (0.25, 0.75)}) == 0.5
 
 

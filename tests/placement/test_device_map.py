@@ -208,6 +208,5 @@ def test_every_map_is_sound(name: str, asked: PlacementRequest, inventory: Inven
         if asked.tensor_parallel > 1 and devices.of("engine"):
             assert devices.tensor_parallel() == asked.tensor_parallel
         used = {device for replica in devices.replicas for device in replica.devices}
-        assert sum(bundle.gpus for bundle in devices.bundles()) == pytest.approx(
-            len(used)
-        )  # no more than there is
+        # No more than there is.
+        assert sum(bundle.gpus for bundle in devices.bundles()) == pytest.approx(len(used))

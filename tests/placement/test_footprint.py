@@ -230,12 +230,10 @@ def test_published_models_have_the_parameters_of_those_they_are_named_after(name
 
 def test_a_cache_holds_heads_or_latents_and_of_sliding_layers_only_the_window() -> None:
     plain = facts_of(tiny_of("qwen3"), "qwen3").kv
-    assert plain.numbers(100, 1, compact=True) == 2 * 100 * 2 * (
-        2 * 16
-    )  # layers, tokens, heads of keys, both
-    assert plain.numbers(100, 4, compact=True) == plain.numbers(
-        100, 2, compact=True
-    )  # a head is not divided
+    # Layers, tokens, heads of keys, both.
+    assert plain.numbers(100, 1, compact=True) == 2 * 100 * 2 * (2 * 16)
+    # A head is not divided.
+    assert plain.numbers(100, 4, compact=True) == plain.numbers(100, 2, compact=True)
     latent = facts_of(tiny_of("deepseek_v3"), "deepseek_v3").kv
     assert latent.numbers(100, 2, compact=True) == 2 * 100 * (20 + 8)  # whole on each device
     assert latent.numbers(100, 1, compact=False) == 2 * 100 * 8 * (16 + 12)
@@ -301,9 +299,8 @@ def test_layers_keep_the_activations_that_were_counted(family: str, precision: A
 
 def test_autocast_keeps_casts_beside_what_is_cast() -> None:
     kept, counted = of_layers("qwen3", TrainerLayout("autocast", 128, 1, "none"))
-    counted += (
-        2 * facts_of(tiny_of("qwen3"), "qwen3").block
-    )  # the casts of weights, which are counted elsewhere
+    # The casts of weights, which are counted elsewhere.
+    counted += 2 * facts_of(tiny_of("qwen3"), "qwen3").block
     assert kept <= counted <= 1.15 * kept  # norms of heads keep less
 
 

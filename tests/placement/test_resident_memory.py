@@ -94,10 +94,11 @@ def compared(
     given = (json.dumps(one) for one in (sizes, settings, length, 64))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), *given],
+        # Memory that is free goes back to Linux at once.
         env={
             **os.environ,
             "MALLOC_MMAP_THRESHOLD_": "65536",
-        },  # memory that is free goes back to Linux at once
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -191,9 +191,8 @@ def test_whatever_goes_wrong_both_are_never_awake_and_the_state_is_what_is_so(
     assert engine.device.most <= 8 * GIB
     assert set(seen) <= {"training"}
     troubles = [*engine_wrong.values(), *trainer_wrong.values()]
-    assert (
-        share.state != "lost" or tight or troubles not in ([], ["fails"])
-    )  # one failure alone is undone
+    # One failure alone is undone.
+    assert share.state != "lost" or tight or troubles not in ([], ["fails"])
 
 
 def test_what_misses_its_deadline_is_lost_and_nothing_is_switched_after_it() -> None:
@@ -268,9 +267,8 @@ def test_an_engine_that_slept_goes_on_with_the_same_tokens_and_logprobs(
         async with make() as engine:
             undisturbed = await answers(engine, range(6))
         async with make() as engine, asyncio.TaskGroup() as tasks:
-            asked = tasks.create_task(
-                answers(engine, range(6))
-            )  # four at once: two still wait when it sleeps
+            # Four at once: two still wait when it sleeps.
+            asked = tasks.create_task(answers(engine, range(6)))
             await napping(engine)
             slept = await asked
             again = await answers(engine, range(6))
@@ -371,9 +369,8 @@ def test_in_the_simulator_turns_cost_the_overlap_that_own_devices_have() -> None
         return report.seconds
 
     generating = 8 * 50 * 0.05  # of an episode: eight turns
-    assert seconds(False) == pytest.approx(
-        7 * 20, rel=0.05
-    )  # generated beside training, but for the first batch
+    # Generated beside training, but for the first batch.
+    assert seconds(False) == pytest.approx(7 * 20, rel=0.05)
     # In turns, two batches are generated side by side, as a staleness of one allows, and then
     # trained on.
     assert seconds(True) == pytest.approx(3 * generating + 6 * (20 + 2), rel=0.05)

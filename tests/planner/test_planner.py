@@ -34,10 +34,11 @@ H100 = gpu_named("H100")
 SLOW = pytest.mark.slow
 OFFERED = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
 ON_ONE_DEVICE = ("placement=auto", "placement.engine=0-3", "placement.trainer=3")
+# Quick to simulate; memory is what it was.
 SMALL = (
     "rollout.groups_per_step=8",
     "rollout.group_size=4",
-)  # quick to simulate; memory is what it was
+)
 
 
 @pytest.fixture(autouse=True)
@@ -396,9 +397,8 @@ def test_training_flop_are_six_for_each_weight_and_token() -> None:
     chosen = config("colocated_8gpu", "trainer.activation_checkpointing=none")
     facts = model_of(chosen)
     work = workload(chosen.rollout, chosen.simulation)
-    everything_sampled = replace(
-        work, sampled=2.0, observed=0.0
-    )  # attention to one token adds next to nothing
+    # Attention to one token adds next to nothing.
+    everything_sampled = replace(work, sampled=2.0, observed=0.0)
     flop = stages_of(chosen, facts).train_flop(everything_sampled)
     tokens = everything_sampled.tokens
     once_more = 2 * facts.embedding * tokens  # the backward pass computes the logits again
@@ -469,7 +469,6 @@ def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
     laptop = Inventory(host(cores=2, memory=64 * GIB))
     check_placement(config("frozen_lake"), laptop)
     check_placement(config("frozen_lake", "model=Qwen/Qwen3-1.7B"), laptop)
-    with pytest.raises(
-        ConfigError, match=r"need 152\.6 GiB on CPU x2 with 64\.0 GiB and no GPU"
-    ):  # 16 + 4 bytes each
+    # 16 + 4 bytes each.
+    with pytest.raises(ConfigError, match=r"need 152\.6 GiB on CPU x2 with 64\.0 GiB and no GPU"):
         check_placement(config("frozen_lake", "model=Qwen/Qwen3-8B"), laptop)

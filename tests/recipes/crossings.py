@@ -265,9 +265,8 @@ def config_of(row: Row, judge: str = "http://127.0.0.1:9") -> dict[str, Any]:
 def _merge(into: dict[str, Any], piece: Piece) -> None:
     for key, value in piece.items():
         there = into.get(key)
-        if isinstance(there, list) and isinstance(
-            value, Mapping
-        ):  # what all entries of a mixture have
+        # What all entries of a mixture have.
+        if isinstance(there, list) and isinstance(value, Mapping):
             for entry in there:
                 _merge(entry, value)
         elif isinstance(value, list) and isinstance(there, Mapping):
@@ -483,9 +482,8 @@ def _working() -> "subprocess.Popen[str]":
     """Where runs are started. Modules are compiled once, also where a machine says that none are to
     be kept.
     """
-    found = os.pathsep.join(
-        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    )  # by workers of Ray too
+    # By workers of Ray too.
+    found = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

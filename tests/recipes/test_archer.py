@@ -103,9 +103,8 @@ def test_a_run_that_is_killed_learns_what_one_that_was_not_learns(
         ("trained", number // 2) for number in range(8)
     ]
     used = [times for _, _, times in counted]
-    assert all(
-        3 <= times <= 5 for times in used[:2]
-    )  # both updates of the second step draw both, and the third's may
+    # Both updates of the second step draw both, and the third's may.
+    assert all(3 <= times <= 5 for times in used[:2])
     assert all(times <= 5 for times in used)
     assert used[-2:] == [1, 1]
 

@@ -207,9 +207,8 @@ class OneByOne:
         self.requests.append(request)
         self.now += 1
         self.most = max(self.most, self.now)
-        await asyncio.sleep(
-            1 + len(self.requests) % 3
-        )  # they do not end in the order in which they began
+        # They do not end in the order in which they began.
+        await asyncio.sleep(1 + len(self.requests) % 3)
         self.now -= 1
         return Scores(request.token_ids[request.start :].astype(np.float32), self.version)
 
@@ -349,9 +348,8 @@ def test_the_section_algorithm_is_not_asked_about_a_recipe_with_its_own() -> Non
     """Not whether it could compare the members of a group of one, nor which helpers it needs."""
     config = config_of(rollout={"group_size": 1}, algorithm={"name": "grpo", "kl": 0.1})
     assert config.reference is None
-    with pytest.raises(
-        ConfigError, match="the recipe 'distill', as configured, asks none"
-    ):  # though ppo has a critic
+    # Though ppo has a critic.
+    with pytest.raises(ConfigError, match="the recipe 'distill', as configured, asks none"):
         config_of(rollout={"staleness_rule": "segment"}, algorithm={"name": "ppo"})
 
 

@@ -64,9 +64,8 @@ run_dir: run
     ]
     steps = [row for row in rows if "preference_loss" in row]
     assert len(steps) == 9  # 18 pairs, 8 at a time, three times
-    assert steps[0]["preference_loss"] == pytest.approx(
-        0.6931, abs=1e-3
-    )  # both are as likely as at first
+    # Both are as likely as at first.
+    assert steps[0]["preference_loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["preference_loss"] < 0.5 * steps[0]["preference_loss"]
     assert steps[-1]["accuracy"] == rows[-1]["eval/preference_accuracy"] == 1
     assert (tmp_path / "run" / "dpo" / "model.safetensors").is_file()

@@ -56,9 +56,8 @@ def wait_for_a_step(command: Command, metrics: Path) -> None:
 def train(*arguments: str, cwd: Path) -> dict:
     command = start(*arguments, cwd=cwd)
     assert command.wait(300) == 0, command.output
-    assert (
-        "Traceback" not in command.output
-    )  # nor does anything go wrong at the very end, which has no effect
+    # Nor does anything go wrong at the very end, which has no effect.
+    assert "Traceback" not in command.output
     return json.loads((cwd / "run" / "summary.json").read_text())
 
 
@@ -439,9 +438,8 @@ def test_the_same_config_trains_on_vllm_which_does_not_outlive_it(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_whole_run_on_vllm_keeps_the_bound_and_the_logprobs(tmp_path, bound, monkeypatch):
-    monkeypatch.delenv(
-        "TORCHDYNAMO_DISABLE"
-    )  # as users have it: what vLLM compiles agrees with the trainer
+    # As users have it: what vLLM compiles agrees with the trainer.
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     settings = ["engine=vllm", "engine.max_batch=16", "steps=3", f"rollout.max_staleness={bound}"]
     summary = train(*SMALL, "run_dir=run", *settings, cwd=tmp_path)
     assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12

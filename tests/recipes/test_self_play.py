@@ -70,9 +70,8 @@ def test_a_run_gets_nearer_to_optimal_play_and_records_whom_the_policy_played(tm
         assert {"baseline/kuhn_poker/north", "baseline/kuhn_poker/south"} <= row.keys()
     assert any(row["opponents/share"] > 0 for row in rows)
     snapshots = {path.name for path in (tmp_path / "run" / "opponents").iterdir()}
-    assert snapshots == {
-        f"version_00000{n}" for n in (5, 6, 7, 8)
-    }  # two, the newest, and what the checkpoint needs
+    # Two, the newest, and what the checkpoint needs.
+    assert snapshots == {f"version_00000{n}" for n in (5, 6, 7, 8)}
 
 
 @pytest.mark.parametrize(

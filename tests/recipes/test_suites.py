@@ -203,9 +203,8 @@ def test_a_run_killed_while_it_is_evaluated_has_each_result_once_when_it_was_res
     assert agentrl(*settings, f"run_dir={whole}").returncode == 0
     process = subprocess.Popen([sys.executable, "-c", HOLDING, *settings, f"run_dir={killed}"])
     limit = time.monotonic() + PATIENCE_SECONDS
-    awaited = (
-        killed / "checkpoints" / "step_000001"
-    )  # written while steps go on, and kept until it has its results
+    # Written while steps go on, and kept until it has its results.
+    awaited = killed / "checkpoints" / "step_000001"
     while not (
         awaited.exists() and (killed / file).exists() and reached in (killed / file).read_text()
     ):

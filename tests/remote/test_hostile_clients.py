@@ -78,9 +78,8 @@ def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served
         )
         slow = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_SECONDS)
         asked = time.monotonic()
-        while len(select.select(waiting.values(), [], [], 0.1)[0]) < len(
-            waiting
-        ):  # a slow client that does ask
+        # A slow client that does ask.
+        while len(select.select(waiting.values(), [], [], 0.1)[0]) < len(waiting):
             try:
                 slow.request("GET", "/health")
                 assert slow.getresponse().read().startswith(b'{"status":"healthy"')
@@ -108,10 +107,11 @@ def test_headers_without_end_are_refused_and_not_remembered(begun):
     with served(Echo, drain_seconds=0) as server:
         client = connected(server.url, begun)
         endless = b"".join(f"X-{number}: {'a' * 1000}\r\n".encode() for number in range(10_000))
+        # The answer is 400; it may be lost with what nobody reads.
         with (
             client,
             pytest.raises(ConnectionError),
-        ):  # the answer is 400; it may be lost with what nobody reads
+        ):
             client.sendall(endless)
 
 
@@ -191,9 +191,8 @@ async def half_open(server: EnvServer, sockets: int) -> int:
             ]
             statuses = await open_sessions(http, server.url, SESSIONS + 100)
             assert (statuses.count(200), statuses.count(429)) == (SESSIONS, 100)
-            assert (
-                threading.active_count() < 100
-            )  # a session that was never asked anything has none
+            # A session that was never asked anything has none.
+            assert threading.active_count() < 100
             assert await sessions_now(server.url) == SESSIONS
             server.sessions.limits = patient.model_copy(update={"idle_seconds": 0.1})
             for _ in range(300):

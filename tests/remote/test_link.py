@@ -192,9 +192,8 @@ def test_what_speaks_no_websocket_is_an_env_error(bytes_sent, says):
 def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when_it_does(
     monkeypatch,
 ):
-    monkeypatch.setattr(
-        link, "REST_SECONDS", 1000.0
-    )  # longer than this takes on the busiest machine
+    # Longer than this takes on the busiest machine.
+    monkeypatch.setattr(link, "REST_SECONDS", 1000.0)
 
     async def main(sound: str) -> None:
         answers: Callable[[], bool] = lambda: False  # noqa: E731

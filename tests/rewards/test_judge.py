@@ -364,9 +364,8 @@ def test_no_verdict_within_the_budget_is_a_reward_error_and_never_a_number(tmp_p
                 assert len(server.calls) == 3
             server.script = lambda call: JudgeReply(status=429, retry_after="3600")
             async with rubric(server, tmp_path) as judge:
-                with pytest.raises(
-                    RewardError, match="asked 1 times"
-                ):  # the hour is not waited for
+                # The hour is not waited for.
+                with pytest.raises(RewardError, match="asked 1 times"):
                     await judge.score(trajectory("42"))
             server.script = lambda call: levels(3)
             async with rubric(server, tmp_path) as judge:
@@ -632,18 +631,16 @@ def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Pa
     past, next_week = (
         format_datetime(datetime.now(UTC) + timedelta(days=days), usegmt=True) for days in (-2, 7)
     )
-    without_zone = format_datetime(
-        datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2)
-    )  # it ends in -0000
+    # It ends in -0000.
+    without_zone = format_datetime(datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2))
     busy = [
         JudgeReply(status=429, retry_after=when) for when in (past, without_zone, "soon", next_week)
     ]
 
     async def main() -> None:
         async with JudgeServer(script_of(*busy)) as server, rubric(server, tmp_path) as judge:
-            with pytest.raises(
-                RewardError, match="asked 4 times"
-            ):  # the week is longer than the budget
+            # The week is longer than the budget.
+            with pytest.raises(RewardError, match="asked 4 times"):
                 await judge.score(trajectory("42"))
 
     asyncio.run(main())
@@ -701,6 +698,7 @@ def test_win_shares_sum_to_half_of_the_group_and_bradley_terry_agrees(
 
 
 def test_a_ring_finds_who_only_met_weak_ones() -> None:
+    # 0 > 1 > 2 > 3 > 4 > 5.
     beaten = {
         (0, 1): 1.0,
         (1, 2): 1.0,
@@ -708,7 +706,7 @@ def test_a_ring_finds_who_only_met_weak_ones() -> None:
         (3, 4): 1.0,
         (4, 5): 1.0,
         (0, 5): 1.0,
-    }  # 0 > 1 > 2 > 3 > 4 > 5
+    }
     shares = win_shares(beaten, 6)
     assert shares[0] == max(shares)
     assert shares[5] == min(shares)

@@ -110,10 +110,12 @@ def chat(asked: str, said: str) -> list[dict[str, Any]]:
     ("row", "columns"),
     [
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, {}),
+        # UltraFeedback.
         (
             {"prompt": "Hi", "chosen": chat("Hi", "Yes"), "rejected": chat("Hi", "No")},
             {},
-        ),  # UltraFeedback
+        ),
+        # TRL.
         (
             {
                 "prompt": chat("Hi", "")[:1],
@@ -121,14 +123,15 @@ def chat(asked: str, said: str) -> list[dict[str, Any]]:
                 "rejected": chat("", "No")[1:],
             },
             {},
-        ),  # TRL
+        ),
+        # HH-RLHF.
         (
             {
                 "chosen": "\n\nHuman: Hi\n\nAssistant: Yes",
                 "rejected": "\n\nHuman: Hi\n\nAssistant: No",
             },
             {},
-        ),  # HH-RLHF
+        ),
         (
             {
                 "conversations": [{"from": "human", "value": "Hi"}],

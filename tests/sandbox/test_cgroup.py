@@ -70,9 +70,8 @@ def test_what_version_2_says_is_understood(tmp_path: Path) -> None:
         assert change("cpu.stat", "usage_usec 5900000\n") == ""
         assert change("memory.events", "oom 8\noom_kill 2\n") == "memory"
         assert change("memory.current", f"{ORDER.memory + 401}\n") == "memory"
-        assert (
-            change("memory.current", f"{ORDER.memory + 399}\n") == ""
-        )  # the rest is files, which count as disk
+        # The rest is files, which count as disk.
+        assert change("memory.current", f"{ORDER.memory + 399}\n") == ""
 
 
 def test_without_a_group_nothing_is_counted() -> None:

@@ -364,9 +364,8 @@ def test_the_cpu_time_of_children_that_nobody_waits_for_counts(means: str, seed:
 
 
 def test_shells_and_children_run_with_either_means(means: str) -> None:
-    wait = (
-        " true & wait;" if means == "control group" else ""
-    )  # with the filter, `wait` of dash waits for ever
+    # With the filter, `wait` of dash waits for ever.
+    wait = " true & wait;" if means == "control group" else ""
     program = """
 import asyncio, subprocess, multiprocessing
 piped = ["/bin/sh", "-c", "WAIT (echo a; sleep 0.01; echo b) | cat"]
@@ -702,9 +701,8 @@ def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> lis
         assert {
             process.pid for process in jails()
         } == first  # the very jails that there were, and nothing else in them
-        for _ in range(
-            2 * sandbox.config.size
-        ):  # on a busy machine, even this may take longer than SMALL allows
+        # On a busy machine, even this may take longer than SMALL allows.
+        for _ in range(2 * sandbox.config.size):
             assert ran(await sandbox.run("print(1)", limits=SandboxLimits(wall=60))) == "1\n"
 
     run(main, SandboxConfig(backend=backend, size=4, limits=SMALL))

@@ -347,6 +347,7 @@ def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_
         async with RewardPipeline(
             [RewardPart(Squared(), "square")], pool, deadline=60.0
         ) as scoring:
+            # Two contents are kept: 1, 2, then 4 drives 2 out.
             texts = [
                 "a",
                 "b",
@@ -355,7 +356,7 @@ def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_
                 "dddd",
                 "a",
                 "cc",
-            ]  # two contents are kept: 1, 2, then 4 drives 2 out
+            ]
             values = [(await scoring.score(trajectory(text))).value for text in texts]
             assert values == [1, 1, 4, 1, 16, 1, 4]
             assert pool.hits == 3

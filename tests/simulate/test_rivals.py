@@ -129,9 +129,8 @@ def test_a_cancelled_episode_gives_its_slot_to_the_next_at_once() -> None:
 
 def test_simple_cases_by_hand() -> None:
     w = workload(num_turns=2, tokens=Constant(value=5), env_seconds=Constant(value=3.0), slots=4)
-    assert rivals.synchronous(w).seconds_per_step == close(
-        26.0
-    )  # two turns of 5 + 3, then the trainer's 10
+    # Two turns of 5 + 3, then the trainer's 10.
+    assert rivals.synchronous(w).seconds_per_step == close(26.0)
     assert rivals.lockstep(w).seconds_per_step == close(26.0)
     assert rivals.workers(w, 2).seconds_per_step == close(42.0)
     assert rivals.workers(w, 1).seconds_per_step == close(74.0)
@@ -273,9 +272,8 @@ def test_a_strict_ring_wastes_the_core_that_a_ready_queue_keeps_busy() -> None:
     )
     busy = 100 * 200 * 0.05
     assert busy / rivals.ring(w, 100).seconds_per_step == close(0.20, abs=0.02)
-    assert (
-        busy / rivals.ring(w, 100, strict=False).seconds_per_step > 0.75
-    )  # its last episodes play alone
+    # Its last episodes play alone.
+    assert busy / rivals.ring(w, 100, strict=False).seconds_per_step > 0.75
 
 
 def test_lockstep_loses_more_the_more_turns_vary() -> None:

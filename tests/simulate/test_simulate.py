@@ -209,9 +209,8 @@ def reference(
 def test_answers_come_when_the_law_says(
     jobs: list[tuple[float, int, int]], slots: int, knee: int, slowdown: float
 ) -> None:
-    jobs = [
-        (t + i / 100, p, n) for i, (t, p, n) in enumerate(jobs)
-    ]  # no two at once: their order would be nobody's
+    # No two at once: their order would be nobody's.
+    jobs = [(t + i / 100, p, n) for i, (t, p, n) in enumerate(jobs)]
     arrivals = [(t, request(n, name=str(i), priority=p)) for i, (t, p, n) in enumerate(jobs)]
     ended = [
         each.ended for each in played(engine(slots=slots, knee=knee, slowdown=slowdown), *arrivals)
@@ -257,18 +256,20 @@ def test_an_answer_ends_with_the_stop_token_or_at_the_limit() -> None:
     ("kv_on_update", "updated", "ended", "versions"),
     [
         ("keep", 4.5, 9.0, (0, 0, 0, 1, 1, 1, 1, 1)),
+        # 13 tokens of context are prefilled again.
         (
             "recompute",
             4.5,
             10.3,
             (0, 0, 0, 1, 1, 1, 1, 1),
-        ),  # 13 tokens of context are prefilled again
+        ),
+        # What is due at an update was sampled before it.
         (
             "recompute",
             4.0,
             10.3,
             (0, 0, 0, 1, 1, 1, 1, 1),
-        ),  # what is due at an update was sampled before it
+        ),
         ("recompute", 0.5, 9.5, (1,) * 8),  # the prefill begins again
         ("keep", 0.5, 9.0, (1,) * 8),
     ],

@@ -34,9 +34,8 @@ class Watched:
         rank = self.make(number)
         importlib.import_module("transformers.models.qwen3.modeling_qwen3")
         importlib.import_module(rank._spec.sharding.partition(":")[0])
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the largest resident size begins at the present one
+        # The largest resident size begins at the present one.
+        Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")
         type(rank).grown = lambda _: resident("VmHWM") - before
         return rank
@@ -76,9 +75,8 @@ def write_model(folder: Path, blocks: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "blocks", [8, pytest.param(26, marks=pytest.mark.long)]
-)  # 400 and 1,300 MB
+# 400 and 1,300 MB.
+@pytest.mark.parametrize("blocks", [8, pytest.param(26, marks=pytest.mark.long)])
 def test_a_rank_takes_its_share_of_the_model_and_one_block_to_start(
     blocks: int, tmp_path: Path
 ) -> None:

@@ -732,9 +732,8 @@ def test_a_click_on_a_point_leads_to_the_episodes_of_that_step(serve, watched):
     page.open("#/run?runs=watched")
     page.wait(lambda: page.texts("[data-metric=reward] svg"))
     page.script("const svg = document.querySelector('[data-metric=reward] svg'); svg.focus()")
-    page.browser.switch_to.active_element.send_keys(
-        "\ue012", "\ue012", "\ue007"
-    )  # left, left, Enter
+    # Left, left, Enter.
+    page.browser.switch_to.active_element.send_keys("\ue012", "\ue012", "\ue007")
     page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
 
 
@@ -809,10 +808,11 @@ def test_alarms_stand_on_the_charts_that_they_are_about(serve, watched):
         "return [...document.querySelectorAll('.alarm')].map((a) => "
         "[a.closest('.chart').dataset.metric, a.dataset.step])"
     )
+    # Of an earlier release: at the reward.
     assert sorted(found) == [
         ["entropy", "1"],
         ["reward", "2"],
-    ]  # of an earlier release: at the reward
+    ]
     page.script("document.querySelector('[data-metric=entropy] svg').focus()")
     page.browser.switch_to.active_element.send_keys("\ue014", "\ue014")
     assert "in step 2: the norm of the gradient is large <b>" in page.texts("#tip span")

@@ -393,14 +393,14 @@ def test_a_run_says_what_it_does_now_as_long_as_the_process_that_says_it_lives(m
     write_live_state(made.folder / "live.json", state)
     status = run.status()
     assert status["now"] == asdict(state)
+    # It starts: the phase is that of another process.
     assert (status["live"], status["phase"]) == (
         True,
         None,
-    )  # it starts: the phase is that of another process
+    )
     assert run.phases()[-1]["end"] is not None
-    (made.folder / "summary.json").write_text(
-        '{"steps": 4}'
-    )  # of the part before it was resumed with more steps
+    # Of the part before it was resumed with more steps.
+    (made.folder / "summary.json").write_text('{"steps": 4}')
     (made.folder / "status.json").write_text(
         json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"})
     )

@@ -61,9 +61,8 @@ def to_device(
     """Move a micro-batch to a device. `balance`: the experts' balance is wanted (`times_S`)."""
 
     def move(array: Any) -> Tensor:
-        wide = array.astype(
-            np.int64 if array.dtype == np.int32 else array.dtype
-        )  # a copy; torch indexes with int64
+        # A copy; torch indexes with int64.
+        wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)
         return torch.from_numpy(wide).to(device, non_blocking=True)
 
     samples, lengths_M, shared = (
@@ -210,9 +209,8 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
         getattr(config, "logits_scaling", None) or 1.0
     )
     scaling = Scaling(factor=float(factor), cap=cap)
-    of_layers = getattr(
-        config, "hidden_size_per_layer_input", None
-    )  # Gemma 3n and 4 make inputs of each layer
+    # Gemma 3n and 4 make inputs of each layer.
+    of_layers = getattr(config, "hidden_size_per_layer_input", None)
     with nullcontext() if of_layers else _without_layers(config):
         holds = _scales_so(model, scaling)
     if not holds:
@@ -236,7 +234,6 @@ def _scales_so(model: Any, scaling: Scaling) -> bool:
             input_ids=tokens_S[None], use_cache=False, segments=segments
         ).last_hidden_state[0]
         got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())
-    tolerance = (
-        1e-3 if expected_SV.dtype == torch.float32 else 5e-2
-    )  # weights that are gathered in bfloat16
+    # Weights that are gathered in bfloat16.
+    tolerance = 1e-3 if expected_SV.dtype == torch.float32 else 5e-2
     return torch.allclose(expected_SV.float(), got_SV, rtol=tolerance, atol=tolerance)

@@ -41,9 +41,8 @@ class Scaling:
         grad_CV.mul_(self.factor / self.temperature)
         if self.cap is None:
             return grad_CV
-        capped_CV = logits_CV.nan_to_num(neginf=0.0) * (
-            self.temperature / self.cap
-        )  # -inf: could not be sampled
+        # -inf: could not be sampled.
+        capped_CV = logits_CV.nan_to_num(neginf=0.0) * (self.temperature / self.cap)
         return grad_CV.mul_(1 - capped_CV.square_())
 
 

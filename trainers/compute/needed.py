@@ -115,9 +115,8 @@ def _of_block(
     columns_P = np.arange(len(tokens_P)) - (np.cumsum(counts_R) - counts_R)[rows_P]
     queries_RQ = np.full((len(ends_R), most), places_P[0], np.int64)
     queries_RQ[rows_P, columns_P] = places_P
-    positions_RQ = np.zeros(
-        (len(ends_R), most), np.int64
-    )  # what fills up a row sees one token, so that it is finite
+    # What fills up a row sees one token, so that it is finite.
+    positions_RQ = np.zeros((len(ends_R), most), np.int64)
     positions_RQ[rows_P, columns_P] = tokens_P - starts_R[rows_P]
     seen_RQL = positions_RQ[..., None] >= np.arange(longest)
     kept_P = rows_P * most + columns_P

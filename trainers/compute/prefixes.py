@@ -42,9 +42,8 @@ def find_shared(rows: Sequence[IntArray]) -> SharedPrefixes | None:
         return None
     lengths_M = np.asarray([len(row) for row in rows])
     starts_M = np.cumsum(lengths_M) - lengths_M
-    first_T = np.arange(
-        lengths_M.sum(), dtype=np.int32
-    )  # the first token that is equal, up to itself
+    # The first token that is equal, up to itself.
+    first_T = np.arange(lengths_M.sum(), dtype=np.int32)
     before = 0
     for number, count in zip(order, shared, strict=True):
         start = starts_M[number]

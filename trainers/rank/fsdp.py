@@ -85,9 +85,8 @@ def _shard(
             fully_shard(module, **options)
     fully_shard(model, **options)
     for module in _sharded(model):
-        module.set_gradient_divide_factor(
-            1.0
-        )  # the gradients of the ranks are summed, not averaged
+        # The gradients of the ranks are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 

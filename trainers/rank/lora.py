@@ -182,9 +182,8 @@ def _linear_layers(model: Any) -> str | list[str]:
         if isinstance(module, torch.nn.Linear)
     ]
     own = ((name, name.rpartition(".")[2]) for name in linear if ".mlp." not in name)
-    return sorted(
-        {name if last.isdigit() else last for name, last in own}
-    )  # a number names layers as well
+    # A number names layers as well.
+    return sorted({name if last.isdigit() else last for name, last in own})
 
 
 def first_factor(name: str, shape: torch.Size) -> Tensor:

@@ -34,9 +34,8 @@ def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer
 
 
 def _is_matrix(parameter: Any) -> bool:
-    return (
-        len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-    )  # ZeRO 3 leaves an empty vector of a parameter
+    # ZeRO 3 leaves an empty vector of a parameter.
+    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 
 def move(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

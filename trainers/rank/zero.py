@@ -90,9 +90,8 @@ def _deepspeed() -> Any:
             f"trainer=deepspeed needs DeepSpeed ({error}): {install_command('deepspeed')}"
         ) from error
     deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about the choices made here
-    warnings.filterwarnings(
-        "ignore", "`torch.distributed", FutureWarning
-    )  # about names that DeepSpeed uses
+    # About names that DeepSpeed uses.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if on_cpu:  # takes minutes to compile at the first start, and is for inference only
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

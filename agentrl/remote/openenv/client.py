@@ -100,9 +100,8 @@ class OpenEnv:
         )
         suspicion().check(self._suspect)
         if self._socket is not None and self._socket.usable:
-            with contextlib.suppress(
-                LostError, FullError
-            ):  # it has expired; no episode has begun, so nothing is lost
+            # It has expired; no episode has begun, so nothing is lost.
+            with contextlib.suppress(LostError, FullError):
                 return await self._begin(self._socket, data)
         await self.close()
         return await self._begin_somewhere(data)
@@ -168,9 +167,8 @@ class OpenEnv:
     async def _begin(self, socket: Socket, data: Mapping[str, Any]) -> ResetResult:
         schema = socket.action_schema
         try:
-            if (
-                has_tools(schema) and not socket.tools
-            ):  # before the reset, since environments may count it as a step
+            # Before the reset, since environments may count it as a step.
+            if has_tools(schema) and not socket.tools:
                 socket.tools = _tools(
                     await socket.ask("step", {"type": "list_tools"}), socket.server.url
                 )

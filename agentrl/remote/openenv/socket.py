@@ -305,9 +305,8 @@ class Socket:
 
     async def _exchange(self, frame: str) -> str | bytes:
         try:
-            with contextlib.suppress(
-                ConnectionClosed
-            ):  # the last message before the close may give the reason
+            # The last message before the close may give the reason.
+            with contextlib.suppress(ConnectionClosed):
                 await self._connection.send(frame)
             return await self._connection.recv()
         except ConnectionClosed as error:

@@ -40,9 +40,8 @@ def reference_to(bundle: WeightBundle, file: str) -> Any:
 
     references = _put.setdefault(bundle, {})
     if file not in references:
-        references[file] = ray.put(
-            np.fromfile(bundle.folder / file, np.uint8)
-        )  # arrays are read without a copy
+        # Arrays are read without a copy.
+        references[file] = ray.put(np.fromfile(bundle.folder / file, np.uint8))
     return references[file]
 
 

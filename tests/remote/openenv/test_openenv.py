@@ -213,9 +213,8 @@ def test_tools_are_listed_before_any_reset_and_called_one_by_one(calculator):
         ]
         assert set(tools[0]) == {"name", "description", "input_schema"}
         began = await ask("reset", seed=5)
-        assert (
-            began["observation"]["metadata"]["message"] == began["observation"]["message"]
-        )  # for 0.3's tool client
+        # For 0.3's tool client.
+        assert began["observation"]["metadata"]["message"] == began["observation"]["message"]
         said = (await ask("step", type="call_tool", tool_name="add", arguments={"a": 2, "b": 3}))[
             "observation"
         ]
@@ -267,9 +266,8 @@ def test_json_rpc_has_sessions_that_a_socket_can_attach_to(calculator):
         assert (await _http(calculator.url, "POST", "/mcp", content=b"{"))[1]["error"][
             "code"
         ] == -32700
-        await _until(
-            lambda: len(calculator.sessions) == 0
-        )  # nothing is left behind, by the tests before either
+        # Nothing is left behind, by the tests before either.
+        await _until(lambda: len(calculator.sessions) == 0)
 
     asyncio.run(main())
 
@@ -318,9 +316,8 @@ _frames = st.fixed_dictionaries(
 )
 
 
-_noise = st.text().filter(
-    lambda text: "close" not in text
-)  # which ends the session, and is in the sources
+# Which ends the session, and is in the sources.
+_noise = st.text().filter(lambda text: "close" not in text)
 
 
 @settings(max_examples=25, deadline=None)
@@ -800,9 +797,8 @@ def test_after_a_step_without_its_answer_the_socket_is_never_asked_again(fault):
             with pytest.raises(EnvError, match="no episode"):
                 await env.step("a")
             assert (await env.reset(seed=2, options={}))[0] == "seed 2"
-            await asyncio.sleep(
-                0.25 if fault.startswith("sleep") else 0
-            )  # the late answer has come, to nobody
+            # The late answer has come, to nobody.
+            await asyncio.sleep(0.25 if fault.startswith("sleep") else 0)
             assert (await env.step("b"))[0] == "b"
             assert server.opened == 2
             await env.close()
@@ -873,9 +869,8 @@ def test_the_servers_pings_are_answered_while_nobody_asks():
         async with faulty(heartbeat=0.05) as (_, url):
             env = OpenEnv([url])
             await env.reset(seed=1, options={})
-            await asyncio.sleep(
-                0.4
-            )  # the model thinks; the server gives up a socket that is silent for 0.075 s
+            # The model thinks; the server gives up a socket that is silent for 0.075 s.
+            await asyncio.sleep(0.4)
             assert (await env.step("a"))[0] == "a"
             await env.close()
 
