@@ -63,7 +63,7 @@ class ExactMetrics:
             logger.warning("the metrics exact/... are left out: %s (docs/oracles.md)", obstacle)
         return ExactMetrics(config, renderer, trainer, critic, None if obstacle else enumeration)
 
-    async def measured(self, groups: Sequence[Group], batch: TrainBatch) -> Mapping[str, float]:
+    async def measure(self, groups: Sequence[Group], batch: TrainBatch) -> Mapping[str, float]:
         """The metrics of the present policy, and of the advantages that the batch of these groups
         is trained with.
         """

@@ -72,8 +72,8 @@ class Advisors:
         """The reference and the critic, where the run has them."""
         return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
 
-    async def taught(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the logprobs of the teacher, if there is one. Its engine must be awake.
+    async def ask_teacher(self, batch: TrainBatch) -> TrainBatch:
+        """Add the teacher's logprobs to a batch, if there is a teacher. Its engine must be awake.
 
         Samples that the teacher's engines died of carry no loss.
         """

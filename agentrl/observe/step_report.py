@@ -14,7 +14,7 @@ Metrics = Mapping[str, float]
 class StepReport:
     """The results of a training step. Each part of the run has a field for its metrics.
 
-    Example: `StepReport(0, groups, {"rollout": 1.5}, trainer={"loss": 0.2}).metrics()` is
+    Example: `StepReport(0, groups, seconds={"rollout": 1.5}, trainer={"loss": 0.2}).metrics()` is
     `{"loss": 0.2, "seconds": 1.5, "seconds/rollout": 1.5}`.
     """
 
@@ -22,7 +22,7 @@ class StepReport:
     """The step, counted from 0."""
     groups: Sequence[Group]
     """The groups that were trained on."""
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase."""
     untrained: Sequence[tuple[Trajectory, Score]] = ()
     """Episodes that were played meanwhile and not trained on."""

@@ -39,13 +39,13 @@ from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.flow import loop_metrics
 from agentrl.observe.step_report import StepReport
+from agentrl.observe.stopwatch import Stopwatch
 from agentrl.protocols import RecipeOffers, Savable
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.dpo import update
 from agentrl.recipes.evaluations import evaluations
 from agentrl.recipes.iterations import Iterations
 from agentrl.recipes.lineage import LINEAGE, PAIRS, Lineage, weights_sha256
-from agentrl.recipes.policy_gradient import Stopwatch
 from agentrl.recipes.preferences import Preference, in_batches, write_preferences
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
@@ -142,8 +142,8 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                     report = StepReport(
                         iteration,
                         groups,
-                        clock.seconds,
-                        rollouts.take_untrained(),
+                        seconds=clock.seconds,
+                        untrained=rollouts.take_untrained(),
                         trainer=learned,
                         weights=published.metrics(),
                         rollouts=rollouts.metrics(),

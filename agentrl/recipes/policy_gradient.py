@@ -11,20 +11,20 @@ trainer works.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from agentrl.algorithms.batch_processing import BatchProcessing
-from agentrl.algorithms.samples import traced_batch_of
-from agentrl.assembly.training import assemble_training
+from agentrl.algorithms.samples import TracedBatch, traced_batch_of
+from agentrl.assembly.training import TrainingAssembly, assemble_training
 from agentrl.config.compatibility import check_stage
 from agentrl.estimation.advisors import ON_NEWEST, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
-from agentrl.flow import elapsed, loop_metrics
+from agentrl.flow import loop_metrics
 from agentrl.observe.step_report import StepReport
+from agentrl.observe.stopwatch import Stopwatch
 from agentrl.protocols import Algorithm
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluations import evaluations
@@ -32,6 +32,7 @@ from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.opponents import Matches
 from agentrl.runs.run import Run
 from agentrl.settings.base import Settings
+from agentrl.trajectory import Group
 
 
 class PolicyGradientSettings(Settings):
@@ -68,16 +69,14 @@ async def train(
     async with assemble_training(
         config, algorithm, model, latest, teacher, training=training, matches=matches
     ) as parts:
-        trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         async with evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
-            by_env = {
-                one.called: one.algorithm.make()
-                for one in config.env.mixture
-                if one.algorithm is not None
-            }
+            by_env: dict[str, Algorithm] = {}
+            for entry in config.env.mixture:
+                if entry.algorithm is not None:
+                    by_env[entry.called] = entry.algorithm.make()
             processing = parts.state.add(
                 "batch_processing", BatchProcessing(config.batch_processing, algorithm, by_env)
             )
@@ -93,34 +92,22 @@ async def train(
                         async with run.saved_if_stopped(step, parts):
                             groups = await rollouts.next_batch()
                     with clock("train"):
+                        # In a thread: a batch of millions of tokens takes long to make.
                         oldest = config.rollout.oldest_trained(step)
-                        make = partial(
+                        traced = await asyncio.to_thread(
                             traced_batch_of, groups, algorithm, processing, oldest, by_env
                         )
-                        made = await asyncio.to_thread(make)  # millions of tokens take long
-                        batch = await parts.advisors.taught(made.batch)
-                        async with parts.sharing.training():
-                            batch, advice = await parts.advisors.advise(batch, step, groups)
-                            exact = await parts.exact.measured(groups, batch)
-                            metrics = await trainer.step(
-                                batch, algorithm.loss, algorithm.normalizer(batch)
-                            )
-                            health = await run.recorder.record_samples(
-                                step, groups, replace(made, batch=batch), trainer
-                            )
+                        report = await update_policy(
+                            run, parts, algorithm, step=step, groups=groups, traced=traced
+                        )
                     with clock("weights"):
                         await evaluating.before_update()
                         async with rollouts.new_weights(step + 1):
-                            published = await weights.publish(trainer, version=step + 1)
-                    report = StepReport(
-                        step,
-                        groups,
-                        clock.seconds,
-                        rollouts.take_untrained(),
-                        trainer=metrics,
-                        samples=health,
-                        advisors=advice,
-                        exact=exact,
+                            published = await parts.weights.publish(parts.trainer, version=step + 1)
+                    report = replace(
+                        report,
+                        seconds=clock.seconds,
+                        untrained=rollouts.take_untrained(),
                         weights=published.metrics(),
                         rollouts=rollouts.metrics(),
                         batch_processing=processing.update(groups),
@@ -135,17 +122,25 @@ async def train(
         await run.finish()
 
 
-class Stopwatch:
-    """Measures seconds by phase. `begins` is called with each phase's name when it begins."""
-
-    def __init__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
-        self.seconds: dict[str, float] = {}
-        self._begins = begins
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time of the block as `phase`."""
-        self._begins(phase)
-        started = elapsed()
-        yield
-        self.seconds[phase] = elapsed() - started
+async def update_policy(
+    run: Run,
+    parts: TrainingAssembly,
+    algorithm: Algorithm,
+    *,
+    step: int,
+    groups: Sequence[Group],
+    traced: TracedBatch,
+) -> StepReport:
+    """Train on a batch, after the reference, the critic or the teacher of the run has seen it, and
+    record its samples. The report has the metrics of these parts.
+    """
+    # The teacher is an engine, and engines that share devices sleep while trainers work.
+    batch = await parts.advisors.ask_teacher(traced.batch)
+    async with parts.sharing.training():
+        batch, advice = await parts.advisors.advise(batch, step, groups)
+        exact = await parts.exact.measure(groups, batch)
+        metrics = await parts.trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+        samples = await run.recorder.record_samples(
+            step, groups, replace(traced, batch=batch), parts.trainer
+        )
+    return StepReport(step, groups, trainer=metrics, samples=samples, advisors=advice, exact=exact)

@@ -88,7 +88,7 @@ def test_exact_advantages_have_no_error_and_others_have_theirs(shallow_model_dir
             async def measured(
                 advantages: Sequence[Sequence[float]], group: Group = group
             ) -> dict[str, float]:
-                return dict(await metrics.measured([group], batch_of(group, advantages)))
+                return dict(await metrics.measure([group], batch_of(group, advantages)))
 
             right = await measured(exact)
             assert right["exact/return"] == pytest.approx(problem.metrics(probabilities)["return"])
@@ -111,14 +111,14 @@ def test_exact_advantages_have_no_error_and_others_have_theirs(shallow_model_dir
             assert "exact/advantage_cosine" not in nothing
             assert "exact/return" in nothing
             fewer = replace(group, trajectories=group.trajectories[:1], scores=group.scores[:1])
-            part = await metrics.measured([group], batch_of(fewer, exact[:1]))
+            part = await metrics.measure([group], batch_of(fewer, exact[:1]))
             assert "exact/advantage_cosine" not in part  # an episode is not trained on
             other = played(renderer, OPTIONS | {"other": 0.0})
             # A task of another problem.
             assert "exact/advantage_cosine" not in await measured(exact, other)
             critic: Any = Constant(0.25)
             judged = replace(metrics, critic=critic)
-            error = (await judged.measured([group], batch_of(group, exact)))["exact/value_error"]
+            error = (await judged.measure([group], batch_of(group, exact)))["exact/value_error"]
             assert error == pytest.approx(
                 np.sqrt(np.mean((0.25 - np.array(values)) ** 2)), abs=1e-5
             )
@@ -168,7 +168,7 @@ def test_a_run_on_another_environment_or_in_wrappers_has_none_and_asks_nothing(
         metrics = ExactMetrics.of_run(config, renderer, trainer, None)
         assert (
             asyncio.run(
-                metrics.measured([], collate(to_samples(played(renderer, {}).trajectories[0], 0.0)))
+                metrics.measure([], collate(to_samples(played(renderer, {}).trajectories[0], 0.0)))
             )
             == {}
         )

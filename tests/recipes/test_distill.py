@@ -286,7 +286,7 @@ def test_a_teacher_s_engine_and_a_trainer_give_the_same_advantages(
         ):
             teacher = Teacher(router, temperature=temperature, seconds=60, concurrency=5)
             by_engine = Advisors(algorithm, teacher=teacher)
-            taught, _ = await by_engine.advise(await by_engine.taught(batch))
+            taught, _ = await by_engine.advise(await by_engine.ask_teacher(batch))
             computed, _ = await Advisors(algorithm, reference=trainer).advise(batch)
             return taught, computed
 
@@ -401,7 +401,7 @@ def test_a_sample_that_the_teacher_s_engines_die_of_carries_no_loss_and_the_othe
     async def main() -> TrainBatch:
         async with Router([Mortal(lambda tokens: [1.0])], factory=again) as router:
             teacher = Teacher(router, temperature=1.0, seconds=60, concurrency=3)
-            return await Advisors(Distill(Distill.Config()), teacher=teacher).taught(batch)
+            return await Advisors(Distill(Distill.Config()), teacher=teacher).ask_teacher(batch)
 
     taught = run_virtual(main)
     assert 2 <= len(restarted) <= 4
