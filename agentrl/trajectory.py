@@ -237,28 +237,26 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """The tokens that the engine sampled. The first three fields become immutable arrays with one
-    entry per token.
-
-    `logprobs` are of the distribution that was sampled from (temperature and truncation applied),
-    in nats. The engine stamps `policy_versions` when it samples each token. A stop token is part of
-    the completion.
-
-    `support` is kept where a request asks for it (`GenerateRequest.keep_support`): for each token,
-    the ids that `top_k`, `top_p` and `min_p` left to sample from, in any order. Without it, or
-    where a row is empty, every token of the vocabulary could be sampled.
-
-    `experts` is kept where a request asks for it (`GenerateRequest.keep_experts`): for each token,
-    the experts that the model chose to compute its probability, those of the first layer that has
-    experts first. A row is empty where the engine does not say.
+    """The T tokens that the engine sampled, the stop token included. The first three fields become
+    immutable arrays.
     """
 
     token_ids: IntArray
+    """[T]"""
     logprobs: FloatArray
+    """[T] Logprobs of the distribution that was sampled from (temperature and truncation applied),
+    in nats."""
     policy_versions: IntArray
+    """[T] The version of the weights, stamped by the engine when it samples each token."""
     finish_reason: FinishReason
     support: Ragged | None = None
+    """[T] The ids that `top_k`, `top_p` and `min_p` left to sample each token from, in any order.
+    It is kept where a request asks for it (`GenerateRequest.keep_support`). Without it, or where a
+    row is empty, every token of the vocabulary could be sampled."""
     experts: Ragged | None = None
+    """[T] The experts that the model chose to compute each token's probability, those of the first
+    layer that has experts first. It is kept where a request asks for it
+    (`GenerateRequest.keep_experts`). A row is empty where the engine does not say."""
 
     __eq__ = same_fields
 
@@ -323,28 +321,42 @@ class Turn:
     """One exchange: the new part of the prompt, the model's answer, and the environment's response
     to it.
 
-    `prompt_ids` holds only the tokens after the last token of the turn before. If `forked`, the
-    prompt could not extend that turn token for token, and `prompt_ids` is the whole prompt: the
-    start of a new training sample.
+    Example: three turns, with prompts p, answers a and the environment's replies e. The second
+    prompt extends the first turn token for token; the third could not, so it has forked:
 
-    `state` names the environment's state that the turn answers: `info["state_key"]` of the step
-    before (or of the reset), or else a hash of the observation. Turns of one task with the same
-    name can be compared with each other. `asked` is when the model was asked. `picture`: the
-    environment's own picture of that state, as HTML ("" for none). `calls` are those that the
-    environment made of the answer, in whatever syntax; None if it does not say.
+        what the engine saw          prompt_ids    completion
+        p p                          p p           a a
+        p p a a e e                  e e           a
+        p p e e (another rendering)  p p e e       a a
+
+    The first two turns become one training sample, `p p a a e e a`, and the third starts another.
     """
 
     prompt_ids: IntArray
+    """The tokens after the last token of the turn before; if `forked`, the whole prompt."""
     completion: Completion
+    """The model's answer."""
     reward: float
+    """What the environment paid for it."""
     info: Mapping[str, Any]
+    """What else the environment said of the step."""
     forked: bool = False
+    """The prompt could not extend the turn before it token for token."""
     generate_seconds: float = 0.0
+    """Seconds that the model took to answer."""
     env_seconds: float = 0.0
+    """Seconds that the environment took to respond."""
     state: str = ""
+    """The name of the environment's state that the turn answers: `info["state_key"]` of the step
+    before (or of the reset), or else a hash of the observation. Turns of one task with the same
+    name can be compared with each other."""
     asked: float = 0.0
+    """When the model was asked, in seconds of the loop's clock."""
     picture: str = ""
+    """The environment's own picture of that state, as HTML; "" for none."""
     calls: tuple[MadeCall, ...] | None = None
+    """The calls that the environment made of the answer, in whatever syntax; None if it does not
+    say."""
 
     __eq__ = same_fields
 
@@ -374,14 +386,15 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The episode failed. A failure is never turned into a reward. `outage`: its server could not
-    be reached. `final`: to play it again would only repeat the failure.
-    """
+    """The episode failed. A failure is never turned into a reward."""
 
     layer: Layer
+    """The part that is at fault."""
     error: str
     outage: bool = False
+    """Its server could not be reached."""
     final: bool = False
+    """To play it again would only repeat the failure."""
     name: ClassVar[str] = "failed"
 
     @staticmethod
@@ -390,63 +403,49 @@ class Failed:
         return Failed(error.layer, str(error), isinstance(error, OutageError), error.final)
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The scheduler stopped the episode before its end."""
-
-    why: str
-    name: ClassVar[str] = "cancelled"
-
-
-@dataclass(frozen=True, slots=True)
-class Stale:
-    """The episode was abandoned because its weights were too old (only under a rule that drops
-    episodes).
-    """
-
-    name: ClassVar[str] = "stale"
-
-
-Status = Terminated | Truncated | Failed | Cancelled | Stale
+Status = Terminated | Truncated | Failed
 SEGMENT = Truncated("segment")
 """The status of a part of an episode that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One episode from the view of one agent. `messages` is the conversation as text, `turns` the
-    same as exact tokens; `seconds` is how long the episode ran. Unless its status is `SEGMENT`, it
-    is over.
-
-    `id` is the episode's. With several agents, each trained agent has its own trajectory under that
-    id, and `agent` is its name. `head_start` is the reward that the agent received before its first
-    turn, for actions of others.
-
-    `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would
-    have answered next. The first `trained_turns` turns have been trained on before, in segments;
-    here they are only context. `opponent`: the version of the policy that played the other agents,
-    where that was an earlier one (self-play). `dropped`: what was sampled in the episode and is in
-    no turn, by reason: the number of answers, and of their tokens (`agentrl/gateway`). `started` is
-    when the episode began. `picture`: the environment's own picture of its last state
-    (`Turn.picture`). `begun` names what the environment showed at the beginning, to all agents ("":
-    unknown; see `beginning`).
-    """
+    """One episode from the view of one agent. Unless its status is `SEGMENT`, it is over."""
 
     id: str
+    """The episode's. With several agents, each trained agent has its own trajectory under that
+    id."""
     task: Task
     turns: tuple[Turn, ...]
+    """The conversation as exact tokens."""
     status: Status
+    """How it ended."""
     messages: tuple[Message, ...] = ()
+    """The conversation as text."""
     seconds: float = 0.0
+    """How long the episode ran."""
     agent: str = ""
+    """The agent's name, with several agents."""
     head_start: float = 0.0
+    """The reward that the agent received before its first turn, for actions of others."""
     tail_ids: IntArray = field(default_factory=lambda: ints(()), compare=False)
+    """The tokens of a truncated episode that follow its last turn: what the model would have
+    answered next."""
     trained_turns: int = 0
+    """How many turns have been trained on before, in segments; here they are only context."""
     opponent: int | None = None
+    """The version of the policy that played the other agents, where that was an earlier one
+    (self-play)."""
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Answers that were sampled in the episode and are in no turn, by reason: their number, and
+    that of their tokens (`agentrl/gateway`)."""
     started: float = 0.0
+    """When the episode began, in seconds of the loop's clock."""
     picture: str = ""
+    """The environment's own picture of its last state (`Turn.picture`)."""
     begun: str = field(default="", compare=False)
+    """A name of what the environment showed at the beginning, to all agents; "" if unknown (see
+    `beginning`)."""
 
     @property
     def beginning(self) -> str:
@@ -527,20 +526,25 @@ class Score:
     """A reward's verdict on a trajectory: the value, its named parts, and whether it could be
     computed at all.
 
-    A failed score has the value NaN, so that a mean that includes it by mistake is NaN too.
-    `turns`: what single turns contributed to the value; the last turn gets the rest
-    (`Group.turn_rewards_G`). `worked`: from when to when rewards worked on it. `words`: why, in
-    words, by part: what a judge says of its verdict, for people who read the episode. `success`:
-    whether the episode reached its goal; `None`: a value above zero says so (`succeeded`).
+    Example: a rule pays 1 and a judge 0.8, with weights 1 and 0.5:
+
+        Score(1.4, {"math": 1.0, "judge": 0.8}, words={"judge": "correct, but hard to follow"})
     """
 
     value: float
+    """The reward. NaN if it failed, so that a mean that includes it by mistake is NaN too."""
     parts: Mapping[str, float] = field(default_factory=dict)
+    """The parts by name, unweighted."""
     status: Scored | Failed | Unscored = field(default_factory=Scored)
     turns: tuple[float, ...] = ()
+    """What single turns contributed to the value; the last turn gets the rest
+    (`Group.turn_rewards_G`)."""
     worked: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    """From when to when rewards worked on it, in seconds of the loop's clock."""
     words: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Explanations by part: what a judge says of its verdict, for people who read the episode."""
     success: bool | None = None
+    """The episode reached its goal. None: a value above zero says so (`succeeded`)."""
 
     @staticmethod
     def failed(error: str, layer: Layer = "reward", *, final: bool = False) -> "Score":
@@ -559,17 +563,18 @@ class Group:
 
     With several trained agents, a group holds the trajectories of all of them, agent by agent, and
     advantages are computed over each group of `by_agent`.
-
-    `admitted_version` is the policy version that was served when the group was admitted: no token
-    in it is older. If `partial`, the group goes on: its trajectories are segments, or episodes that
-    were over when it was cut.
     """
 
     task: Task
     trajectories: tuple[Trajectory, ...]
+    """[G]"""
     scores: tuple[Score, ...]
+    """[G]"""
     admitted_version: int = 0
+    """The policy version that was served when the group was admitted: no token in it is older."""
     partial: bool = False
+    """The group goes on: its trajectories are segments, or episodes that were over when it was
+    cut."""
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.scores):

@@ -121,7 +121,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "seed": trajectory.task.seed,
         "status": status.name,
         "detail": next(
-            (str(getattr(status, n)) for n in ("limit", "error", "why") if hasattr(status, n)), ""
+            (str(getattr(status, n)) for n in ("limit", "error") if hasattr(status, n)), ""
         ),
         "trained_turns": trajectory.trained_turns,
         "started": trajectory.started + epoch,

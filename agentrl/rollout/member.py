@@ -17,7 +17,7 @@ from agentrl.rollout.assignment import (
 )
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.scoring.pipeline import RewardPipeline
-from agentrl.trajectory import Failed, Score, Trajectory, Unscored
+from agentrl.trajectory import UNSCORED, Failed, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Member:
             if isinstance(trajectory.status, Failed):
                 return MemberResult(played, failure=trajectory.status)
             if self.reward is None:
-                scores.append(Score(0.0, status=Unscored()))
+                scores.append(UNSCORED)
                 continue
             began = elapsed()
             score = await self.reward.score(trajectory, note_retry)

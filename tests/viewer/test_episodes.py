@@ -171,3 +171,17 @@ def test_an_episode_that_was_not_trained_on_can_be_read_and_searched_and_has_no_
     episode = EpisodeReader(RunFolder("run", run.folder), index).episode(failed["id"])
     assert "was not trained: it failed" in episode["fate"]
     assert episode["trajectory"]["messages"][1]["content"] == "A door."
+
+
+def test_files_of_a_release_that_had_more_statuses_are_read(made):
+    path = sorted((made.folder / "trajectories").glob("*.parquet"))[0]
+    table = pq.read_table(path)
+    for status in ("cancelled", "stale"):
+        statuses = [status, *table["status"].to_pylist()[1:]]
+        column = table.schema.get_field_index("status")
+        table = table.set_column(column, table.schema.field(column), [statuses])
+        pq.write_table(table, path)
+        index = index_of(made)
+        (row,) = index.page(EpisodeQuery(status=status))["rows"]
+        episode = EpisodeReader(RunFolder("run", made.folder), index).episode(row["id"])
+        assert episode["trajectory"]["status"] == row["status"] == status
