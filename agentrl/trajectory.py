@@ -96,9 +96,13 @@ class Task:
     """
 
     env: str
+    """The environment's name in the run."""
     seed: int
+    """The seed of the environment's reset."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """The options of the environment's reset."""
     id: str = ""
+    """A name that is unique in the run."""
 
     def __post_init__(self) -> None:
         named = f"task {self.id!r}" if self.id else "the task"

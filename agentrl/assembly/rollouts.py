@@ -1,4 +1,4 @@
-"""What plays and scores episodes, as a whole: `assemble_rollouts`."""
+"""The parts that play and score episodes: `assemble_rollouts`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

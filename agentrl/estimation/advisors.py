@@ -57,7 +57,7 @@ ON_NEWEST = CriticTraining()
 
 @dataclass(frozen=True, slots=True)
 class Advisors:
-    """What a batch goes through before it is trained on: the reference and the critic of a run,
+    """The models that see a batch before it is trained on: the reference and the critic of a run,
     where it has them.
     """
 
@@ -187,7 +187,7 @@ class Advisors:
 
 
 def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:
-    """What a critic is trained on: the tokens before which it learns what to expect."""
+    """The batch that a critic is trained on: the tokens before which it learns what to expect."""
     lesson = replace(
         batch,
         advantages_N=estimate.returns_N,

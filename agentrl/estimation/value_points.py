@@ -21,7 +21,7 @@ from agentrl.batch import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What a critic is asked about a batch: before each loss token of `asked`.
+    """The questions to a critic about a batch: before each loss token of `asked`.
 
     `lesson` has the questions that it learns from, which are all but those at the ends. `lesson_N`
     and `ends_N` say which loss tokens of `asked` are in the lesson, and which are at an end;
@@ -71,7 +71,7 @@ def questions(batch: TrainBatch, *, answers: bool, ends: bool) -> Questions:
 
 
 def _added(tails_M: Ragged, cut_M: MaskArray, *, answers: bool) -> Ragged:
-    """What is added to each sample: the tail of one that was cut, and a token to ask before."""
+    """The tokens added to each sample: the tail of one that was cut, and a token to ask before."""
     counts_M = tails_M.lengths * cut_M + (cut_M | answers)
     tokens, is_tail = (
         np.zeros(int(counts_M.sum()), np.int32),

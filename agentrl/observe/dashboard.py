@@ -155,7 +155,7 @@ def line_of(progress: RunProgress) -> str:
 
 
 def cells_of(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What is shown of a step's metrics, by name."""
+    """The shown metrics of a step, by name."""
     seconds = max(metrics["seconds"], 1e-9)
     phases = {
         name.removeprefix("seconds/"): value

@@ -1,4 +1,4 @@
-"""What a history of steps shows that a single step does not: gradients that explode, success that
+"""Alarms from the history of steps: gradients that explode, success that
 is lost, rewards that rise alone.
 """
 
@@ -46,7 +46,7 @@ class History:
     _told: bool = False
 
     def read(self, row: Row) -> list[Alarm]:
-        """What is to be told of this step, each once until it has ended."""
+        """The alarms of this step, each once until its condition has ended."""
         found = {
             ("grad_norm",): self._explosion(row),
             ("success",): self._loss(row),

@@ -1,4 +1,4 @@
-"""What each metric means: the reference page (docs/metrics.md) is written from this table.
+"""The meanings of metrics: the reference page (docs/metrics.md) is written from this table.
 
 A name in the table may have placeholders: `reward/<part>` stands for `reward/environment`,
 `reward/judge` and so on.
@@ -398,7 +398,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
 
 
 def meaning_of(name: str) -> str | None:
-    """What a metric means; None for one that is not in the table."""
+    """The meaning of a metric; None for one that is not in the table."""
     if name in _exact():
         return _exact()[name]
     return next((meaning for pattern, meaning in _patterns() if pattern.fullmatch(name)), None)

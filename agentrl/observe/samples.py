@@ -1,4 +1,4 @@
-"""What a step was trained on: a Parquet file per step with a row per training sample.
+"""The samples that a step was trained on: a Parquet file per step with a row per training sample.
 
 Each row says which turns of which episode the sample is. Samples of some groups also have what the
 trainer computed for each of their loss tokens. Dimension suffixes: M samples of a batch, N loss

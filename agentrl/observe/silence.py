@@ -21,7 +21,7 @@ class Condition:
     holds: Callable[[Row], bool]
     text: Callable[[Row], str]
     metrics: tuple[str, ...]
-    """What it is about (`Alarm`)."""
+    """Names of the metrics (`Alarm`)."""
     steps: int = IN_A_ROW
     """Steps in a row after which to tell it."""
     blames_tasks: bool = False

@@ -114,7 +114,7 @@ class TraceFile:
 
 @dataclass(slots=True)
 class Trace:
-    """What a trace says. `levels` are by group and counter."""
+    """The content of a trace. `levels` are by group and counter."""
 
     slices: list[Slice] = field(default_factory=list)
     levels: dict[tuple[str, str], list[Level]] = field(default_factory=dict)

@@ -218,7 +218,7 @@ class _Sender:
                     return None
 
     def _next(self) -> _Work | None:
-        """What to do next; None at the end."""
+        """The next task; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._last is not None)
             return self._waiting.popleft() if self._waiting else None

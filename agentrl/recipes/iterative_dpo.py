@@ -289,7 +289,7 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Trained(Savable):
-    """What the checkpoint of an iteration has: the trainers' state, the pairs, and the lineage of
+    """The content of an iteration's checkpoint: the trainers' state, the pairs, and the lineage of
     the weights.
     """
 

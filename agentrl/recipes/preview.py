@@ -21,7 +21,7 @@ from agentrl.trajectory import Failed, Message, Score, Task, succeeded
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a model sees before its first answer: messages, and schemas of tools."""
+    """The input of a model before its first answer: messages, and schemas of tools."""
 
     messages: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]]

@@ -124,7 +124,7 @@ def _is_said(trajectory: Trajectory, renderer: TemplateRenderer) -> bool:
 
 
 def _texts(trajectory: Trajectory) -> list[str]:
-    """What the answers say: their texts, and the names of the tools that they call."""
+    """The content of the answers: their texts, and the names of the tools that they call."""
     answers = [message for message in trajectory.messages if message.is_answer]
     said = [answer.said.strip() for answer in answers]
     return [*filter(None, said), *(call.name for answer in answers for call in answer.tool_calls)]
