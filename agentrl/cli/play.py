@@ -15,7 +15,7 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
-from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, system_prompt_in
+from agentrl.rollout.agents import SINGLE_AGENT, agents_in, earnings, next_agent, system_prompt_in
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import ToolCall
 
@@ -111,7 +111,9 @@ async def _episode(
             )
             return
         observation, reward, terminated, truncated, info = await env.step(action)
-        paid = {"": float(reward)} if agents is ALONE else earnings(info, agent, reward, agents)
+        paid = (
+            {"": float(reward)} if agents is SINGLE_AGENT else earnings(info, agent, reward, agents)
+        )
         totals = {name: total + paid.get(name, 0.0) for name, total in totals.items()}
         is_over = terminated or truncated
         agent = agent if is_over else next_agent(info, agents)

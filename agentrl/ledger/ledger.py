@@ -248,7 +248,7 @@ class Fates:
 
     @property
     def settled(self) -> bool:
-        """Whether all have exactly one fate."""
+        """True if all have exactly one fate."""
         return self.open == 0 and self.total == sum(getattr(self, fate) for fate in get_args(Fate))
 
 
@@ -351,7 +351,7 @@ class LedgerReader:
         yield from self._rows("SELECT number, env, fate FROM tasks ORDER BY number")
 
     def trained_steps(self, before: int) -> int:
-        """How many of the first `before` steps have tasks in their batches."""
+        """The number of steps before `before` that have tasks in their batches."""
         query = f"SELECT COUNT(DISTINCT step) FROM tasks WHERE ({_IN_A_BATCH}) AND step < ?"
         return int(self._rows(query, before).fetchone()[0])
 
@@ -431,7 +431,7 @@ class LedgerReader:
         return [name for (name,) in self._rows(query + "AS e JOIN tasks ON number = e.task", limit)]
 
     def damage(self) -> str | None:
-        """What is wrong with the file's pages and indices, or None."""
+        """The damage of the file's pages and indices, or None."""
         try:
             (found,) = self._rows("PRAGMA quick_check(1)").fetchone()
         except sqlite3.DatabaseError as error:

@@ -21,7 +21,7 @@ from agentrl.ledger.ledger import (
 )
 from agentrl.plugins import nearest
 
-_SAID = {
+_PHRASES = {
     None: "is running, or was when the run stopped",
     "trained": "was trained at step {step}",
     "masked": "carried no loss in the batch of step {step}: {why}",
@@ -80,7 +80,7 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
 
 
 def fates_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
-    """How many tasks and episodes met each fate; the shares of each sum to 100.0 %."""
+    """The number of tasks and episodes with each fate; the shares of each sum to 100.0 %."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("fate")
     for kind in ("tasks", "episodes"):
@@ -235,4 +235,4 @@ def _about_episode(
 
 
 def _fate_of(record: TaskRecord | EpisodeRecord) -> str:
-    return _SAID[record.fate].format(step=record.step, why=record.why)
+    return _PHRASES[record.fate].format(step=record.step, why=record.why)

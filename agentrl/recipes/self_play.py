@@ -14,7 +14,7 @@ from agentrl.protocols import AlgorithmOffers
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
-from agentrl.rollout.agents import ALONE, PolicyRoute, agents_in, check_routes
+from agentrl.rollout.agents import SINGLE_AGENT, PolicyRoute, agents_in, check_routes
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.opponents import Matches
 from agentrl.runs.run import Run
@@ -74,7 +74,9 @@ def check_matches(matches: Matches, config: RunConfig) -> None:
     name, agents = config.env.name, matches.agents
     if len(agents) < 2:
         there = (
-            "names no agents" if agents == list(ALONE) else f"leaves it only {', '.join(agents)}"
+            "names no agents"
+            if agents == list(SINGLE_AGENT)
+            else f"leaves it only {', '.join(agents)}"
         )
         raise ConfigError(
             "recipe=self_play needs an environment in which the policy can play two agents or"

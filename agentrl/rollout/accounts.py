@@ -17,7 +17,7 @@ from agentrl.rollout.durations import Durations
 from agentrl.trajectory import Failed, Group, Score, Trajectory
 
 DiscardReason = Literal["failed", "surplus", "stale", "filtered"]
-"""Why sampled tokens are not trained on.
+"""The reason why sampled tokens are not trained on.
 
 | reason | whose tokens |
 |---|---|

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from agentrl.errors import ConfigError, EnvError
 from agentrl.settings.base import Settings
 
-ALONE = ("",)
+SINGLE_AGENT = ("",)
 """The agents of an environment that names none: a single one without a name."""
 
 
@@ -69,14 +69,14 @@ AgentRoute = Annotated[
 
 
 def agents_in(info: Mapping[str, Any]) -> Sequence[str]:
-    """The agents that the info of a reset names; `ALONE` if it names none.
+    """The agents that the info of a reset names; `SINGLE_AGENT` if it names none.
 
     Raises:
         EnvError: `info["agents"]` is not a list of different names.
     """
     agents = info.get("agents")
     if agents is None:
-        return ALONE
+        return SINGLE_AGENT
     named = isinstance(agents, list | tuple) and all(
         isinstance(agent, str) and agent for agent in agents
     )
@@ -108,7 +108,7 @@ def next_agent(info: Mapping[str, Any], agents: Sequence[str]) -> str:
     Raises:
         EnvError: the environment names no agent, or an unknown one.
     """
-    if agents is ALONE:
+    if agents is SINGLE_AGENT:
         return ""
     agent = info.get("agent")
     if agent not in agents:
@@ -164,7 +164,7 @@ def check_routes(routed: Mapping[str, object], agents: Sequence[str]) -> None:
     if unknown := sorted(routed.keys() - set(agents)):
         there = (
             f"its agents are {', '.join(agents)}"
-            if agents is not ALONE
+            if agents is not SINGLE_AGENT
             else "it has no agents with names"
         )
         raise ConfigError(

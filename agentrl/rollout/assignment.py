@@ -1,5 +1,5 @@
-"""What a member is told to play, and what it reports meanwhile: values that can be sent to another
-process.
+"""`Assignment`: one episode to play, and the reports of the member that plays it. Both are values
+that can be sent to another process.
 
     controller ──Assignment──▶ member ──MemberReport, again and again──▶ controller
 """

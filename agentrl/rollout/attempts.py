@@ -28,7 +28,7 @@ class LastAttempt:
 
     result: MemberResult
     failures: int
-    """How many attempts have failed, outages not counted."""
+    """Attempts that have failed, outages not counted."""
 
 
 @dataclass(frozen=True, slots=True)

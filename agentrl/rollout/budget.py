@@ -29,7 +29,7 @@ class OwnBudget(Settings):
 
 
 class Budget(Settings):
-    """What an episode may use; it is truncated after that."""
+    """Limits of an episode, which is truncated when it reaches one."""
 
     turns: int = Field(16, gt=0)
     """Turns, of all agents together. Of a program (`env: agent:...`): its calls."""
@@ -64,10 +64,10 @@ def _ignore(tokens: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class BudgetUsage:
-    """What an episode has used of its budget so far: one for all of its agents and calls."""
+    """The used part of an episode's budget: one value for all of its agents and calls."""
 
     budget: Budget = field(default_factory=Budget)
-    """What it may use."""
+    """The limits."""
     sampled_tokens: int = 0
     """Tokens of the models' answers so far."""
     on_answer: Callable[[int], None] = _ignore

@@ -1,4 +1,4 @@
-"""How many episodes may run at once: a controller that follows the engine's load, and the slots
+"""The limit on live episodes: a controller that follows the engine's load, and the slots
 that it limits.
 
 With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few,
@@ -15,46 +15,55 @@ from typing import Self
 
 from agentrl.rollout.staleness import Ticket
 
-_FULL = 0.95
-_ROOMY = 0.80
+_FULL_KV_SHARE = 0.95
+"""Share of the KV cache in use from which requests soon lose theirs."""
+_ROOMY_KV_SHARE = 0.80
+"""Share of the KV cache in use below which more episodes may begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's load: requests in its batch and waiting for it, share of the KV cache in use,
-    preemptions since the previous observation."""
+    """The engine's load."""
 
     running: int
+    """Requests in its batch."""
     waiting: int
+    """Requests that wait for it."""
     kv_use: float = 0.0
+    """Share of the KV cache in use."""
     preemptions: int = 0
+    """Since the previous observation."""
 
     @property
     def pressed(self) -> bool:
-        """Whether requests lose their KV or soon will, or more of them wait than run."""
-        return self.preemptions > 0 or self.kv_use >= _FULL or self.waiting > self.running
+        """Requests lose their KV or soon will, or more of them wait than run."""
+        return self.preemptions > 0 or self.kv_use >= _FULL_KV_SHARE or self.waiting > self.running
 
     @property
     def roomy(self) -> bool:
-        """Whether hardly any request waits for the batch, and memory is left."""
-        return self.waiting * 16 <= self.running and self.kv_use < _ROOMY and self.preemptions == 0
+        """Hardly any request waits for the batch, and memory is left."""
+        return (
+            self.waiting * 16 <= self.running
+            and self.kv_use < _ROOMY_KV_SHARE
+            and self.preemptions == 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyController:
-    """The controller's state; `observe` returns the next state.
-
-    `limit` is in [`low`, `high`]. `met` is the limit at which the engine was last overloaded
-    (`high` + 1: never). The limit is capped at 7/8 of it until the engine has had room there for
-    `patience` observations.
-    """
+    """The controller's state; `observe` returns the next state."""
 
     limit: int
+    """Episodes that may run at once, in [`low`, `high`]."""
     low: int
     high: int
     met: int
+    """The limit at which the engine was last overloaded; `high` + 1: never. The limit is capped at
+    7/8 of it until the engine has had room there for `patience` observations."""
     patience: int = 8
+    """Observations; doubled with each overload."""
     quiet: int = 0
+    """Observations in a row with room at the cap."""
 
     @classmethod
     def between(cls, low: int, high: int) -> Self:
@@ -96,7 +105,7 @@ class EpisodeSlots:
 
     @property
     def free(self) -> bool:
-        """Whether a slot is free and no episode waits for one."""
+        """A slot is free, and no episode waits for one."""
         return self.taken < self.limit and not self._waiting
 
     def reserve(self, wanted: int) -> int:
@@ -107,7 +116,7 @@ class EpisodeSlots:
 
     @property
     def queued(self) -> int:
-        """How many episodes wait for a slot."""
+        """Episodes that wait for a slot."""
         return len(self._waiting)
 
     async def acquire(self, ticket: Ticket) -> None:

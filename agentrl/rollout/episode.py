@@ -234,11 +234,11 @@ class _AgentState:
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """What has happened in an episode so far."""
+    """The state of an episode that is being played."""
 
     episode: Episode
     started: float
-    """When it began (`elapsed`)."""
+    """The time at which it began (`elapsed`)."""
     report_turns: Report = ignore_reports
     """Takes the turns played so far, if they are to be trained on before the episode is over."""
     agents: dict[str, _AgentState] = field(default_factory=dict)

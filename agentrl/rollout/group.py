@@ -57,9 +57,9 @@ class _LiveEpisode:
     segments: tuple[Trajectory, ...] = ()
     """Its turns so far, if it reports them."""
     trained_turns: dict[str, int] = field(default_factory=dict)
-    """How many turns of each agent have been trained on."""
+    """Turns of each agent that have been trained on."""
     trained_tokens: int = 0
-    """How many of the sampled tokens have been trained on."""
+    """Those of the sampled tokens that have been trained on."""
 
     @property
     def untrained_tokens(self) -> int:
@@ -104,9 +104,9 @@ class _GroupState:
     """The number of each member's last attempt."""
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
-    """Why each of the lost members was lost."""
+    """The reason for each lost member."""
     reason: DiscardReason = "stale"
-    """Why those that play are cancelled: unless the group ends itself, it was given up."""
+    """The reason for cancelling those that play: unless the group ends itself, it was given up."""
 
     @property
     def discard_reason(self) -> DiscardReason:
@@ -147,7 +147,7 @@ class GroupRunner:
         return sorted(groups, key=lambda group: -group.seconds)[:count]
 
     def take_segments(self, number: int, step: int) -> Group | None:
-        """What the members of a running group have played since the last call, to be trained on at
+        """The turns that a running group has played since the last call, to be trained on at
         `step`.
 
         None if nothing of it can be trained on yet.
@@ -243,14 +243,14 @@ class GroupRunner:
         group = Group(
             task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version
         )
-        compared = [await self._compared(of_agent) for of_agent in group.by_agent()]
+        compared = [await self._add_group_scores(of_agent) for of_agent in group.by_agent()]
         trajectories = tuple(
             trajectory for of_agent in compared for trajectory in of_agent.trajectories
         )
         scores = tuple(score for of_agent in compared for score in of_agent.scores)
         return Group(task, trajectories, scores, ticket.admitted_version)
 
-    async def _compared(self, group: Group) -> Group:
+    async def _add_group_scores(self, group: Group) -> Group:
         """The group, with the scores of the reward parts that compare its members added."""
         began = elapsed()
         scores = await self.reward.score_group(

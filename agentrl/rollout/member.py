@@ -29,7 +29,7 @@ class MemberResult:
     scores: tuple[Score, ...] = ()
     """One for each trajectory; empty if the episode has failed."""
     failure: Failed | None = None
-    """Why it failed, if it has."""
+    """The failure, if it has failed."""
 
     @property
     def scored(self) -> tuple[tuple[Trajectory, Score], ...]:

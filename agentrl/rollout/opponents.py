@@ -209,7 +209,7 @@ class SelfPlay:
             return
         if version % self.snapshots.every == 0:
             await run_to_completion(asyncio.to_thread(self.snapshots.write, version, weights))
-        self._assign(self._drawn(version))
+        self._assign(self._draw(version))
         for opponent in self._met:
             await opponent.change_if_idle()
         used = {v for opponent in self.opponents for v in (opponent.version, opponent.wanted)}
@@ -217,7 +217,7 @@ class SelfPlay:
             asyncio.to_thread(self.snapshots.thin_out, version, [*self.resumable()], used)
         )
 
-    def _drawn(self, version: int) -> list[int]:
+    def _draw(self, version: int) -> list[int]:
         """The snapshots to meet at this version, all different, at most one for each engine."""
         rng = Random(derive_seed(self.seed, "opponents", version))
         left, drawn = list(self.snapshots.needed(version)), list[int]()

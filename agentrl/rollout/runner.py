@@ -31,7 +31,7 @@ class Episode:
     priority: int = 0
     """Of its requests to the engine; those with a lower number are served first."""
     usage: BudgetUsage = field(default_factory=BudgetUsage, compare=False)
-    """What all of its agents have used of its budget together."""
+    """The used part of its budget, by all of its agents together."""
 
     @staticmethod
     def of(assignment: Assignment, budget: Budget, report: Report) -> "Episode":

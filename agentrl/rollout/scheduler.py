@@ -44,10 +44,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Playing:
-    """A running group: its ticket, which the rule may replace, its task and the task's number."""
+    """A running group."""
 
     ticket: Ticket
+    """Its ticket, which the rule may replace."""
     number: int
+    """The number of its task."""
     task: Task
 
 
@@ -118,7 +120,7 @@ class Rollouts:
         self._last_failures: deque[str] = deque(maxlen=5)
         self._filtered: list[tuple[int, Group]] = []  # for the next batch
         self.blocked = False
-        """Whether `next_batch` is waiting."""
+        """`next_batch` is waiting."""
         self._mixture = tasks if isinstance(tasks, MixesEnvironments) else None
         self._gives_up = gives_up
         self._teaches = teaches
@@ -174,25 +176,16 @@ class Rollouts:
             StallError: nothing has progressed for too long.
             StalenessError: a token is older than the bound, under a rule that keeps it (a defect).
         """
-        self.blocked = True
-        self._absorb(self._finished.drain())
-        while (tickets := self._rule.select()) is None:
-            self._absorb([await self._finished.get(), *self._finished.drain()])
-        self.blocked = False
-        chosen = [
-            self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)
-        ]
+        tickets = await self._select()
+        in_order_of_admission = sorted(tickets, key=lambda ticket: ticket.number)
+        chosen = [self._ready.pop(ticket) for ticket in in_order_of_admission]
         step = self._rule.version
         # In the order in which the ledger replays them.
         self._report_outcomes(sorted(self._filtered, key=lambda played: played[0]))
         self._report_outcomes(chosen)
         self._filtered = []
         for _, group in chosen:
-            if self._rule.bounded and staleness(group, step) > self._config.max_staleness:
-                raise StalenessError(
-                    f"{group.task.id} has tokens {staleness(group, step)} versions old at step"
-                    f" {step}"
-                )
+            self._check_bound(group, step)
             self._events.record("trained", group.task.id)
             self._accounts.lengths.add_trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
@@ -201,12 +194,34 @@ class Rollouts:
             self._mixture.trained(groups)
         if self._observer is not None:
             self._observer.observe(groups)
+        # Groups that missed this batch may be too old for the next one. They end now, so that
+        # nothing more is sampled for them while this one is trained on.
         for ticket in self._rule.give_up():
             self._cancel_stale(ticket)
         self._admit()
-        batch = [*groups, *self._segments(step)]
+        # Last, as the stragglers of this batch are those whose tickets the choice has renewed.
+        batch = [*groups, *self._take_segments(step)]
         self._accounts.tokens.add_trained(batch)
         return batch
+
+    async def _select(self) -> list[Ticket]:
+        """The tickets of the next batch; waits until the rule has chosen."""
+        self.blocked = True
+        self._absorb(self._finished.drain())
+        while (tickets := self._rule.select()) is None:
+            self._absorb([await self._finished.get(), *self._finished.drain()])
+        self.blocked = False
+        return tickets
+
+    def _check_bound(self, group: Group, step: int) -> None:
+        """The theorem of `agentrl/rollout/staleness.py`, checked on the tokens themselves.
+
+        Raises:
+            StalenessError: it does not hold.
+        """
+        age = staleness(group, step)
+        if self._rule.bounded and age > self._config.max_staleness:
+            raise StalenessError(f"{group.task.id} has tokens {age} versions old at step {step}")
 
     @asynccontextmanager
     async def new_weights(self, version: int) -> AsyncIterator[None]:
@@ -242,29 +257,31 @@ class Rollouts:
         tasks; of scoring since the last call, as the rewards report them; and of the last batch, as
         the runner reports them.
         """
-        return {
+        metrics = {
             "live_episodes": float(self._slots.taken),
             "live_episodes/limit": float(self._slots.limit),
             "groups/playing": float(len(self._playing)),
             "groups/ready": float(len(self._ready)),
-            **{
-                f"channels/{stats.name.rpartition('/')[2]}/{name}": float(getattr(stats, name))
-                for stats in self._flow.snapshot()
-                for name in ("depth", "capacity", "put_wait", "get_wait")
-            },
-            "blocked_seconds": self._finished.snapshot().get_wait,
-            "failed_tasks": float(self._failed_tasks.total()),
-            **(
-                {f"envs/{env}/failed_tasks": float(n) for env, n in self._failed_tasks.items()}
-                if self._mixture
-                else {}
-            ),
-            "generated_tokens": self._generated_tokens(),
-            **self._accounts.metrics(),
-            **self._groups.reward.metrics(),
-            **(self._observer.metrics() if self._observer is not None else {}),
-            **(getattr(self._curriculum, "metrics", dict)()),
         }
+        for channel in self._flow.snapshot():
+            name = f"channels/{channel.name.rpartition('/')[2]}"
+            metrics |= {
+                f"{name}/depth": float(channel.depth),
+                f"{name}/capacity": float(channel.capacity),
+                f"{name}/put_wait": channel.put_wait,
+                f"{name}/get_wait": channel.get_wait,
+            }
+        metrics["blocked_seconds"] = self._finished.snapshot().get_wait
+        metrics["failed_tasks"] = float(self._failed_tasks.total())
+        if self._mixture is not None:
+            for env, failed in self._failed_tasks.items():
+                metrics[f"envs/{env}/failed_tasks"] = float(failed)
+        metrics["generated_tokens"] = self._generated_tokens()
+        metrics |= self._accounts.metrics() | self._groups.reward.metrics()
+        if self._observer is not None:
+            metrics |= self._observer.metrics()
+        metrics |= getattr(self._curriculum, "metrics", dict)()
+        return metrics
 
     def _generated_tokens(self) -> float:
         """The tokens that the engines have sampled since the last call. Those of engines that died
@@ -281,34 +298,30 @@ class Rollouts:
         return self._accounts.samples.take()
 
     def take_all(self) -> list[tuple[Trajectory, Score]]:
-        """What a run that ends in the middle of a step has played and not recorded:
+        """The episodes that a run which ends in the middle of a step has played and not recorded:
         `take_untrained`, the batch, the groups of later ones, and members of groups that are not
         complete.
         """
         self._absorb(self._finished.drain())
-        groups = [*self._batch, *(group for _, group in self._ready.values())]
-        whole = [
-            pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
-        ]
-        members = [
-            pair
-            for one in self._groups.playing.values()
-            for played in one.played.values()
-            for pair in played
-        ]
-        return [*whole, *members, *self.take_untrained()]
+        episodes: list[tuple[Trajectory, Score]] = []
+        for group in [*self._batch, *(group for _, group in self._ready.values())]:
+            episodes += zip(group.trajectories, group.scores, strict=True)
+        for state in self._groups.playing.values():
+            for scored in state.played.values():
+                episodes += scored
+        return [*episodes, *self.take_untrained()]
 
-    def _segments(self, step: int) -> list[Group]:
-        """What the groups have played so far whose tickets the rule has renewed."""
-        taken = []
+    def _take_segments(self, step: int) -> list[Group]:
+        """The turns played so far of the groups whose tickets the rule has renewed."""
+        segments = []
         for old, new in self._rule.renewed.items():
             playing, work = self._playing.pop(old)
             playing.ticket = new
             self._playing[new] = (playing, work)
             if group := self._groups.take_segments(playing.number, step):
                 self._events.record("segment", group.task.id)
-                taken.append(group)
-        return taken
+                segments.append(group)
+        return segments
 
     def _admit(self) -> None:
         """Start groups while the rule has a slot and an episode slot is free."""

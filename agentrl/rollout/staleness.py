@@ -165,7 +165,7 @@ class StalenessRule:
         return batch
 
     def may_publish(self) -> bool:
-        """Whether new weights may go live now."""
+        """True if new weights may go live now."""
         return True
 
     def publish(self, version: int) -> list[Ticket]:

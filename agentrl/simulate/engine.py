@@ -249,7 +249,7 @@ class SimulatedEngine(Engine):
         self._settle()
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now. A prefill is counted when it begins."""
+        """The engine's present state. A prefill is counted when it begins."""
         self._advance()
         capacity = self._config.kv_tokens
         return EngineStats(

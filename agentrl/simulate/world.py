@@ -40,8 +40,8 @@ from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Group, Score, Trajectory
 from agentrl.weights.config import WeightUpdate
 
-_SAMPLES = 128
-"""Most points of the timeline; when it is full, every other point is dropped."""
+_MAX_TIMELINE_POINTS = 128
+"""When the timeline is full, every other point is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class World:
         with Ledger(self.ledger) as ledger:
             async with Router(engines, update=self.weight_update) as router:
                 rollouts = self._rollouts(router, host, ledger, events)
-                async with rollouts, _sampled(report, rollouts, router):
+                async with rollouts, _record_timeline(report, rollouts, router):
                     await self._train(report, rollouts, router, self._device_sharing(engines))
                     report.metrics = rollouts.metrics()
                 stats = router.stats()
@@ -269,7 +269,9 @@ def _rare_garbage_collection() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _sampled(report: Report, rollouts: Rollouts, router: Router) -> AsyncIterator[None]:
+async def _record_timeline(
+    report: Report, rollouts: Rollouts, router: Router
+) -> AsyncIterator[None]:
     """Record the timeline while the block runs, at ever longer intervals."""
 
     async def sample() -> None:
@@ -280,7 +282,7 @@ async def _sampled(report: Report, rollouts: Rollouts, router: Router) -> AsyncI
             report.timeline.append(
                 Moment(now(), int(metrics["live_episodes"]), stats.running, stats.waiting, training)
             )
-            if len(report.timeline) == _SAMPLES:
+            if len(report.timeline) == _MAX_TIMELINE_POINTS:
                 del report.timeline[1::2]
                 interval *= 2
             await asyncio.sleep(interval)

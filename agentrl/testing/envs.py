@@ -49,7 +49,7 @@ from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.agents import (
-    ALONE,
+    SINGLE_AGENT,
     agents_in,
     earnings,
     next_agent,
@@ -603,7 +603,7 @@ class _Subject:
         """
         actor, rewards = self._actor, {}
         with _about_agents():
-            if self._agents is not ALONE:
+            if self._agents is not SINGLE_AGENT:
                 rewards = dict(earnings(info, actor, seen.reward, self._agents))
             if not (seen.terminated or seen.truncated):
                 self._actor = next_agent(info, self._agents)
