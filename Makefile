@@ -34,7 +34,7 @@ test fast long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster learn test fast long reach chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster learn real test fast long reach agents chaos check lock docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster learn real test fast long reach agents chaos types check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -100,11 +100,17 @@ SECONDS_LEFT ?= 900
 reach: install
 	$(BIN)/python -m tests.reach $(BASE) --run --seconds $(SECONDS_LEFT)
 
+# Types of tests and benchmarks too; `mypy` alone checks what is installed.
+types: install
+	$(BIN)/mypy -p agentrl -p benchmarks -p tests
+
+# mypy has one process, so it runs beside the tests.
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(MAKE) test
+	mkdir -p build
+	$(BIN)/mypy > build/types.txt 2>&1 & types=$$!; $(MAKE) test; tests=$$?; \
+	    wait $$types; types=$$?; cat build/types.txt; exit $$((tests + types))
 
 # Write down the newest versions that fit together, for `make install`; then run `make check`, and commit the file. It
 # names no index and no build of torch (+cpu), so it holds wherever packages come from.

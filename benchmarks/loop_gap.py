@@ -165,7 +165,7 @@ async def write(folder: Path, groups: list[Group]) -> int:
         batch_of, groups, Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig()), 0
     )
     batch = await asyncio.to_thread(make)
-    await asyncio.to_thread(shard_batch, batch, PACKING, ranks=8)
+    await asyncio.to_thread(shard_batch, batch, PACKING, parts=8)
     pairs = [
         pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)
     ]
