@@ -12,10 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from agentrl.errors import ConfigError, EnvError, LethalTaskError
-from agentrl.flow import Suspect, Suspicion, notice, now
+from agentrl.flow import Suspect, Suspicion
 from agentrl.hosting.calls import calls_taken
 from agentrl.protocols.env import Env, ResetResult, StepResult
-from agentrl.remote.link import Link, UnreachableError, link_to
+from agentrl.remote.choice import FullError, LostError, UnreachableError, open_at_any
+from agentrl.remote.link import Link, link_to
 from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, ReplyFrame, Stepped, server_url
 from agentrl.trajectory import MadeCall
 
@@ -23,10 +24,6 @@ _Answer = TypeVar("_Answer", Opened, Began, Stepped)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
 _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
-FULL_SECONDS = 10.0
-"""How long a reset waits for a full server; then the episode waits outside of the deadline, as in
-an outage.
-"""
 _ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
@@ -48,7 +45,7 @@ class RemoteEnv:
 
     The first `reset` opens a session, which serves all episodes of this instance. If the session
     has expired or its server is draining, `reset` opens another. If all servers are full, `reset`
-    retries for `FULL_SECONDS`.
+    retries for `choice.FULL_SECONDS`.
 
     Raises:
         ConfigError: an address or the token is wrong.
@@ -97,7 +94,10 @@ class RemoteEnv:
             except UnreachableError:
                 await self.close()  # no episode has begun, so nothing is lost
         if self._lease is None:
-            self._lease = await _open([link_to(url, self._token) for url in await self.servers()])
+            links = [link_to(url, self._token) for url in await self.servers()]
+            self._lease = await open_at_any(
+                links, _open, kind="server", kind_when_full="servers of the environment"
+            )
             reply = await self._begin(self._lease, seed, options)
         began = _read(_BEGAN, reply)
         self.system_prompt, self.tools = began.system_prompt, tuple(began.tools)
@@ -196,43 +196,34 @@ class _Lease:
     seq: int = 0
 
 
-async def _open(links: Sequence[Link]) -> _Lease:
-    """Open a session at the least loaded server that has room; wait for some time if all that
-    answer are full.
+async def _open(link: Link) -> _Lease:
+    """Open a session at a server.
+
+    Raises:
+        LostError: it cannot be used.
+        FullError: it has no room, or is draining.
     """
-    began = now()
-    while True:
-        wait: float | None = None
-        problems = []
-        for link in sorted(links, key=lambda link: link.load):
-            link.sessions += (
-                1  # count it now, so that sessions opened at the same time spread over the servers
-            )
-            leased = False
-            try:
-                reply = await link.ask("open")
-                if reply.status == 200:
-                    opened: Opened = _read(_OPENED, reply)
-                    link.max_bytes = opened.max_body_bytes
-                    link.reconnect_seconds = opened.reconnect_seconds
-                    leased = True
-                    return _Lease(link, opened.session, link.connections)
-            except EnvError as error:
-                problems.append(str(error))
-                continue
-            finally:
-                if not leased:
-                    await link.release()
-            if reply.status not in (429, 503):
-                _read(_OPENED, reply)
-            wait = min(reply.retry_after or 1.0, wait or 60.0)
-        if wait is None:
-            raise UnreachableError(f"no server can be used: {'; '.join(problems)}")
-        full = f"all servers of the environment are full ({', '.join(link.url for link in links)})"
-        if now() - began >= FULL_SECONDS:
-            raise UnreachableError(full)
-        with notice(full):
-            await asyncio.sleep(wait)
+    # Counted now, so that sessions opened at the same time spread over the servers.
+    link.sessions += 1
+    leased = False
+    try:
+        reply = await link.ask("open")
+        if reply.status == 200:
+            opened: Opened = _read(_OPENED, reply)
+            link.max_bytes = opened.max_body_bytes
+            link.reconnect_seconds = opened.reconnect_seconds
+            leased = True
+            return _Lease(link, opened.session, link.connections)
+    except EnvError as error:
+        raise LostError(str(error)) from error
+    finally:
+        if not leased:
+            await link.release()
+    if reply.status not in (429, 503):
+        _read(_OPENED, reply)
+    full = FullError(f"{link.url} is full")
+    full.retry_seconds = reply.retry_after
+    raise full
 
 
 def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:

@@ -20,8 +20,9 @@ from agentrl.cluster.workers import PLACE_SECONDS, StartWorker, Worker
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, notice, now
 from agentrl.protocols.env import Env, ResetResult
+from agentrl.remote.choice import UnreachableError
 from agentrl.remote.client import RemoteEnv, suspicion
-from agentrl.remote.link import UnreachableError, end_link
+from agentrl.remote.link import end_link
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits
 

@@ -1,59 +1,40 @@
-"""The one WebSocket between this process and a server. It carries many requests at once, several in
-a frame.
+"""agentrl's dialect: the one connection between this process and a server carries many sessions.
 
-A `_Line` is a connection. It is an `asyncio.Protocol`, so it needs no task to read: answers arrive
-in any order and go straight to their callers; an answer whose caller has gone is dropped. Requests
-made during one iteration of the event loop are sent as one frame at its end. A `Link` stands for a
-server: when its line breaks, it opens another and resends.
+A `Line` is a connection. Answers arrive in any order and go straight to their callers; an answer
+whose caller has gone is dropped. Requests made during one iteration of the event loop are sent as
+one frame at its end. A `Link` stands for a server: when its line breaks, it opens another and
+resends.
 """
 
 import asyncio
 import itertools
 import secrets
-import ssl
 from collections.abc import Mapping
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
-from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidHandshake, InvalidStatus
-from websockets.frames import Frame, Opcode
-from websockets.protocol import State
-from websockets.uri import parse_uri
 
-from agentrl.errors import ConfigError, EnvError, OutageError
+from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow, Suspect, Suspicion, now
 from agentrl.net.http_client import proxy_note
+from agentrl.remote.choice import REST_SECONDS, UnreachableError
+from agentrl.remote.connection import Connection, LostConnectionError, connect
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
-REST_SECONDS = 5.0
-"""How long a server that did not answer ranks last."""
-
-LARGEST_ANSWER = 64 << 20
+LARGEST_ANSWER_BYTES = 64 << 20
 """Most bytes in one frame from a server."""
 
-CLOSE_SECONDS = 1.0
-"""How long a server may take to confirm a close."""
-
-_LEAST_FRAME = 1024
-"""Bytes that every server accepts; the answer to `open` states the server's actual limit."""
+_LEAST_FRAME_BYTES = 1024
+"""Size that every server accepts; the answer to `open` states the server's actual limit."""
 
 _REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(list[ReplyFrame])
 
 
-class UnreachableError(OutageError):
-    """This server cannot be used; another one might be."""
-
-
-class _LostError(Exception):
-    """The connection broke before the answer came."""
-
-
 class Asker(Protocol):
-    """What asks a server about a task."""
+    """An environment that asks a server about a task."""
 
     suspect: Suspect
 
@@ -71,15 +52,15 @@ class Link:
         self.url = url
         self.sessions = 0
         self.connections = 0
-        self.max_bytes = _LEAST_FRAME
+        self.max_bytes = _LEAST_FRAME_BYTES
         self.reconnect_seconds = 0.0
         self._asking = 0  # requests that are not answered yet
         self._in_doubt = False  # whether the last request ended without an answer
         self._rests_until = 0.0
         self._token = token
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._connecting = asyncio.Lock()
-        self._opening: asyncio.Task[_Line] | None = None
+        self._opening: asyncio.Task[Line] | None = None
         self._reopening: asyncio.Task[None] | None = None
         self._has_ended = False
         self._name = secrets.token_urlsafe(16)
@@ -116,7 +97,7 @@ class Link:
             for _ in range(2):
                 try:
                     reply = await (await self._connected()).ask(number, message, self.max_bytes)
-                except _LostError as error:
+                except LostConnectionError as error:
                     lost = str(error)
                 else:
                     answered = True
@@ -170,7 +151,7 @@ class Link:
         if self._line is not None:
             self._line.abort()
 
-    async def _connected(self) -> "_Line":
+    async def _connected(self) -> "Line":
         if self._line is not None and self._line.is_open:
             return self._line
         async with self._connecting:
@@ -178,18 +159,18 @@ class Link:
                 self._line = await self._opened()
             return self._line
 
-    async def _opened(self) -> "_Line":
+    async def _opened(self) -> "Line":
         if not self._has_ended:
             async with Flow("connection") as flow:
                 self._opening = flow.start(
-                    _connect(self.url, self._token, self._name), name=self.url
+                    Line.open(self.url, self._token, self._name), name=self.url
                 )
             if not self._opening.cancelled():
                 line = self._opening.result()
                 self.connections += 1
-                line.ended.add_done_callback(self._reopen)
+                line.connection.ended.add_done_callback(self._reopen)
                 return line
-        raise _LostError("its server is gone")
+        raise LostConnectionError("its server is gone")
 
     def _reopen(self, ended: asyncio.Future[None]) -> None:
         """Open another line in place of one that has ended, if there are sessions to keep."""
@@ -209,7 +190,7 @@ class Link:
                 await self._connected()
                 return
             except (
-                _LostError,
+                LostConnectionError,
                 ConfigError,
             ):
                 # the next request tries again, and says what is wrong
@@ -242,76 +223,64 @@ def _encoded(number: int, op: str, what: Mapping[str, Any]) -> bytes:
     return to_json({"id": number, "op": op, **what}, inf_nan_mode="constants")
 
 
-async def _connect(url: str, token: str | None, name: str) -> "_Line":
-    """Open a line.
+class Line:
+    """A connection to a server, and the requests that wait for their answers."""
 
-    Raises:
-        ConfigError: the server does not accept the token.
-        _LostError: there is no server, or it is not `agentrl serve`.
-    """
-    address = urlsplit(url)
-    secure = address.scheme == "https"
-    uri = parse_uri(
-        f"{'wss' if secure else 'ws'}{url.removeprefix(address.scheme)}{SOCKET_PATH}?client={name}"
-    )
-    loop = asyncio.get_running_loop()
-    try:
-        _, line = await loop.create_connection(
-            lambda: _Line(ClientProtocol(uri, max_size=LARGEST_ANSWER), token),
-            uri.host,
-            uri.port,
-            ssl=ssl.create_default_context() if secure else None,
-        )
-    except OSError as error:
-        raise _LostError(f"{error or type(error).__name__}{proxy_note(url, used=False)}") from error
-    try:
-        await line.opened
-    except BaseException as error:
-        line.abort()
-        if isinstance(error, InvalidStatus):
+    connection: Connection
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[ReplyFrame]] = {}
+        self._outbox: list[bytes] = []
+
+    @classmethod
+    async def open(cls, url: str, token: str | None, client: str) -> "Line":
+        """Connect. `client` is the name under which the server keeps this process's sessions.
+
+        Raises:
+            ConfigError: the server does not accept the token.
+            LostConnectionError: there is no server, or it is not `agentrl serve`.
+        """
+        line = cls()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            await connect(
+                f"{url}{SOCKET_PATH}?client={client}",
+                line,
+                headers=headers,
+                max_bytes=LARGEST_ANSWER_BYTES,
+            )
+        except InvalidStatus as error:
             status = error.response.status_code
             if status in (401, 403):
                 raise ConfigError(
                     f"{url} rejects the token: set {TOKEN_VARIABLE} to the server's token; without"
                     " one, call it by its IP address or as localhost"
                 ) from error
-            raise _LostError(
+            raise LostConnectionError(
                 f"it answers {status} where {SOCKET_PATH} should be: is it `agentrl serve`?"
             ) from error
-        if isinstance(error, InvalidHandshake | OSError):
-            raise _LostError(f"it has no WebSocket at {SOCKET_PATH}: {error}") from error
-        raise
-    return line
-
-
-class _Line(asyncio.Protocol):
-    """A WebSocket. `opened` is done when the server has accepted it, `ended` when the connection is
-    gone.
-    """
-
-    def __init__(self, wire: ClientProtocol, token: str | None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.opened: asyncio.Future[None] = self._loop.create_future()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._wire = wire
-        self._token = token
-        self._waiting: dict[int, asyncio.Future[ReplyFrame]] = {}
-        self._outbox: list[bytes] = []
-        self._fragments: list[bytes] = []
-        self._transport: asyncio.Transport | None = None
+        except InvalidHandshake as error:
+            raise LostConnectionError(f"it has no WebSocket at {SOCKET_PATH}: {error}") from error
+        except OSError as error:
+            raise LostConnectionError(
+                f"{error or type(error).__name__}{proxy_note(url, used=False)}"
+            ) from error
+        return line
 
     @property
     def is_open(self) -> bool:
         """Whether messages can be sent."""
-        transport = self._transport
-        return (
-            transport is not None and not transport.is_closing() and self._wire.state is State.OPEN
-        )
+        return self.connection.is_open
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> ReplyFrame:
-        """Send request `number` and return its answer. Raises `_LostError` if the line ends."""
+        """Send request `number` and return its answer.
+
+        Raises:
+            LostConnectionError: the line ends first.
+        """
         if not self.is_open:  # it may have ended right after it opened
-            raise _LostError(f"the connection ended ({self._reason(None)})")
+            raise self.connection.loss()
         future: asyncio.Future[ReplyFrame] = self._loop.create_future()
         self._waiting[number] = future
         try:
@@ -327,113 +296,38 @@ class _Line(asyncio.Protocol):
             self._loop.call_soon(self._flush, max_bytes)
 
     async def close(self) -> None:
-        """Send the pending messages and close; wait up to `CLOSE_SECONDS` for the server to
-        confirm.
-        """
-        self._flush(LARGEST_ANSWER)
-        if self.is_open:
-            self._wire.send_close()
-            self._write()
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await asyncio.shield(self.ended)
-        except TimeoutError:
-            pass  # the server has all messages, and its idle sessions expire by themselves
-        finally:
-            self.abort()
+        """Send the pending messages and close."""
+        self._flush(LARGEST_ANSWER_BYTES)
+        await self.connection.close()
 
     def abort(self) -> None:
         """Close the connection immediately."""
-        if self._transport is not None:
-            self._transport.abort()
+        self.connection.abort()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connected: request a WebSocket."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        request = self._wire.connect()
-        if self._token:
-            request.headers["Authorization"] = f"Bearer {self._token}"
-        self._wire.send_request(request)
-        self._write()
-
-    def data_received(self, data: bytes) -> None:
-        """Pass the answers to their callers."""
-        self._wire.receive_data(data)
-        self._write()  # replies to pings, and to a close
-        if not self.opened.done():
-            if self._wire.handshake_exc is not None:
-                self._refuse(self._wire.handshake_exc)
-            elif self._wire.state is not State.CONNECTING:  # these bytes may hold a close frame too
-                self.opened.set_result(None)
-        for event in self._wire.events_received():
-            if isinstance(event, Frame):
-                self._take(event)
-        if self._wire.close_rcvd is not None or self._wire.parser_exc is not None:
-            self._fail(_LostError(f"the connection ended ({self._reason(None)})"))
-
-    def eof_received(self) -> None:
-        """The server has closed the connection; the transport closes by itself."""
-        self._wire.receive_eof()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all pending requests."""
-        self._transport = None
-        self.ended.set_result(None)
-        self._refuse(self._wire.handshake_exc or exc or ConnectionError("the connection ended"))
-        self._fail(_LostError(f"the connection ended ({self._reason(exc)})"))
-
-    def _refuse(self, error: Exception) -> None:
-        if not self.opened.done():
-            self.opened.set_exception(error)
-            self.opened.exception()  # marks it as retrieved: its waiter may be gone
-
-    def _reason(self, error: Exception | None) -> str:
-        if self._wire.close_rcvd is not None:
-            return f"{self._wire.close_rcvd.code} {self._wire.close_rcvd.reason}".strip()
-        return str(error or self._wire.parser_exc or "no close frame")
-
-    def _flush(self, max_bytes: int) -> None:
-        messages, self._outbox = self._outbox, []
-        if self.is_open:  # if not, all pending requests have failed already
-            for frame in packed(messages, max_bytes):
-                self._wire.send_text(frame)
-            self._write()
-
-    def _write(self) -> None:
-        if self._transport is None:
-            return
-        for data in self._wire.data_to_send():
-            if data:
-                self._transport.write(data)
-            else:  # an empty item is the library's request to half-close
-                self._transport.close()
-
-    def _take(self, frame: Frame) -> None:
-        if frame.opcode not in (Opcode.TEXT, Opcode.CONT):
-            return
-        self._fragments.append(bytes(frame.data))
-        if not frame.fin:
-            return
-        data = b"".join(self._fragments)
-        self._fragments.clear()
+    def take(self, message: bytes) -> None:
+        """Pass the answers of a frame to their callers."""
         try:
-            replies = _REPLIES.validate_json(data)
+            replies = _REPLIES.validate_json(message)
         except ValidationError as error:
-            self._fail(_LostError(f"its answer is no list of replies: {error}"))
+            self.connection.drop(LostConnectionError(f"its answer is no list of replies: {error}"))
             return
         for reply in replies:
             if reply.id is None:  # the server could not tell which request it answers
-                self._fail(_LostError(f"it answered {reply.status}: {reply.body.get('detail')}"))
+                said = f"it answered {reply.status}: {reply.body.get('detail')}"
+                self.connection.drop(LostConnectionError(said))
                 return
             future = self._waiting.get(reply.id)
             if future is not None and not future.done():
                 future.set_result(reply)
 
-    def _fail(self, error: _LostError) -> None:
+    def lose(self, error: LostConnectionError) -> None:
+        """Fail all pending requests."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # marks it as retrieved: its waiter may be cancelled first
-        if self._transport is not None:
-            self._transport.close()
+
+    def _flush(self, max_bytes: int) -> None:
+        messages, self._outbox = self._outbox, []
+        if messages:
+            self.connection.send(packed(messages, max_bytes))

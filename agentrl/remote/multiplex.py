@@ -1,14 +1,11 @@
-"""The server's end of a WebSocket that carries many sessions: frames of requests in, frames of
-answers out.
-"""
+"""The server's end of agentrl's dialect: frames of requests in, frames of answers out."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from typing import Any
 
-from fastapi import WebSocket, WebSocketDisconnect
+from fastapi import WebSocket
 from pydantic import ValidationError
 from pydantic_core import to_json
 
@@ -25,6 +22,7 @@ from agentrl.remote.protocol import (
     Stepped,
     packed,
 )
+from agentrl.remote.served_socket import ServedSocket
 from agentrl.remote.sessions import Sessions
 
 logger = logging.getLogger(__name__)
@@ -42,7 +40,8 @@ class Multiplexed:
     """
 
     def __init__(self, client: WebSocket, sessions: Sessions, flow: Flow) -> None:
-        self._client = client
+        self._websocket = client
+        self._client = ServedSocket(client)
         self._name = client.query_params.get("client", "")[:64] or secrets.token_urlsafe(16)
         self._sessions = sessions
         self._flow = flow
@@ -51,17 +50,14 @@ class Multiplexed:
 
     async def serve(self) -> None:
         """Answer requests until the client disconnects."""
-        await self._client.accept()
+        await self._websocket.accept()
         with self._sessions.connected(self._name):
             await self._converse()
 
     async def _converse(self) -> None:
-        while True:
-            message = await self._client.receive()
-            if message["type"] == "websocket.disconnect":
-                return
+        while (message := await self._client.receive()) is not None:
             try:
-                frames = FRAMES.validate_json(message.get("text") or message.get("bytes") or "")
+                frames = FRAMES.validate_json(message)
             except ValidationError as error:
                 await self._room.acquire()
                 self._send(self._refused(None, Refusal(422, str(error))))
@@ -121,10 +117,8 @@ class Multiplexed:
         """
         answers, self._answers = self._answers, []
         try:
-            # The client may be gone; Starlette raises RuntimeError if this side has closed already.
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-                for frame in packed(answers, _FRAME_BYTES):
-                    await self._client.send_text(frame.decode())
+            for frame in packed(answers, _FRAME_BYTES):
+                await self._client.send(frame)
         finally:
             for _ in answers:
                 self._room.release()

@@ -17,8 +17,8 @@ from agentrl.cluster.workers import StartWorker, Worker
 from agentrl.errors import ConfigError, EnvError, LethalTaskError, WorkerDiedError
 from agentrl.flow import Flow, run_virtual
 from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.remote.choice import UnreachableError
 from agentrl.remote.env_worker import EnvWorker, _Pool, env_workers
-from agentrl.remote.link import UnreachableError
 from agentrl.remote.sessions import ServerLimits
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import PATIENCE_SECONDS, hit, still_alive, wait_for_signal

@@ -13,9 +13,8 @@ from agentrl.errors import EnvError, OutageError
 from agentrl.flow import notices
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
-from agentrl.remote import client, link, sessions
+from agentrl.remote import choice, link, sessions
 from agentrl.remote.client import RemoteEnv
-from agentrl.remote.openenv import client as openenv_client
 from agentrl.remote.openenv.client import OpenEnv
 from agentrl.remote.protocol import Reset
 from agentrl.remote.sessions import ServerLimits, Sessions
@@ -106,7 +105,7 @@ asyncio.run(main())
 def test_a_full_server_of_a_killed_client_has_room_after_its_grace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "FULL_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(choice, "FULL_SECONDS", PATIENCE_SECONDS)
 
     async def main(url: str) -> None:
         env = RemoteEnv([url])
@@ -132,8 +131,7 @@ def test_a_full_server_is_noticed_and_waited_for_outside_of_a_deadline(
     kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wait_for(seconds: float) -> None:
-        monkeypatch.setattr(client, "FULL_SECONDS", seconds)
-        monkeypatch.setattr(openenv_client, "FULL_SECONDS", seconds)
+        monkeypatch.setattr(choice, "FULL_SECONDS", seconds)
 
     wait_for(PATIENCE_SECONDS)
     monkeypatch.setattr("agentrl.flow.notice_board.LOGGED_AFTER", 0.1)

@@ -49,10 +49,10 @@ def test_a_frame_holds_no_more_messages_than_a_server_takes():
 def test_what_is_asked_at_once_goes_as_one_frame_and_is_answered_in_few(factory, monkeypatch):
     frames: list[int] = []
 
-    class Counted(link._Line):
-        def _take(self, frame: Any) -> None:
-            frames.append(len(json.loads(bytes(frame.data))))
-            super()._take(frame)
+    class Counted(link.Line):
+        def take(self, message: bytes) -> None:
+            frames.append(len(json.loads(message)))
+            super().take(message)
 
     def counted(messages: list[bytes], max_bytes: int) -> Any:
         asked.append(len(messages))
@@ -75,7 +75,7 @@ def test_what_is_asked_at_once_goes_as_one_frame_and_is_answered_in_few(factory,
         await at_once([env.close() for env in envs])
 
     asked: list[int] = []
-    monkeypatch.setattr(link, "_Line", Counted)
+    monkeypatch.setattr(link, "Line", Counted)
     monkeypatch.setattr(link, "packed", counted)
     with served(factory) as server:
         asyncio.run(main(server.url))

@@ -2,7 +2,6 @@
 0.3 or 0.10.
 """
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -15,17 +14,16 @@ from pydantic_core import to_json
 
 from agentrl.conversation.tool_calls import parse_tool_calls
 from agentrl.conversation.tools import ToolError, how_to_call, is_refusal, merged
-from agentrl.errors import ConfigError, EnvError, OutageError
-from agentrl.flow import Suspect, notice, now
+from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import Suspect, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.protocols.env import Env, ResetResult, StepResult
-from agentrl.remote.client import FULL_SECONDS, suspicion
+from agentrl.remote.choice import REST_SECONDS, FullError, LostError, open_at_any
+from agentrl.remote.client import suspicion
 from agentrl.remote.openenv.socket import (
-    SHUN_SECONDS,
     TOKEN_VARIABLE,
-    FullError,
-    LostError,
     MisfitError,
+    Server,
     ServerObservation,
     Socket,
     server_at,
@@ -104,7 +102,7 @@ class OpenEnv:
             with contextlib.suppress(LostError, FullError):
                 return await self._begin(self._socket, data)
         await self.close()
-        return await self._begin_somewhere(data)
+        return await self._begin_anywhere(data)
 
     async def step(self, action: str) -> StepResult:
         """Send the model's message or, with tools, each of its calls until one ends the episode.
@@ -136,33 +134,30 @@ class OpenEnv:
         if socket is not None:
             await socket.close()
 
-    async def _begin_somewhere(self, data: Mapping[str, Any]) -> ResetResult:
+    async def _begin_anywhere(self, data: Mapping[str, Any]) -> ResetResult:
         servers = [server_at(url, self._token) for url in self._urls]
-        began, wait = now(), 0.05
-        while True:
-            problems = []
-            for server in sorted(servers, key=lambda server: server.load):
-                try:
-                    self._socket = await Socket.open(server, self._client)
-                    return await self._begin(self._socket, data)
-                except FullError as error:
-                    await self.close()
-                    server.warn_once(
-                        f"{error}. Episodes wait: raise its limit, or lower"
-                        " rollout.max_live_episodes"
-                    )
-                except LostError as error:
-                    await self.close()
-                    server.shunned_until = now() + SHUN_SECONDS
-                    problems.append(str(error))
-            if len(problems) == len(servers):
-                raise OutageError(f"no OpenEnv server can be used: {'; '.join(problems)}")
-            full = f"all OpenEnv servers are full ({', '.join(self._urls)})"
-            if now() - began >= FULL_SECONDS:
-                raise OutageError(full)
-            with waiting_at(servers), notice(full):
-                await asyncio.sleep(wait)
-            wait = min(2 * wait, 1.0)
+        return await open_at_any(
+            servers,
+            partial(self._begin_at, data),
+            kind="OpenEnv server",
+            kind_when_full="OpenEnv servers",
+            waiting=partial(waiting_at, servers),
+        )
+
+    async def _begin_at(self, data: Mapping[str, Any], server: Server) -> ResetResult:
+        try:
+            self._socket = await Socket.open(server, self._client)
+            return await self._begin(self._socket, data)
+        except FullError as error:
+            await self.close()
+            server.warn_once(
+                f"{error}. Episodes wait: raise its limit, or lower rollout.max_live_episodes"
+            )
+            raise
+        except LostError:
+            await self.close()
+            server.rests_until = now() + REST_SECONDS
+            raise
 
     async def _begin(self, socket: Socket, data: Mapping[str, Any]) -> ResetResult:
         schema = socket.action_schema

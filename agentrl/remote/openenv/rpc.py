@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from agentrl.remote.openenv.adapter import OpenEnvSession, OpenEnvSessions, tool_entry, tool_result
 from agentrl.remote.openenv.protocol import FULL, RpcRequest
-from agentrl.remote.openenv.sessions import OpenEnvSession, OpenEnvSessions, tool_entry, tool_result
 from agentrl.remote.protocol import Refusal
 
 _METHODS = ("openenv/session/create", "openenv/session/close", "tools/list", "tools/call")

@@ -6,16 +6,16 @@ them (`list_tools`) and take one call at a time (`call_tool`). Sessions, limits 
 those of the server.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from fastapi import FastAPI, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, Request, Response, WebSocket
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json, to_json
 
 from agentrl.distribution import installed_version
+from agentrl.remote.openenv.adapter import OpenEnvSession, OpenEnvSessions
 from agentrl.remote.openenv.protocol import (
     CAPACITY_REACHED,
     EXECUTION_ERROR,
@@ -38,8 +38,8 @@ from agentrl.remote.openenv.protocol import (
     StepRequest,
 )
 from agentrl.remote.openenv.rpc import answer_rpc
-from agentrl.remote.openenv.sessions import OpenEnvSession, OpenEnvSessions
 from agentrl.remote.protocol import STATUSES, ProblemDetail, Refusal
+from agentrl.remote.served_socket import ServedSocket
 from agentrl.remote.sessions import Sessions
 
 _AnswerTo = Callable[
@@ -126,32 +126,36 @@ class _Frame(BaseModel):
     data: dict[str, Any] = {}
 
 
-async def _serve(client: WebSocket, openenv_sessions: OpenEnvSessions, answer: _AnswerTo) -> None:
+async def _serve(
+    websocket: WebSocket, openenv_sessions: OpenEnvSessions, answer: _AnswerTo
+) -> None:
     """Answer a connection's frames in order, until it closes or is silent for `idle_seconds`."""
+    client = ServedSocket(websocket)
+    session_id = websocket.query_params.get("session_id") or None
     try:
-        async with openenv_sessions.session(
-            client.query_params.get("session_id") or None
-        ) as session:
+        async with openenv_sessions.session(session_id) as session:
             with _attached(session):
                 await _converse(client, openenv_sessions, session, answer)
     except Refusal as refusal:
-        await _send(client, _error(SESSION_ERROR, refusal.detail))
-    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already
-        await client.close()
+        await client.send(_encode(_error(SESSION_ERROR, refusal.detail)))
+    await client.close()
 
 
 async def _converse(
-    client: WebSocket, openenv_sessions: OpenEnvSessions, session: OpenEnvSession, answer: _AnswerTo
+    client: ServedSocket,
+    openenv_sessions: OpenEnvSessions,
+    session: OpenEnvSession,
+    answer: _AnswerTo,
 ) -> None:
-    while (
-        raw := await _receive(client, openenv_sessions.sessions.limits.idle_seconds)
-    ) is not None:
+    idle_seconds = openenv_sessions.sessions.limits.idle_seconds
+    while (raw := await client.receive(idle_seconds)) is not None:
         reply = await answer(raw, openenv_sessions, session)
         if reply is None:
             return
-        await _send(client, reply)
+        await client.send(_encode(reply))
+        # A full server closes the connection, as OpenEnv's do.
         if reply.get("type") == "error" and reply["data"]["code"] == CAPACITY_REACHED:
-            return  # close the connection, as OpenEnv's servers do
+            return
 
 
 @contextlib.contextmanager
@@ -163,22 +167,6 @@ def _attached(session: OpenEnvSession) -> Iterator[None]:
         yield
     finally:
         session.attached = False
-
-
-async def _send(client: WebSocket, reply: dict[str, Any]) -> None:
-    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the client may be gone
-        await client.send_text(to_json(reply, inf_nan_mode="constants").decode())
-
-
-async def _receive(client: WebSocket, seconds: float) -> str | bytes | None:
-    try:
-        async with asyncio.timeout(seconds):
-            message = await client.receive()
-    except TimeoutError:
-        return None
-    if message["type"] == "websocket.disconnect":
-        return None
-    return message.get("text") or message.get("bytes") or ""
 
 
 async def _answer(
@@ -245,4 +233,8 @@ def _error(code: str, message: str, **more: Any) -> dict[str, Any]:
 
 
 def _json(body: Any) -> Response:
-    return Response(to_json(body, inf_nan_mode="constants"), media_type="application/json")
+    return Response(_encode(body), media_type="application/json")
+
+
+def _encode(body: Any) -> bytes:
+    return to_json(body, inf_nan_mode="constants")

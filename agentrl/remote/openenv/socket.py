@@ -1,4 +1,4 @@
-"""A connection to an OpenEnv server, and what this process knows about the server.
+"""OpenEnv's dialect: a connection is a session. Also what this process knows about a server.
 
 OpenEnv's answers carry no id: each belongs to the last request. A connection is therefore never
 reused after a request got no answer, for whatever reason: the next request could receive the late
@@ -10,19 +10,27 @@ import contextlib
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import BaseModel, ValidationError
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import InvalidHandshake, InvalidStatus
+from websockets.http11 import USER_AGENT
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Suspect, Suspicion, now
 from agentrl.net.http_client import http_client, proxy_note
 from agentrl.protocols.env import StepResult
+from agentrl.remote.choice import REST_SECONDS, FullError, LostError
+from agentrl.remote.connection import (
+    CONNECT_SECONDS,
+    Connection,
+    LostConnectionError,
+    connect,
+)
 from agentrl.remote.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
 from agentrl.remote.openenv.text import text_from
 
@@ -30,22 +38,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTRL_OPENENV_TOKEN"
 """Environment variable of the bearer token for OpenEnv servers."""
-CONNECT_SECONDS = 10.0
-SHUN_SECONDS = 5.0
-"""How long a server that could not be used ranks last."""
-
-
-class LostError(EnvError):
-    """The server cannot be reached, or has closed the connection.
-
-    `lives`: it has said that it closes the connection, as one that dies does not.
-    """
-
-    lives = False
-
-
-class FullError(EnvError):
-    """The server has no room for another session."""
+_MAX_UNREAD = 16
+"""Messages that may wait to be read; then no more are received."""
 
 
 class MisfitError(Exception):
@@ -99,7 +93,7 @@ class Server:
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.sockets = 0
         self.waiting = 0
-        self.shunned_until = 0.0
+        self.rests_until = 0.0
         self.at_work: dict[object, Suspect] = {}
         """The tasks of the requests that it has not answered yet, by who asks: it may die of each.
         """
@@ -110,11 +104,11 @@ class Server:
     @property
     def load(self) -> tuple[bool, int]:
         """Sort key: open a session at the server with the lowest load."""
-        return self.shunned_until > now(), self.sockets
+        return self.rests_until > now(), self.sockets
 
     def died(self, suspicion: Suspicion, why: object) -> None:
         """It died while it was at work. All connections end, and that counts as one death."""
-        if now() - self._died > SHUN_SECONDS:
+        if now() - self._died > REST_SECONDS:
             self._died = now()
             suspicion.died(self.at_work.values(), why)
 
@@ -213,18 +207,19 @@ def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
 
 
 class Socket:
-    """A connection, which is one session with one request at a time. `usable` is whether another
-    may be sent.
-    """
+    """A connection, which is one session with one request at a time."""
 
-    def __init__(
-        self, server: Server, connection: ClientConnection, action_schema: dict[str, Any]
-    ) -> None:
+    connection: Connection
+
+    def __init__(self, server: Server, action_schema: dict[str, Any]) -> None:
         self.server = server
         self.action_schema = action_schema
         self.tools: tuple[dict[str, Any], ...] = ()
         self.usable = True
-        self._connection = connection
+        """Whether another request may be sent."""
+        self._unread: deque[bytes] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self._lost: LostConnectionError | None = None
 
     @classmethod
     async def open(cls, server: Server, client: httpx.AsyncClient | None = None) -> "Socket":
@@ -234,38 +229,31 @@ class Socket:
             LostError: the server cannot be reached.
             ConfigError: it is not an OpenEnv server, or does not accept the token.
         """
-        server.sockets += (
-            1  # count it now, so that sessions opened at the same time spread over the servers
-        )
+        # Counted now, so that sessions opened at the same time spread over the servers.
+        server.sockets += 1
         try:
-            schema = await server.action_schema(client)
-            return cls(server, await cls._connected(server), schema)
+            socket = cls(server, await server.action_schema(client))
+            await socket._connect()
         except BaseException:
             server.sockets -= 1
             raise
+        return socket
 
-    @staticmethod
-    async def _connected(server: Server) -> ClientConnection:
+    async def _connect(self) -> None:
+        url = self.server.url
         try:
-            return await connect(
-                server.url.replace("http", "ws", 1) + "/ws",
-                additional_headers=server.headers,
-                compression=None,
-                max_size=LARGEST_MESSAGE,
-                proxy=None,
-                # the caller has deadlines; the server's own pings are always answered
-                ping_interval=None,
-                open_timeout=CONNECT_SECONDS,
-                close_timeout=1.0,
+            await connect(
+                f"{url}/ws",
+                self,
+                headers={**self.server.headers, "User-Agent": USER_AGENT},
+                max_bytes=LARGEST_MESSAGE,
             )
         except InvalidStatus as error:
             if error.response.status_code < 500:
-                server.check_status(error.response.status_code, "/ws", str(error))
-            raise LostError(f"{server.url}/ws: {error}") from error
-        except (OSError, TimeoutError, InvalidHandshake) as error:
-            raise LostError(
-                f"{server.url} cannot be reached: {error or type(error).__name__}"
-            ) from error
+                self.server.check_status(error.response.status_code, "/ws", str(error))
+            raise LostError(f"{url}/ws: {error}") from error
+        except (OSError, InvalidHandshake) as error:
+            raise LostError(f"{url} cannot be reached: {error or type(error).__name__}") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
         """Send a reset or a step, and wait for the observation. Without an answer, the connection
@@ -276,12 +264,10 @@ class Socket:
             MisfitError: the server rejected the data; the connection stays usable.
         """
         frame = json.dumps({"type": kind, "data": dict(data)}, ensure_ascii=False)
-        frame = frame.encode(
-            errors="replace"
-        ).decode()  # half of a surrogate pair cannot be decoded by the server
         self.usable = False
         try:
-            answer = self._read(await self._exchange(frame))
+            # The server cannot decode half of a surrogate pair, hence "replace".
+            answer = self._read(await self._exchange(frame.encode(errors="replace")))
             self.usable = True
         except MisfitError:
             self.usable = True
@@ -296,25 +282,42 @@ class Socket:
         if self.usable:
             self.usable = False
             self.server.sockets -= 1
-            try:
-                with contextlib.suppress(ConnectionClosed):
-                    await self._connection.send('{"type": "close"}')
-                await self._connection.close()
-            finally:
-                self._connection.transport.abort()  # in case this was cancelled
+            self.connection.send([b'{"type": "close"}'])
+            await self.connection.close()
 
-    async def _exchange(self, frame: str) -> str | bytes:
-        try:
-            # The last message before the close may give the reason.
-            with contextlib.suppress(ConnectionClosed):
-                await self._connection.send(frame)
-            return await self._connection.recv()
-        except ConnectionClosed as error:
-            lost = LostError(f"{self.server.url} has closed the connection: {error}")
-            lost.lives = error.rcvd is not None
-            raise lost from error
+    def take(self, message: bytes) -> None:
+        """Keep a message until it is read."""
+        self._unread.append(message)
+        if len(self._unread) >= _MAX_UNREAD:
+            self.connection.pause_reading()
+        self._wake()
 
-    def _read(self, raw: str | bytes) -> ServerObservation:
+    def lose(self, error: LostConnectionError) -> None:
+        """Note that no more messages will come."""
+        self._lost = self._lost or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def _exchange(self, frame: bytes) -> bytes:
+        self.connection.send([frame])
+        # What the server said before it closed the connection may give the reason, so it is read
+        # first.
+        while not self._unread:
+            if self._lost is not None:
+                lost = LostError(
+                    f"{self.server.url} has closed the connection: {self._lost.closing}"
+                )
+                lost.lives = self._lost.is_closed_by_server
+                raise lost from self._lost
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        self.connection.resume_reading()
+        return self._unread.popleft()
+
+    def _read(self, raw: bytes) -> ServerObservation:
         url = self.server.url
         try:
             reply = _Reply.model_validate_json(raw)
@@ -333,10 +336,11 @@ class Socket:
             raise FullError(f"{url} is full: {message}")
         if reply.type == "error":
             raise EnvError(f"the environment at {url} failed: {message} ({code})")
+        said = raw.decode(errors="replace")
         raise EnvError(
-            f"{url} answered {raw!r:.200} instead of an observation with a finite reward or null"
+            f"{url} answered {said!r:.200} instead of an observation with a finite reward or null"
         )
 
     def _end(self) -> None:
         self.server.sockets -= 1
-        self._connection.transport.abort()
+        self.connection.abort()

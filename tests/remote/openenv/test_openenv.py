@@ -30,9 +30,9 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv
+from agentrl.remote.openenv.adapter import OpenEnvSessions
 from agentrl.remote.openenv.client import OpenEnv, openenv
 from agentrl.remote.openenv.protocol import ResetRequest
-from agentrl.remote.openenv.sessions import OpenEnvSessions
 from agentrl.remote.openenv.socket import LostError, ServerObservation
 from agentrl.remote.openenv.text import (
     action_from,

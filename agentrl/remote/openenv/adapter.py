@@ -1,5 +1,5 @@
-"""The sessions of OpenEnv clients: each wraps a session of the server and adds the state that
-OpenEnv expects.
+"""OpenEnv's dialect on the server: a client's session wraps one of the server, and adds the state
+that OpenEnv expects.
 """
 
 import asyncio
