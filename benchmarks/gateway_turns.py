@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.flow import Flow, spare_what_lives
+from agentrl.flow import Flow, freeze_gc
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
@@ -173,7 +173,7 @@ async def played_by_others(url: str, keys: Sequence[str]) -> float:
     assert programs.stdin is not None and programs.stdout is not None  # noqa: PT018
     await programs.stdout.readline()  # they are ready
     gc.unfreeze()  # so that neither is measured while it collects what the other has left
-    spare_what_lives()  # as a run does
+    freeze_gc()  # as a run does
     cpu = time.process_time()
     programs.stdin.write(b"go\n")
     assert await programs.wait() == 0, "a program has failed"

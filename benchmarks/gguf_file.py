@@ -30,7 +30,7 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
-_BLOCK = 32
+_BLOCK_NUMBERS = 32
 """Numbers of a block of the quantised formats."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -67,8 +67,8 @@ class _Kind:
 _KINDS = {
     0: _Kind(1, 4, lambda raw: raw.view(np.float32).astype(np.float32)),
     1: _Kind(1, 2, lambda raw: raw.view(np.float16).astype(np.float32)),
-    3: _Kind(_BLOCK, 20, _q4_1),
-    8: _Kind(_BLOCK, 34, _q8_0),
+    3: _Kind(_BLOCK_NUMBERS, 20, _q4_1),
+    8: _Kind(_BLOCK_NUMBERS, 34, _q8_0),
 }
 
 

@@ -33,7 +33,7 @@ from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import batch_of
 from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.flow import run_steadily, spare_what_lives
+from agentrl.flow import freeze_gc, run_steadily
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
@@ -177,7 +177,7 @@ async def write(folder: Path, groups: list[Group]) -> int:
 async def benchmark(folder: Path, renderer: TemplateRenderer, tokens: int, live: int) -> None:
     """Measure a size, and print its row."""
     playing, writing = Gaps(), Gaps()
-    spare_what_lives()
+    freeze_gc()
     begun = time.perf_counter(), time.process_time()
     groups = await playing.of(play(folder, renderer, tokens, live))
     wall, cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]

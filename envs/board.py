@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-_CELL = 26
-_PLAIN = "#eef1f4"
-_INK = "#22303c"
+_CELL_PIXELS = 26
+_PLAIN_COLOUR = "#eef1f4"
+_INK_COLOUR = "#22303c"
 
 
 def board_html(
@@ -17,7 +17,7 @@ def board_html(
     themselves, and a space for nothing.
     """
     signs = signs or {}
-    width, height = _CELL * max(map(len, rows), default=0), _CELL * len(rows)
+    width, height = _CELL_PIXELS * max(map(len, rows), default=0), _CELL_PIXELS * len(rows)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0'
         f' {width} {height}" font-family="sans-serif" font-size="15"'
@@ -30,10 +30,14 @@ def _squares(
 ) -> Iterable[str]:
     for row, cells in enumerate(rows):
         for column, letter in enumerate(cells):
-            x, y = _CELL * column, _CELL * row
+            x, y = _CELL_PIXELS * column, _CELL_PIXELS * row
+            side = _CELL_PIXELS - 2
             yield (
-                f'<rect x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_CELL - 2}" rx="3" '
-                f'fill="{colours.get(letter, _PLAIN)}"/>'
+                f'<rect x="{x + 1}" y="{y + 1}" width="{side}" height="{side}" rx="3" '
+                f'fill="{colours.get(letter, _PLAIN_COLOUR)}"/>'
             )
             if sign := signs.get(letter, letter).strip():
-                yield f'<text x="{x + _CELL // 2}" y="{y + 18}" fill="{_INK}">{escape(sign)}</text>'
+                middle = x + _CELL_PIXELS // 2
+                yield (
+                    f'<text x="{middle}" y="{y + 18}" fill="{_INK_COLOUR}">{escape(sign)}</text>'
+                )

@@ -225,7 +225,7 @@ class KuhnOracle:
 
     @property
     def questions(self) -> Sequence[Question]:
-        """See `Enumeration`."""
+        """The questions of all situations, in the order of their numbers."""
         return list(self.situations.values())
 
     def metrics(self, probabilities: Sequence[Sequence[float]]) -> dict[str, float]:

@@ -319,7 +319,7 @@ class _Session:
         )
         words = "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
         stray = "\n  ".join(self._stray)
-        return f"{words}\n{_MISPLACED}:\n  {stray}" if stray else words
+        return f"{words}\n{_MISPLACED_FIELDS_ERROR}:\n  {stray}" if stray else words
 
     async def _note_stray(self, message: Any) -> None:
         """Keep a line of stdout that is no message, and warn of the server's first one."""
@@ -329,10 +329,12 @@ class _Session:
         self._stray.append(line)
         if self._server not in _warned:
             _warned.add(self._server)
-            logger.warning("%s: %s, such as %r. They are skipped", self._server, _MISPLACED, line)
+            logger.warning(
+                "%s: %s, such as %r. They are skipped", self._server, _MISPLACED_FIELDS_ERROR, line
+            )
 
 
-_MISPLACED = (
+_MISPLACED_FIELDS_ERROR = (
     "on stdout, where only messages of MCP belong (logs belong on stderr), it wrote lines that are"
     " none"
 )

@@ -25,7 +25,7 @@ from agentrl.sandbox.shared import borrow, give_back
 from agentrl.settings.base import Settings
 from agentrl.trajectory import ToolCall
 
-LONGEST = 2000
+MAX_OUTPUT_CHARACTERS = 2000
 """Characters of a program's output that the model is shown."""
 
 
@@ -234,12 +234,11 @@ def _shorten_output(text: str) -> str:
     """The output as the model sees it: if it is too long, only its beginning and its end."""
     if not text.strip():
         return "(nothing was printed)"
-    half = LONGEST // 2
-    return (
-        text
-        if len(text) <= LONGEST
-        else f"{text[:half]}\n... {len(text) - LONGEST} characters ...\n{text[-half:]}"
-    )
+    half = MAX_OUTPUT_CHARACTERS // 2
+    omitted = len(text) - MAX_OUTPUT_CHARACTERS
+    if omitted <= 0:
+        return text
+    return f"{text[:half]}\n... {omitted} characters ...\n{text[-half:]}"
 
 
 @plays(PythonTool)

@@ -28,7 +28,7 @@ from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Message
 
-_LARGEST = 10**60
+_LARGEST_NUMBER = 10**60
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -230,6 +230,6 @@ def _value(node: ast.expr) -> int | float:
             value = _OPERATORS[type(op)](_value(left), _value(right))
         case _:
             raise ValueError("use numbers, + - * / // % and parentheses")
-    if abs(value) > _LARGEST:
+    if abs(value) > _LARGEST_NUMBER:
         raise ValueError("its value is too large")
     return value

@@ -24,5 +24,5 @@ class EnvironmentReward:
         return Score(value, {"environment": value}, turns=self.score_turns(trajectory))
 
     def score_turns(self, trajectory: Trajectory) -> tuple[float, ...]:
-        """See `ScoresTurns`."""
+        """The scaled reward of each turn."""
         return tuple(self._scale * turn.reward for turn in trajectory.turns)

@@ -55,7 +55,7 @@ _UNSEEN = {
     "Zp",
 }
 _MARKS = set("<>[")
-_TAGS = 0xE0000
+_FIRST_INVISIBLE_CODE = 0xE0000
 """Characters from here on are invisible: tags and variation selectors, which can spell whole
 sentences.
 """
@@ -90,7 +90,9 @@ def as_data(value: Any) -> str:
 
 def _escape(found: re.Match[str]) -> str:
     character = found[0]
-    visible = unicodedata.category(character) not in _UNSEEN and ord(character) < _TAGS
+    visible = (
+        unicodedata.category(character) not in _UNSEEN and ord(character) < _FIRST_INVISIBLE_CODE
+    )
     # Also full-width ones.
     if visible and not _MARKS & set(unicodedata.normalize("NFKC", character)):
         return character

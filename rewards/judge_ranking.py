@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 _PRIOR_GAMES = 0.1
-_ROUNDS = 200
+_MAX_ROUNDS = 200
 
 
 def meetings(size: int, opponents: int | None = None) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ def strengths(points: Mapping[tuple[int, int], float], size: int) -> list[float]
     """
     won_G = [won + _PRIOR_GAMES / 2 for won in _wins(points, size)]
     strength_G = [1.0] * size
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         games_G = [_PRIOR_GAMES / (strength + 1.0) for strength in strength_G]
         for i, j in points:
             share = 1.0 / (strength_G[i] + strength_G[j])

@@ -11,7 +11,7 @@ from agentrl.assembly.players import engine_policy
 from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
-from agentrl.flow import spare_what_lives
+from agentrl.flow import freeze_gc
 from agentrl.rollout.engine_policy import EnginePolicy
 
 
@@ -19,7 +19,7 @@ from agentrl.rollout.engine_policy import EnginePolicy
 async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[RolloutAssembly]:
     """Start an engine that serves `model`, the environments and the reward."""
     async with open_cluster(config) as placed, rollouts_on(placed, model) as rollouts:
-        spare_what_lives()
+        freeze_gc()
         yield rollouts
 
 

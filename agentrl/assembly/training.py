@@ -23,7 +23,7 @@ from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
-from agentrl.flow import spare_what_lives
+from agentrl.flow import freeze_gc
 from agentrl.placement.time_share import DeviceSharing
 from agentrl.protocols import Algorithm, Curriculum, LatestCheckpoint, Trainer
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
@@ -180,7 +180,7 @@ async def assemble_training(
             ]
             followers += [(self_play, 1)] if self_play else []
             async with WeightPublisher(rollouts.engine, tuple(followers), weights) as publisher:
-                spare_what_lives()
+                freeze_gc()
                 yield TrainingAssembly(
                     config,
                     rollouts.model,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl.conversation.renderer import TemplateRenderer
     from agentrl.recipes.preview import Opening
 
-_MEASURED = 500
+_MAX_MEASURED_PROMPTS = 500
 """Prompts whose tokens are counted."""
 
 
@@ -201,7 +201,9 @@ def _print_lengths(config: RunConfig, source: TaskSource, renderer: "TemplateRen
     from agentrl.recipes.preview import openings
 
     found = run_steadily(
-        openings(config, [next_task(source, n) for n in range(_count(source, _MEASURED))])
+        openings(
+            config, [next_task(source, n) for n in range(_count(source, _MAX_MEASURED_PROMPTS))]
+        )
     )
     tokens = [opening.tokens(renderer) for opening in found]
     if tokens:

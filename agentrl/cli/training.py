@@ -26,7 +26,7 @@ from agentrl.observe.ending import how_to_go_on
 from agentrl.runs.checkpoint import Checkpoints
 from agentrl.settings.yaml_values import in_yaml
 
-_DEMO = "batch_processing.keep_variance=0.999"
+_DEMO_OVERRIDE = "batch_processing.keep_variance=0.999"
 """GRPO learns nothing from groups in which all episodes cross the lake, or none does, so the demo
 leaves them out. The config keeps them, because a critic learns from them."""
 
@@ -89,7 +89,7 @@ def demo(overrides: Overrides = None) -> None:
     from agentrl import __file__ as package
 
     folder = f"run_dir=runs/demo-{datetime.now():%Y%m%d-%H%M%S}"
-    train(Path(package).with_name("demo.yaml"), [folder, _DEMO, *(overrides or [])])
+    train(Path(package).with_name("demo.yaml"), [folder, _DEMO_OVERRIDE, *(overrides or [])])
 
 
 def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
@@ -116,7 +116,7 @@ def _run(
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        console.print(f"\nstopped; {_how_to_go_on(folder)}", soft_wrap=True)
+        console.print(f"\nstopped; {_resume_hint(folder)}", soft_wrap=True)
         raise typer.Exit(128 + stopping.by) from None
     except AgentRLError:
         raise
@@ -126,7 +126,7 @@ def _run(
             raise
         raise StorageError(
             f"the run in {folder} cannot be read or written: {problem}. Mend this; then"
-            f" {_how_to_go_on(folder)}"
+            f" {_resume_hint(folder)}"
         ) from error
     path = folder / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
@@ -134,7 +134,7 @@ def _run(
     return summary if summary and summary["tasks"]["total"] else None
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _resume_hint(folder: Path) -> str:
     """The saved steps of a run that has ended, and the command that continues it."""
     with suppress(OSError):
         if newest := Checkpoints(folder / "checkpoints").latest():

@@ -27,7 +27,7 @@ from agentrl.engines.slots import (
 )
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
-from agentrl.flow import computes_by_design
+from agentrl.flow import expect_long_callback
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import (
@@ -430,7 +430,7 @@ class LocalEngine(Engine):
         """Compute tokens without KV, sample where a sequence is complete, and return how many
         requests ended.
         """
-        computes_by_design()
+        expect_long_callback()
         self._steps += 1
         rows = self._schedule()
         sampled = iter(model.step(list(rows.values())))
@@ -449,7 +449,7 @@ class LocalEngine(Engine):
         """Score the first waiting requests: as many as a step may have tokens, with padding, but at
         least one.
         """
-        computes_by_design()
+        expect_long_callback()
         self._scoring = [
             (request, future) for request, future in self._scoring if not future.done()
         ]

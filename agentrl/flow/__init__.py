@@ -12,11 +12,11 @@ from agentrl.flow.retries import Retries
 from agentrl.flow.spans import Span, SpanLog, record_spans, span
 from agentrl.flow.steady_loop import (
     SteadyLoop,
-    computes_by_design,
     elapsed,
+    expect_long_callback,
+    freeze_gc,
     loop_metrics,
     run_steadily,
-    spare_what_lives,
 )
 from agentrl.flow.suspicion import Suspect, Suspicion
 from agentrl.flow.turnstile import Turnstile
@@ -39,9 +39,10 @@ __all__ = [
     "Turnstile",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
-    "computes_by_design",
     "deadline",
     "elapsed",
+    "expect_long_callback",
+    "freeze_gc",
     "loop_metrics",
     "notice",
     "notices",
@@ -52,6 +53,5 @@ __all__ = [
     "run_to_completion",
     "run_virtual",
     "span",
-    "spare_what_lives",
     "waits",
 ]

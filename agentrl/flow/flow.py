@@ -29,7 +29,7 @@ class Flow:
         self._tasks: list[
             asyncio.Task[Any]
         ] = []  # in order of start, so that cancelling is deterministic
-        self._tidy_at = _TIDY
+        self._tidy_at = _MAX_ENDED_TASKS
         self._channels: list[Channel[Any]] = []
 
     async def __aenter__(self) -> Self:
@@ -60,7 +60,7 @@ class Flow:
         # Rarely, as a callback for each ended task would cost more.
         if len(self._tasks) == self._tidy_at:
             self._tasks = [task for task in self._tasks if not task.done()]
-            self._tidy_at = 2 * len(self._tasks) + _TIDY
+            self._tidy_at = 2 * len(self._tasks) + _MAX_ENDED_TASKS
         return task
 
     def channel(self, name: str, capacity: int) -> Channel[Any]:
@@ -86,7 +86,7 @@ class Flow:
         return [channel.snapshot() for channel in self._channels]
 
 
-_TIDY = 8
+_MAX_ENDED_TASKS = 8
 """Ended tasks that are kept at most, besides as many as there are live ones."""
 
 

@@ -67,13 +67,13 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         longest, self._gaps.longest = self._gaps.longest, {True: 0.0, False: 0.0}
         return longest[False], longest[True]
 
-    def computes_by_design(self) -> None:
+    def expect_long_callback(self) -> None:
         """Declare that the running callback computes on the loop on purpose: count its gap apart
         and do not log it.
         """
         self._gaps.by_design = True
 
-    def spare_what_lives(self) -> None:
+    def freeze_gc(self) -> None:
         """Exclude all present objects from garbage collection until the loop closes, and collect
         new ones less often.
 
@@ -207,18 +207,18 @@ def run_steadily(main: Coroutine[Any, Any, T]) -> T:
     return results[0]
 
 
-def computes_by_design() -> None:
-    """See `SteadyLoop.computes_by_design`; on a loop of another kind nothing is counted."""
+def expect_long_callback() -> None:
+    """Call `SteadyLoop.expect_long_callback` of the running loop; other loops ignore this."""
     loop = asyncio.get_running_loop()
     if isinstance(loop, SteadyLoop):
-        loop.computes_by_design()
+        loop.expect_long_callback()
 
 
-def spare_what_lives() -> None:
-    """See `SteadyLoop.spare_what_lives`; on a loop of another kind nothing happens."""
+def freeze_gc() -> None:
+    """Call `SteadyLoop.freeze_gc` of the running loop; other loops ignore this."""
     loop = asyncio.get_running_loop()
     if isinstance(loop, SteadyLoop):
-        loop.spare_what_lives()
+        loop.freeze_gc()
 
 
 def elapsed() -> float:
@@ -244,9 +244,9 @@ def loop_metrics() -> dict[str, float]:
 __all__ = [
     "GAP_SECONDS",
     "SteadyLoop",
-    "computes_by_design",
     "elapsed",
+    "expect_long_callback",
+    "freeze_gc",
     "loop_metrics",
     "run_steadily",
-    "spare_what_lives",
 ]

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-KILLS = 2
+LETHAL_DEATHS = 2
 """Deaths at which a request is set aside."""
-_MOST = 1000
+_MAX_SUSPECTS = 1000
 """Suspects that are remembered. Most of them are asked again soon, and then answered."""
 _FREELY = nullcontext()
 
@@ -81,11 +81,15 @@ class Suspicion:
             suspect.deaths += 1
         self._suspects |= dict.fromkeys(present)
         # It is not asked again.
-        for oldest in list(self._suspects)[: max(0, len(self._suspects) - _MOST)]:
+        for oldest in list(self._suspects)[: max(0, len(self._suspects) - _MAX_SUSPECTS)]:
             del self._suspects[oldest]
-        lethal = {suspect.content(): suspect for suspect in present if suspect.deaths >= KILLS}
+        lethal = {
+            suspect.content(): suspect for suspect in present if suspect.deaths >= LETHAL_DEATHS
+        }
         if len(lethal) > 1:  # it may be any of them, unless they have been there too often
-            lethal = {content: one for content, one in lethal.items() if one.deaths >= 2 * KILLS}
+            lethal = {
+                content: one for content, one in lethal.items() if one.deaths >= 2 * LETHAL_DEATHS
+            }
         for content, culprit in lethal.items():
             self._set_aside[content] = (
                 f"{self._workers} died {culprit.deaths} times while they worked on {culprit.name}, "
@@ -105,14 +109,14 @@ class Suspicion:
 
     def turn(self, suspect: Suspect) -> AbstractAsyncContextManager[None]:
         """Inside the block, no other request is asked that is suspected as much."""
-        return self._alone(suspect) if suspect.deaths >= KILLS else _FREELY
+        return self._alone(suspect) if suspect.deaths >= LETHAL_DEATHS else _FREELY
 
     @asynccontextmanager
     async def _alone(self, suspect: Suspect) -> "AsyncIterator[None]":
         with pause_deadlines():  # the others may take long
             await self._one_at_a_time.acquire()
         try:
-            if suspect.deaths >= KILLS:
+            if suspect.deaths >= LETHAL_DEATHS:
                 yield
                 return
         finally:

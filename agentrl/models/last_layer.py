@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FEW = 0.75
+MAX_NEEDED_SHARE = 0.75
 """It is worth leaving tokens out if at most this share of them is needed."""
 
 
@@ -59,7 +59,7 @@ class _Hooks:
         if (
             len(args) != 1
             or args[0].dim() != 3
-            or not 0 < len(self._needed_P) <= FEW * args[0].shape[1]
+            or not 0 < len(self._needed_P) <= MAX_NEEDED_SHARE * args[0].shape[1]
         ):
             self._needed_P = None
             return None

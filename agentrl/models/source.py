@@ -20,11 +20,11 @@ _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revi
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """The files that describe a model: config, tokenizer, template, code. A few MB, so it is fetched
 and checked first."""
-_WEIGHTS = "*.safetensors"
+_WEIGHTS_PATTERN = "*.safetensors"
 _COPIES = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
-_INDEX = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"
+_INDEX_FILE = "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
 _LOW_LEVEL = re.compile(r"\(Request ID[^)]*\)|\s+")
 
 
@@ -46,7 +46,7 @@ def model_folder(name: str, revision: str | None = None, *, setting: str = "mode
     Raises:
         ConfigError: there is no such model, or files of it are missing.
     """
-    found = _folder(name, revision, (*_SMALL_FILES, _WEIGHTS), setting)
+    found = _folder(name, revision, (*_SMALL_FILES, _WEIGHTS_PATTERN), setting)
     check_weights(found, name, setting=setting)
     return found
 
@@ -57,7 +57,7 @@ def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> No
     Raises:
         ConfigError: it has none, or some are missing.
     """
-    listed = _files_of_index(folder / _INDEX)
+    listed = _files_of_index(folder / _INDEX_FILE)
     if missing := sorted(file for file in listed if not (folder / file).is_file()):
         raise ConfigError(
             f"{setting}: {name!r} lacks {len(missing)} of its {len(listed)} files of weights, such"
@@ -67,9 +67,9 @@ def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> No
         file.suffix in (".safetensors", ".bin") and file.exists() for file in folder.iterdir()
     ):
         raise ConfigError(
-            f"{setting}: {name!r} has the config of a model and no weights (no {_WEIGHTS} in"
-            f" {folder}): it is enough for `agentrl plan`; to train, give the folder of the model"
-            " itself"
+            f"{setting}: {name!r} has the config of a model and no weights (no {_WEIGHTS_PATTERN} "
+            f"in {folder}): it is enough for `agentrl plan`; to train, give the folder of the "
+            "model itself"
         )
     for file in weight_files(folder):
         _check_header(file, name, setting)
@@ -83,7 +83,7 @@ def _check_header(file: Path, name: str, setting: str) -> None:
             pass
     except (OSError, SafetensorError) as error:
         with file.open("rb") as opened:
-            is_pointer = opened.read(len(_LFS)) == _LFS
+            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
         why = (
             "it is a pointer of Git LFS, whose content was not fetched: run `git lfs pull` there"
             if is_pointer
@@ -99,10 +99,10 @@ def weight_files(folder: Path) -> list[Path]:
     Beside these, some models have their weights once more, in files and under names of another
     program.
     """
-    if listed := _files_of_index(folder / _INDEX):
+    if listed := _files_of_index(folder / _INDEX_FILE):
         return [folder / file for file in listed]
     whole = folder / "model.safetensors"
-    return [whole] if whole.exists() else sorted(folder.glob(_WEIGHTS))
+    return [whole] if whole.exists() else sorted(folder.glob(_WEIGHTS_PATTERN))
 
 
 def check_architecture(

@@ -97,7 +97,7 @@ _DIALECTS: dict[ChatTemplate, _Dialect] = {"compact": _COMPACT, "chatml": _CHATM
 # A word with its leading space, one digit, a run of signs with its leading space, or one
 # white-space character: a newline never joins its neighbours, so each cell of a grid and each line
 # end is a token of its own.
-_PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
+_PIECE_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s"
 
 _CORE_TEXT = (
     "P . . O\n. O . .\nO . P .\n. . O G\n G P O .\n",
@@ -150,7 +150,7 @@ def _train_tokenizer(corpus: Iterable[str], dialect: _Dialect) -> "Tokenizer":
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_PIECE_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -22,7 +22,7 @@ Recompute = Literal["none", "selective", "full"]
 """The activations that a trainer computes again in the backward pass: none; all of a layer except
 the products of its matrices and its attention; or all."""
 
-USABLE = 0.95
+USABLE_SHARE = 0.95
 """Usable share of a device's memory: the rest is the driver's, or lost between blocks of the
 allocator.
 """

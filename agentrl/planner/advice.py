@@ -23,7 +23,7 @@ from agentrl.simulate.stages import workload
 
 _MOST_TOGETHER = 4
 """Most changes that are proposed together."""
-_TRIED = 2
+_MAX_TRIED_CHANGES = 2
 """Of the changes that could come next, how many are tried."""
 
 
@@ -96,7 +96,7 @@ def _together(
         (_memory_share(changed := change.apply(config), inventory, facts), changed, change)
         for change in changes
     ]
-    for less, changed, change in sorted(tried, key=lambda entry: entry[0])[:_TRIED]:
+    for less, changed, change in sorted(tried, key=lambda entry: entry[0])[:_MAX_TRIED_CHANGES]:
         if changed is not None and less < filled:
             others = [other for other in changes if not other.keys & change.keys]
             rest = _together(changed, inventory, facts, others, most - 1)

@@ -6,7 +6,7 @@ from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.placement.devices import GIB, Inventory, visible
-from agentrl.placement.footprint import USABLE, trainer_footprint
+from agentrl.placement.footprint import USABLE_SHARE, trainer_footprint
 from agentrl.planner.advice import what_fits
 from agentrl.planner.run_facts import layouts, model_of, placement_request_of, with_defaults
 
@@ -39,7 +39,7 @@ def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
     held *= request.ranks
     held += engine.here * request.engines * engine.number * facts.parameters
-    usable = USABLE * kind.memory
+    usable = USABLE_SHARE * kind.memory
     if held > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
         raise ConfigError(

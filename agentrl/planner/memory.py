@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import (
-    USABLE,
+    USABLE_SHARE,
     Footprint,
     engine_footprint,
     tokens_cached,
@@ -170,7 +170,12 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
             peak = sum(totals)
         found.append(
             DeviceLoad(
-                device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)
+                device,
+                awake,
+                peak,
+                int(USABLE_SHARE * kind.memory),
+                host,
+                int(USABLE_SHARE * kind.host_memory),
             )
         )
     return tuple(found)

@@ -11,7 +11,7 @@ from agentrl.placement.footprint import Footprint
 from agentrl.planner.memory import DeviceLoad, fullest_host
 from agentrl.planner.plan import Candidate, Plan
 
-_SHOWN = 8
+_MAX_SHOWN_CANDIDATES = 8
 """Most candidates to show in the table."""
 
 
@@ -108,10 +108,10 @@ def _step(plan: Plan) -> Table:
 
 def _candidates_table(considered: tuple[Candidate, ...]) -> Table:
     table = _table("map", "seconds a step", title="considered")
-    for found in considered[:_SHOWN]:
+    for found in considered[:_MAX_SHOWN_CANDIDATES]:
         table.add_row(str(found.devices), _verdict(found))
-    if len(considered) > _SHOWN:
-        table.add_row(f"and {len(considered) - _SHOWN} more", "")
+    if len(considered) > _MAX_SHOWN_CANDIDATES:
+        table.add_row(f"and {len(considered) - _MAX_SHOWN_CANDIDATES} more", "")
     return table
 
 

@@ -23,9 +23,9 @@ from agentrl.planner.run_facts import layouts, placement_request_of, stages_of, 
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
-_SIMULATED = 4
+_MAX_SIMULATED_CANDIDATES = 4
 """Most candidates to simulate: the fastest by a rough estimate."""
-_STEPS = 2
+_SIMULATED_STEPS = 2
 """Steps to simulate after the first `rollout.max_staleness` ones, which do not count."""
 
 
@@ -40,7 +40,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
-        _looked_at(config, stages, work, devices)
+        _examine(config, stages, work, devices)
         for devices in device_maps(config.placement, placement_request_of(config), inventory)
     ]
     fitting = sorted(
@@ -48,7 +48,10 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     )
     if not fitting:
         raise ConfigError(_refusal(config, inventory, facts, looked_at))
-    simulated = [_simulated(config, stages, work, found) for found in fitting[:_SIMULATED]]
+    simulated = [
+        _simulate_candidate(config, stages, work, found)
+        for found in fitting[:_MAX_SIMULATED_CANDIDATES]
+    ]
     simulated.sort(key=lambda found: found.step.seconds if found.step else float("inf"))
     chosen = simulated[0]
     if chosen.step is None:
@@ -63,7 +66,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         loads(stages, work, chosen.devices),
         chosen.step,
         _reason(config, simulated, len(fitting), len(looked_at)),
-        (*simulated, *fitting[_SIMULATED:], *unfit),
+        (*simulated, *fitting[_MAX_SIMULATED_CANDIDATES:], *unfit),
     )
 
 
@@ -77,7 +80,7 @@ def _check_context(config: RunConfig, facts: ModelFacts) -> None:
         )
 
 
-def _looked_at(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
+def _examine(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
     found = tuple(problems(stages, work, devices))
     return Candidate(
         devices,
@@ -102,7 +105,9 @@ def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap
     return (max(busy, rollout) if overlap else busy + rollout) + extra
 
 
-def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candidate) -> Candidate:
+def _simulate_candidate(
+    config: RunConfig, stages: Stages, work: Workload, found: Candidate
+) -> Candidate:
     """The candidate with its step, simulated with the scheduler."""
     devices = found.devices
     simulation = stages.simulation(work, devices, config.simulation)
@@ -118,7 +123,7 @@ def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candida
         report = World(
             stages.share(config.rollout, devices),
             simulation,
-            _STEPS + bound,
+            _SIMULATED_STEPS + bound,
             config.seed,
             weight_update=config.weights.update,
         ).run()

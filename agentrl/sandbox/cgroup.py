@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agentrl.sandbox.order import Order
 
-_SLACK = 16 << 20
+_SLACK_BYTES = 16 << 20
 """Bytes beyond memory and disk before the kernel refuses more; before that, the supervisor ends the
 run.
 """
@@ -129,7 +129,7 @@ class ControlGroup:
         if not self:
             return
         self._order = order
-        most = order.memory + order.disk + _SLACK  # the files of a program are in memory too
+        most = order.memory + order.disk + _SLACK_BYTES  # the files of a program are in memory too
         # "Busy" if earlier programs have left more than that, which the kernel frees when it likes.
         with suppress(OSError):
             os.pwrite(self._open[self._files.limit], str(most).encode(), 0)

@@ -166,7 +166,7 @@ _NUMBERS: _Numbers = {
     "close_range": (436, 436),
 }
 
-_LAST = 450
+_NEWEST_CALL = 450
 """The newest call that this list covers; newer ones fail as if they did not exist."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_NEW, _CLONE_THREAD, _CLONE_FILES, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = (
@@ -354,7 +354,7 @@ def _compile_filter(about: dict[str, _Code]) -> bytes:
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),
-        (_AT_LEAST, 0, 1, _LAST + 1),
+        (_AT_LEAST, 0, 1, _NEWEST_CALL + 1),
         *_refuse(errno.ENOSYS),
     ]
     for name, body in about.items():

@@ -20,7 +20,7 @@ from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 
 _START_SECONDS = 30.0
-_GRACE = 3.0
+_GRACE_SECONDS = 3.0
 """Seconds after a run's wall limit within which its jail must report that."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _ENVIRONMENT = {
@@ -109,7 +109,7 @@ class Jail:
     async def run(self, order: Order) -> Outcome:
         """Run one program. Cancelling kills the jail and all that the program has started."""
         try:
-            async with asyncio.timeout(order.wall + _GRACE):
+            async with asyncio.timeout(order.wall + _GRACE_SECONDS):
                 return await self._run(order)
         except (OSError, EOFError, ValueError, TimeoutError) as error:
             return SandboxLost(self._last_words(error))

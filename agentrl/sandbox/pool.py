@@ -9,7 +9,7 @@ from typing import Self
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow
-from agentrl.flow.suspicion import KILLS
+from agentrl.flow.suspicion import LETHAL_DEATHS
 from agentrl.sandbox.jail import Jail, JailError
 from agentrl.sandbox.order import Order
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
@@ -18,7 +18,8 @@ from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 logger = logging.getLogger(__name__)
 
 _SET_ASIDE = (
-    f"{KILLS} sandboxes were lost in runs of the same program, so it is set aside and not run again"
+    f"{LETHAL_DEATHS} sandboxes were lost in runs of the same program, so it is set aside and not "
+    "run again"
 )
 BACKENDS = ("namespaces", "landlock")
 """The isolation backends, strongest first (docs/sandbox.md)."""
@@ -107,7 +108,7 @@ class Sandbox:
                 "the sandbox is not running: write `async with Sandbox(config) as sandbox`"
             )
         order = Order(program, stdin, **(limits or self.config.limits).model_dump())
-        if self._losses and self._losses[_digest(order)] >= KILLS:
+        if self._losses and self._losses[_digest(order)] >= LETHAL_DEATHS:
             return SandboxLost(_SET_ASIDE, final=True)
         jail = await self._idle.get()
         try:
@@ -145,7 +146,7 @@ class Sandbox:
             return outcome
         digest = _digest(order)
         self._losses[digest] += 1
-        if self._losses[digest] < KILLS:
+        if self._losses[digest] < LETHAL_DEATHS:
             return outcome
         logger.warning("%s; the last time: %s", _SET_ASIDE, outcome.error)
         return SandboxLost(f"{_SET_ASIDE}; the last time: {outcome.error}", final=True)

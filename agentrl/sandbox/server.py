@@ -42,7 +42,7 @@ from agentrl.sandbox.filter import is_clone
 from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
 
-TICK = 0.02
+CHECK_SECONDS = 0.02
 """Seconds between two checks of the resources that a run has used."""
 _SOCKET_BYTES = 320 << 10
 """Bytes that a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not
@@ -198,11 +198,11 @@ class _Run:
         """
         next_look = self.begun
         while self.exit is None and not self.hit:
-            for fd, events in self.poll.poll(TICK * 1000):
+            for fd, events in self.poll.poll(CHECK_SECONDS * 1000):
                 self._attend(fd, events)
             if time.monotonic() >= next_look:
                 self.hit = self.hit or self._limit_hit()
-                next_look = time.monotonic() + TICK
+                next_look = time.monotonic() + CHECK_SECONDS
         seconds = time.monotonic() - self.begun
         self.walls.kill(self.child)
         self._reap(wait=True)
@@ -210,7 +210,7 @@ class _Run:
             self._read(fd)
         for fd in {self.stdin, self.stdout, self.stderr, self.ended, self.listener} - {-1}:
             os.close(fd)
-        self.hit = self.hit or self._limit_hit_by_the_dead()
+        self.hit = self.hit or self._limit_exceeded()
         stdout, stderr = (
             self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr)
         )
@@ -308,7 +308,7 @@ class _Run:
             return "wall"
         self._reap()  # dead orphans would count as processes
         pids = self.walls.processes(self.child)
-        cpu, pages = _cpu_of_the_dead(), 0
+        cpu, pages = _children_cpu_time(), 0
         for pid in pids:
             its_cpu, its_pages = _usage_of(pid)
             cpu, pages = cpu + its_cpu, pages + its_pages
@@ -324,16 +324,16 @@ class _Run:
             return "memory"
         if self.walls.used(self.folder, self.child) > order.disk:
             return "disk"
-        return self._limit_hit_by_the_dead()
+        return self._limit_exceeded()
 
-    def _limit_hit_by_the_dead(self) -> str:
+    def _limit_exceeded(self) -> str:
         """The limit that all processes have hit together, those included that have ended."""
-        if _cpu_of_the_dead() >= self.order.cpu:
+        if _children_cpu_time() >= self.order.cpu:
             return "cpu"
         return self.walls.group.limit_hit()
 
 
-def _cpu_of_the_dead() -> float:
+def _children_cpu_time() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

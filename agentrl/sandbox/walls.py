@@ -17,14 +17,14 @@ from agentrl.sandbox.cgroup import ControlGroup
 from agentrl.sandbox.filter import asking_filter, seccomp_filter
 from agentrl.sandbox.order import Order
 
-_NOBODY = 65534
+_NOBODY_UID = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_SMALL = "mode=0755,size=1m,nr_inodes=2k"
-_OURS = 3
+_SMALL_TMPFS_OPTIONS = "mode=0755,size=1m,nr_inodes=2k"
+_SUPERVISOR_PROCESSES = 3
 """Processes that count as those of a program, though they are ours: the server, the supervisor and
 its parent.
 """
-FILES = 10_000
+MAX_FILES = 10_000
 """The number of files and folders that a run may have."""
 
 
@@ -120,7 +120,7 @@ class Namespaces(Walls):
         self._build_root()
         if root:
             # RLIMIT_NPROC does not apply to root, and files of root would belong to the program.
-            uid = gid = _NOBODY
+            uid = gid = _NOBODY_UID
             os.setgroups([])
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
@@ -135,7 +135,7 @@ class Namespaces(Walls):
         new = self.scratch
         quiet = kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-        kernel.mount("tmpfs", new, "tmpfs", quiet, _SMALL)
+        kernel.mount("tmpfs", new, "tmpfs", quiet, _SMALL_TMPFS_OPTIONS)
         for path in self.readable:
             _show(path, new)
         for path in ("/dev", "/proc", self._FOLDER):
@@ -167,13 +167,13 @@ class Namespaces(Walls):
 
     def begin(self, order: Order) -> str:
         """Mount a file system in memory, with its own limits."""
-        sizes = f"mode=0700,size={order.disk},nr_inodes={FILES}"
+        sizes = f"mode=0700,size={order.disk},nr_inodes={MAX_FILES}"
         kernel.mount("tmpfs", self._FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
         return self._FOLDER
 
     def confine(self, folder: str, order: Order) -> None:
         """No capabilities, a system call filter, and first to be killed when memory is short."""
-        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + _OURS,) * 2)
+        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + _SUPERVISOR_PROCESSES,) * 2)
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else it could not open its own files in /proc
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -253,7 +253,7 @@ class Landlock(Walls):
             for number, file in enumerate(files):
                 with suppress(FileNotFoundError):
                     self._count(file.stat(follow_symlinks=False), used)
-                if number == FILES:
+                if number == MAX_FILES:
                     return 1 << 62
         self._count_unlinked(folder, child, used)
         return sum(used.values())

@@ -27,7 +27,7 @@ class RuleWorker:
         self._pool = RulePool(config.model_copy(update={"workers": 1, "cache": 0}), imports)
 
     def ask(self, name: str, call: bytes) -> Any:
-        """See `RulePool.ask`."""
+        """Return the verdict of a call, computed in this worker's own pool."""
         return self._loop.run(self._pool.ask(name, call))
 
     def idle(self) -> None:
@@ -85,7 +85,7 @@ class RuleWorkers(RulePool):
                 await self._workers.popitem()[1].stop()
 
     async def ask(self, name: str, call: bytes) -> Any:
-        """See `RulePool.ask`.
+        """Return the verdict of a call, computed by the next idle worker.
 
         Raises:
             RewardError: also if the worker has died.

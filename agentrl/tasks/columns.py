@@ -51,9 +51,9 @@ _ANSWERS = (
 """Names of columns without capitals and what joins words, those that say most first."""
 _CHOICES = ("choices", "options", "endings", "candidates")
 _CONTEXTS = ("context", "passage", "article", "paragraph", "document", "story", "background")
-_DEPTH = 3
+_MAX_DEPTH = 3
 """The depth of the search in columns of mappings."""
-_LISTED = 30
+_MAX_LISTED_COLUMNS = 30
 """Columns that a message names."""
 _LONGEST_NAME = 60
 
@@ -106,8 +106,10 @@ def format_names(columns: Mapping[str, Any]) -> str:
         name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns
     )
     names = [name or "(one without a name)" for name in short]
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return (", ".join(names[:_LISTED]) or "none") + more
+    more = (
+        f" and {len(names) - _MAX_LISTED_COLUMNS} more" if len(names) > _MAX_LISTED_COLUMNS else ""
+    )
+    return (", ".join(names[:_MAX_LISTED_COLUMNS]) or "none") + more
 
 
 def answer_advice(row: Mapping[str, Any]) -> str:
@@ -186,7 +188,7 @@ def _find_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tupl
     those inside.
     """
     columns = dict(row)
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         for wanted in names:
             yield from ((path, value) for path, value in columns.items() if _bare(path) == wanted)
         columns = {

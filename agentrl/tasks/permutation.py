@@ -10,7 +10,7 @@ number that is too large is permuted again until it is not (cycle walking: J. Bl
 from dataclasses import dataclass
 from hashlib import blake2b
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Permutation:
 
     def _mix_halves(self, number: int, bits: int) -> int:
         left, right = number >> bits, number & ((1 << bits) - 1)
-        for turn in range(_ROUNDS):
+        for turn in range(_FEISTEL_ROUNDS):
             digest = blake2b(b"%d/%d/%d" % (self.seed, turn, right), digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest, "big") & ((1 << bits) - 1))
         return left << bits | right

@@ -45,8 +45,8 @@ Check = Callable[[Mapping[str, Any]], str]
 """Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be
 a task.
 """
-_FORMAT = 3
-_SHOWN = 10
+_INDEX_VERSION = 3
+_MAX_SHOWN_KINDS = 10
 """Kinds of bad rows that an error names."""
 _OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 """The differences between messages about rows that are bad for one reason: texts in quotes, and
@@ -256,7 +256,7 @@ class _BadRows:
     def add(self, where: str, error: Exception) -> None:
         self.count += 1
         kind = _OWN.sub("", str(error))  # without what is this row's own
-        if kind in self._first or len(self._first) < _SHOWN:
+        if kind in self._first or len(self._first) < _MAX_SHOWN_KINDS:
             self._first.setdefault(kind, f"{self.source}, {where}: {error}")
             self._alike[kind] += 1
 
@@ -328,7 +328,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _hash(*parts: object) -> str:
-    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([_INDEX_VERSION, *parts]).encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -50,7 +50,7 @@ _TABLES = (
     *_SPLITS,
 )
 """Under which names files of one object have their rows."""
-_LFS = b"version https://git-lfs"
+_LFS_POINTER = b"version https://git-lfs"
 _SEPARATOR = re.compile(r"sep=(.)\s*$")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _OTHER_FILES = {
@@ -62,7 +62,7 @@ _OTHER_FILES = {
 """Remedies for other common kinds of files."""
 _AT_ONCE = 1024
 """Rows of a Parquet file that are read at once."""
-_BLOCK = 1 << 16
+_BLOCK_CHARACTERS = 1 << 16
 """Characters of an array that are read at once."""
 _GAP = re.compile(r"[\s,]*")
 _LONGEST_FIELD = 1 << 30
@@ -122,7 +122,7 @@ def sources(
     """
     found = _sources(data, split, subset, revision)
     for source in found:
-        if isinstance(source, Path) and _begins_with(source, _LFS):
+        if isinstance(source, Path) and _begins_with(source, _LFS_POINTER):
             raise ConfigError(
                 f"{source} is a pointer of Git LFS, whose content was not fetched: run `git lfs"
                 " pull`"
@@ -480,7 +480,7 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
         ValueError: a value is no JSON, or the array has no end.
     """
     decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
-    text, line, block = file.read(_BLOCK), 1, _BLOCK
+    text, line, block = file.read(_BLOCK_CHARACTERS), 1, _BLOCK_CHARACTERS
     place = text.index("[") + 1
     while True:
         begin = cast(re.Match[str], _GAP.match(text, place)).end()
@@ -493,7 +493,7 @@ def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
             value, end, problem = None, len(text), str(error)
         if end < len(text):
             yield line + text.count("\n", place, begin), value
-            line, place, block = line + text.count("\n", place, end), end, _BLOCK
+            line, place, block = line + text.count("\n", place, end), end, _BLOCK_CHARACTERS
         elif more := file.read(block):
             # Twice as much: a long value is read in few tries.
             text, place, block = (

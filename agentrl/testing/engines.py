@@ -150,7 +150,7 @@ class ScriptedEngine(Engine):
         self._end_all(lambda: EngineDeadError("the engine was closed"))
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`."""
+        """Answer a request as scripted, one token at a time."""
         self._check_running()
         max_new = max_new_tokens(
             request,
@@ -180,7 +180,7 @@ class ScriptedEngine(Engine):
             del self._live[request.id]
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """See `Engine.score`. Takes no time, and no place.
+        """Score the tokens of a request. Takes no time, and no place.
 
         Raises:
             EngineError: it answers with given tokens, so it has no logprobs.
@@ -202,14 +202,14 @@ class ScriptedEngine(Engine):
         return Scores(floats(logprobs), self._version)
 
     async def interrupt(self) -> None:
-        """See `Engine.interrupt`: a request that hangs is ended as well."""
+        """End all requests early, also those that hang."""
         self._check_running()
         self._end_all(_InterruptedError)
         # Lets the callers, which come first in the loop's queue, get their answers.
         await asyncio.sleep(0)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`: takes effect between two tokens."""
+        """Serve another version of the weights, from between two tokens on."""
         self._check_running()
         if version <= self._version:
             raise EngineError(

@@ -8,7 +8,7 @@ from random import Random
 from agentrl.errors import ConformanceError
 from agentrl.rollout.staleness import StalenessRule, Ticket
 
-_STEPS = 25
+_SCHEDULE_STEPS = 25
 """Steps of a schedule: enough for stragglers to grow older than every bound that is tried."""
 
 
@@ -106,7 +106,7 @@ def check_staleness_rule(rule: type[StalenessRule], schedules: int = 200, seed: 
         failing = rng.choice((0.0, 0.1, 0.5))
         made = rule(max_staleness=max_staleness, groups_per_step=groups)
         try:
-            played = Adversary(made, rng, failing).drive(_STEPS)
+            played = Adversary(made, rng, failing).drive(_SCHEDULE_STEPS)
             check_promises(made, played)
         except ConformanceError as error:
             raise ConformanceError(

@@ -24,8 +24,8 @@ from agentrl.viewer.lineage import parents
 _UNREAD = (pa.ArrowException, OSError)
 """Exceptions of reading a damaged file, or one that has just been deleted."""
 _PER_TOKEN = ("old_logprobs", "logprobs", "entropies", "advantages")
-_SHORT = 2000
-_NAMED = 8
+_MAX_SHORT_CHARACTERS = 2000
+_MAX_NAMED_EPISODES = 8
 """Episodes that an error names."""
 
 
@@ -49,7 +49,9 @@ class EpisodeReader:
         if not rows:
             of_task = list(dict.fromkeys(row["id"] for row in self._index.group(name)))
             there = (
-                f"; the episodes of that task are {', '.join(of_task[:_NAMED])}" if of_task else ""
+                f"; the episodes of that task are {', '.join(of_task[:_MAX_NAMED_EPISODES])}"
+                if of_task
+                else ""
             )
             raise ConfigError(f"this run has no episode {name!r}{there}")
         fitting = [
@@ -88,7 +90,8 @@ class EpisodeReader:
             played = self._trajectory(row, ["messages"])
             messages = [] if played is None else played["messages"]
             shown = [
-                {**message, "content": (message["content"] or "")[:_SHORT]} for message in messages
+                {**message, "content": (message["content"] or "")[:_MAX_SHORT_CHARACTERS]}
+                for message in messages
             ]
             members.append({"row": row, "messages": shown})
         return {"task": task, "members": members}

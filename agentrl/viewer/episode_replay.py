@@ -13,8 +13,8 @@ from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 
-_LONGEST = 3.0
-_LISTED = 20
+_LONGEST_PAUSE_SECONDS = 3.0
+_MAX_LISTED_EPISODES = 20
 
 
 def list_episodes(folder: Path, console: Console) -> None:
@@ -24,7 +24,7 @@ def list_episodes(folder: Path, console: Console) -> None:
         ConfigError: no step has a batch yet.
     """
     run = RunFolder(folder.name, folder)
-    found = EpisodeIndex(run).page(EpisodeQuery(kind=KINDS[0], limit=_LISTED))
+    found = EpisodeIndex(run).page(EpisodeQuery(kind=KINDS[0], limit=_MAX_LISTED_EPISODES))
     if not found["rows"]:
         raise ConfigError(f"{folder} has no episode in a batch yet")
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -76,7 +76,7 @@ async def replay(
             else None
         )
         if turn is not None and speed > 0:
-            await asyncio.sleep(min(turn["generate_seconds"] / speed, _LONGEST))
+            await asyncio.sleep(min(turn["generate_seconds"] / speed, _LONGEST_PAUSE_SECONDS))
         style = "green" if message["role"] == "assistant" else "cyan"
         if message["reasoning"]:
             console.print(
@@ -94,7 +94,7 @@ async def replay(
                 f"  [{style}]→[/{style}] {escape(called)}", highlight=False, soft_wrap=True
             )
         if turn is not None and speed > 0:
-            await asyncio.sleep(min(turn["env_seconds"] / speed, _LONGEST))
+            await asyncio.sleep(min(turn["env_seconds"] / speed, _LONGEST_PAUSE_SECONDS))
     row = episode["row"]
     score = "no score" if row["score"] is None else f"score {row['score']:g}"
     console.print(f"\n{row['status']}, {score}", highlight=False)

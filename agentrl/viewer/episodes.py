@@ -20,8 +20,8 @@ from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import read_ledger
 from agentrl.viewer.folders import EVALUATION, RunFolder
 
-_BARS = 24
-_MEMORY = "160MB"
+_HISTOGRAM_BARS = 24
+_MEMORY_LIMIT = "160MB"
 _COLUMNS = {
     "id": "VARCHAR",
     "agent": "VARCHAR",
@@ -40,7 +40,7 @@ _COLUMNS = {
     "trained_turns": "INTEGER",
 }
 _SCHEMA = f"""
-SET memory_limit = '{_MEMORY}'; SET threads = 2; SET enable_progress_bar = false;
+SET memory_limit = '{_MEMORY_LIMIT}'; SET threads = 2; SET enable_progress_bar = false;
 SET autoinstall_known_extensions = false; SET autoload_known_extensions = false;
 CREATE TABLE trajectories (
     kind VARCHAR, step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))}
@@ -494,18 +494,18 @@ class EpisodeIndex:
         low, high = self._one(f"SELECT min(score), max(score) FROM episodes WHERE {where}", values)
         if low is None:
             return {"low": None, "high": None, "counts": []}
-        width = (high - low) / _BARS or 1.0
+        width = (high - low) / _HISTOGRAM_BARS or 1.0
         counts = dict(
             self._db.execute(
                 "SELECT least(floor((score - ?) / ?), ?)::INTEGER, count(*) FROM episodes WHERE"
                 f" {where} GROUP BY 1",
-                [low, width, _BARS - 1, *values],
+                [low, width, _HISTOGRAM_BARS - 1, *values],
             ).fetchall()
         )
         return {
             "low": low,
             "high": high,
-            "counts": [counts.get(number, 0) for number in range(_BARS)],
+            "counts": [counts.get(number, 0) for number in range(_HISTOGRAM_BARS)],
         }
 
     def _one(self, query: str, values: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError
 from agentrl.observe.reports import HELD_OUT
 from agentrl.viewer.episodes import MOST_ROWS, EpisodeIndex
 
-_SOLVED = 0.5
+_SOLVED_SHARE = 0.5
 """Share of a task's episodes that succeed from which on an evaluation has solved it."""
 _Task = dict[str, Any]
 
@@ -119,7 +119,7 @@ def _value(row: Mapping[str, Any]) -> float | None:
 
 
 def _is_solved(row: Mapping[str, Any]) -> bool:
-    return row["success"] is not None and row["success"] >= _SOLVED
+    return row["success"] is not None and row["success"] >= _SOLVED_SHARE
 
 
 def _cell(row: Mapping[str, Any]) -> list[Any]:

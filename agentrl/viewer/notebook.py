@@ -21,7 +21,7 @@ DEFAULT = ("reward", "success", "entropy", "staleness/mean", "turns", "tokens_pe
 """The metrics that are plotted by default, if the runs have them."""
 
 _COLOURS = ("#1f6f8b", "#e84a5f", "#5b8c5a", "#e0a030", "#7a5195", "#4d4d4d")
-_COLUMNS = 3
+_GRID_COLUMNS = 3
 _PANEL = (4.2, 2.9)
 _HELD_OUT = {"success": "eval/success", "reward": "eval/reward"}
 
@@ -75,7 +75,7 @@ class RunPlot:
     ) -> None:
         from matplotlib.figure import Figure
 
-        columns = min(_COLUMNS, len(metrics))
+        columns = min(_GRID_COLUMNS, len(metrics))
         lines = -(-len(metrics) // columns)
         size = (_PANEL[0] * columns, _PANEL[1] * lines + (0.3 if len(rows) > 1 else 0))
         self.figure = Figure(figsize=size, layout="constrained")
@@ -122,7 +122,7 @@ def _choose_metrics(
                 f"no run has the metric {name!r}.{plugins.nearest(name, known)} There are:"
                 f" {', '.join(known)}"
             )
-    return metrics or [name for name in DEFAULT if name in known] or list(known)[:_COLUMNS]
+    return metrics or [name for name in DEFAULT if name in known] or list(known)[:_GRID_COLUMNS]
 
 
 def _draw(

@@ -24,8 +24,8 @@ from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.timing import Window, advice, window_of
 from agentrl.viewer.traced import TracedTime, advice_on, newest_trace
 
-_ALL = 1 << 30
-_ROWS = 14
+_ALL_EPISODES = 1 << 30
+_MAX_TABLE_ROWS = 14
 """Most rows of a table of busy sets."""
 _LEAST_SHARE = 0.0005
 """Sets with a smaller share of the time are shown together."""
@@ -57,7 +57,7 @@ def profile(
         return
     index = EpisodeIndex(run)
     reader = EpisodeReader(run, index)
-    window = window_of(run, index, reader, steps, _ALL)
+    window = window_of(run, index, reader, steps, _ALL_EPISODES)
     if window is None:
         known = sorted({one["step"] for one in run.phases()})
         there = f"steps {known[0]} to {known[-1]} were" if known else "no step was"
@@ -112,7 +112,7 @@ def busy_table(busy: Mapping[frozenset[str], float], total: float) -> Table:
     rows = [
         (" + ".join(sorted(names)) or "none of these", seconds) for names, seconds in busy.items()
     ]
-    kept = sum(seconds >= _LEAST_SHARE * total for _, seconds in rows[:_ROWS])
+    kept = sum(seconds >= _LEAST_SHARE * total for _, seconds in rows[:_MAX_TABLE_ROWS])
     if len(rows) > kept + 1:
         rows = [
             *rows[:kept],

@@ -25,17 +25,17 @@ from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
-from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shorten
+from agentrl.viewer.report_episodes import MAX_TEXT_CHARACTERS, episodes_to_read, shorten
 from agentrl.viewer.timing import advice, window_of
 
-_REASONS = 12
+_MAX_REASONS = 12
 _HOW = {
     "completed": "is complete",
     "stopped": "was stopped",
     "failed": "failed",
     "killed": "was killed",
 }
-_TIMED = 16
+_MAX_TIMED_STEPS = 16
 """Steps, the newest, whose time is divided among resources."""
 
 
@@ -56,7 +56,7 @@ def write_report(folder: Path, into: Path) -> None:
     )
     style = Markup(page.joinpath("page", "style.css").read_text())
     text = made.render(
-        style=style, longest=LONGEST, width=WIDTH, height=HEIGHT, **_contents(folder)
+        style=style, longest=MAX_TEXT_CHARACTERS, width=WIDTH, height=HEIGHT, **_contents(folder)
     )
     write_whole(into, text.encode("utf-8", "replace").decode())
 
@@ -153,8 +153,12 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[str, Any]:
-    steps = sorted({one["step"] for one in run.phases() if one["end"] is not None})[-_TIMED:]
-    window = window_of(run, index, reader, (steps[0], steps[-1]), _TIMED) if steps else None
+    steps = sorted({one["step"] for one in run.phases() if one["end"] is not None})[
+        -_MAX_TIMED_STEPS:
+    ]
+    window = (
+        window_of(run, index, reader, (steps[0], steps[-1]), _MAX_TIMED_STEPS) if steps else None
+    )
     if window is None:
         return {"busy": [], "advice": [], "timed": None}
     total = max(window.end - window.begin, 1e-9)
@@ -176,7 +180,7 @@ def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
     if not ledger.exists():
         return {"fates": choices["fate"], "layers": choices["layer"], "reasons": []}
     with read_ledger(ledger) as reader:
-        reasons = reader.reasons("episodes", _REASONS)
+        reasons = reader.reasons("episodes", _MAX_REASONS)
     return {"fates": choices["fate"], "layers": choices["layer"], "reasons": reasons}
 
 

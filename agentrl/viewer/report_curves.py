@@ -14,7 +14,7 @@ from agentrl.observe.meanings import meaning_of
 WIDTH, HEIGHT = 420, 190
 """Size of a drawing, in its own units."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 20
-_POINTS = 400
+_MAX_CURVE_POINTS = 400
 """A curve of more points is drawn by the means of as many pieces of equal length."""
 _LEADING = (
     "reward",
@@ -90,7 +90,7 @@ def _curve(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve | None:
     if not len(values):
         return None
     pieces = np.array_split(
-        values[np.argsort(values[:, 0], kind="stable")], min(_POINTS, len(values))
+        values[np.argsort(values[:, 0], kind="stable")], min(_MAX_CURVE_POINTS, len(values))
     )
     drawn = np.array([piece.mean(0) for piece in pieces])
     x, px = _axis(drawn[:, 0], _LEFT, WIDTH - _RIGHT, whole=True)

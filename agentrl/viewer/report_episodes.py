@@ -7,10 +7,10 @@ from typing import Any
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 
-LONGEST = 4000
+MAX_TEXT_CHARACTERS = 4000
 """Characters of a text; the rest is left out."""
-_MESSAGES = 40
-_PICTURES = 256 << 10
+_MAX_MESSAGES = 40
+_MAX_PICTURE_CHARACTERS = 256 << 10
 """Characters of the pictures of an episode."""
 
 # Style and images within the picture; no script, and nothing that would be asked of anyone. The
@@ -29,8 +29,8 @@ def shorten(text: str | None) -> str:
     text = text or ""
     return (
         text
-        if len(text) <= LONGEST
-        else f"{text[:LONGEST]} … ({len(text) - LONGEST:,} more characters)"
+        if len(text) <= MAX_TEXT_CHARACTERS
+        else f"{text[:MAX_TEXT_CHARACTERS]} … ({len(text) - MAX_TEXT_CHARACTERS:,} more characters)"
     )
 
 
@@ -71,9 +71,9 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
     there is none.
     """
     messages: Sequence[Mapping[str, Any]] = trajectory.get("messages") or []
-    shown, room, left_out = [], _PICTURES, 0
+    shown, room, left_out = [], _MAX_PICTURE_CHARACTERS, 0
     for message, picture in zip(
-        messages[:_MESSAGES], _pictures(trajectory, messages), strict=False
+        messages[:_MAX_MESSAGES], _pictures(trajectory, messages), strict=False
     ):
         fits = len(picture) <= room
         room -= len(picture) if fits else 0
@@ -88,7 +88,7 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         "messages": shown,
-        "left_out": max(0, len(messages) - _MESSAGES),
+        "left_out": max(0, len(messages) - _MAX_MESSAGES),
         "pictures_left_out": left_out,
     }
 

@@ -19,14 +19,14 @@ from agentrl.viewer.folders import Phase, RunFolder
 from agentrl.viewer.stage_graph import stage_graph
 
 Intervals = Sequence[tuple[float, float]]
-_BINS = 240
-_SHOWN = 8
+_TIMELINE_BINS = 240
+_MAX_SHOWN_RESOURCES = 8
 _MOST_FILES = 16
 """More files of trajectories than these are not read for one picture, which then lacks engine and
 environments.
 """
 _LANES = {"train": "trainer", "weights": "weights", "evaluation": "evaluation"}
-_OTHER = "rest of the loop"
+_OTHER_PHASE = "rest of the loop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Window:
             name = (
                 "waits for episodes"
                 if one["phase"] == "rollout"
-                else _LANES.get(one["phase"], _OTHER)
+                else _LANES.get(one["phase"], _OTHER_PHASE)
             )
             found.setdefault(name, []).append((one["begin"], one["end"] or one["begin"]))
         return found
@@ -101,7 +101,7 @@ def timing(
     asked for, and those whose episodes are known. Times are seconds from `begin`.
     """
     known = sorted({one["step"] for one in run.phases() if one["end"] is not None})
-    newest = (known[-min(_SHOWN, len(known))], known[-1]) if known else None
+    newest = (known[-min(_MAX_SHOWN_RESOURCES, len(known))], known[-1]) if known else None
     window = window_of(run, index, reader, steps or newest, _MOST_FILES)
     if window is None:
         return {
@@ -116,7 +116,7 @@ def timing(
             "graph": [],
         }
     begin, busy = window.begin, window.busy
-    bins = np.linspace(begin, window.end, _BINS + 1)
+    bins = np.linspace(begin, window.end, _TIMELINE_BINS + 1)
     lanes: list[dict[str, Any]] = [
         {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]}
         for name, found in window.lanes.items()

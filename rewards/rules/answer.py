@@ -10,7 +10,7 @@ from agentrl.errors import ConfigError
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Task, Trajectory
 
-LONGEST = 20_000
+MAX_MESSAGE_CHARACTERS = 20_000
 """Characters of a message that are looked at: its last ones, where answers stand."""
 
 
@@ -77,7 +77,7 @@ def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:
     none.
     """
     replies = (message.content for message in reversed(trajectory.messages) if message.is_answer)
-    text = next(replies, "").strip()[-LONGEST:]
+    text = next(replies, "").strip()[-MAX_MESSAGE_CHARACTERS:]
     if tag is None:
         return text or None
     end = text.rfind(f"</{tag}>")

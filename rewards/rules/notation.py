@@ -11,14 +11,14 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any
 
-_MINUS = "\u2010\u2011\u2012\u2013\u2212\u2796\ufe58\ufe63"
-_TIMES = "\u00b7\u00d7\u2217\u2219\u22c5\u2715\u2716\u2a09\u2a2f"
-_OVER = "\u00f7\u2044\u2215\u29f8"
+_MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2212\u2796\ufe58\ufe63"
+_MULTIPLICATION_SIGNS = "\u00b7\u00d7\u2217\u2219\u22c5\u2715\u2716\u2a09\u2a2f"
+_FRACTION_SLASHES = "\u00f7\u2044\u2215\u29f8"
 _SPACES = (
     "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
 )
-_THIN = "\u202f"
-_NOTHING = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
+_THIN_SPACE = "\u202f"
+_INVISIBLE_CHARACTERS = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
 _NAMED = {
     "\u03c0": r"\pi ",
     "\u221e": r"\infty ",
@@ -41,11 +41,11 @@ _ASCII = str.maketrans(
     {
         # The full-width forms of ASCII.
         **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
-        **dict.fromkeys(_MINUS, "-"),
-        **dict.fromkeys(_TIMES, "*"),
-        **dict.fromkeys(_OVER, "/"),
-        **dict.fromkeys(_SPACES, _THIN),
-        **dict.fromkeys(_NOTHING, ""),
+        **dict.fromkeys(_MINUS_SIGNS, "-"),
+        **dict.fromkeys(_MULTIPLICATION_SIGNS, "*"),
+        **dict.fromkeys(_FRACTION_SLASHES, "/"),
+        **dict.fromkeys(_SPACES, _THIN_SPACE),
+        **dict.fromkeys(_INVISIBLE_CHARACTERS, ""),
         **_NAMED,
     }
 )
@@ -59,7 +59,7 @@ _ROOT = re.compile(r"√[ ]?(?:\(([^()]{1,60})\)|(\d+(?:\.\d+)?|[A-Za-z]|\\pi))"
 
 # Every repetition is bounded, so that no text makes these slow.
 _GROUPED = re.compile(
-    rf"(?<![\w.,\\])(\d{{1,3}})((?:(?:{_THIN}|\\[, ;:!]|\{{,\}}|')\d{{3}}){{1,20}})(?!\w)"
+    rf"(?<![\w.,\\])(\d{{1,3}})((?:(?:{_THIN_SPACE}|\\[, ;:!]|\{{,\}}|')\d{{3}}){{1,20}})(?!\w)"
 )
 _SPACED_OUT = re.compile(r"[-+]?\d{1,3}(?: \d{3}){1,20}(?:\.\d{0,60})?")
 _GAP = re.compile(r"\D")
@@ -91,7 +91,7 @@ def plain(text: str) -> str:
     text = _ascii(text)
     text = (
         _GROUPED.sub(lambda found: found[1] + _GAP.sub("", found[2]), text)
-        .replace(_THIN, " ")
+        .replace(_THIN_SPACE, " ")
         .strip()
     )
     text = text.replace(" ", "") if _SPACED_OUT.fullmatch(text) else text

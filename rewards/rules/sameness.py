@@ -8,7 +8,7 @@ values at some points.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_DIGITS = 50
+_PRECISION_DIGITS = 50
 NOT_COMPUTED = (
     ArithmeticError,
     AttributeError,
@@ -64,8 +64,8 @@ def value_of(form: Any) -> Any:
     if not isinstance(form, Expr) or form.free_symbols:
         return None
     try:
-        real, imaginary = form.doit().evalf(_DIGITS).as_real_imag()
-        real, imaginary = Float(real, _DIGITS), Float(imaginary, _DIGITS)
+        real, imaginary = form.doit().evalf(_PRECISION_DIGITS).as_real_imag()
+        real, imaginary = Float(real, _PRECISION_DIGITS), Float(imaginary, _PRECISION_DIGITS)
     except NOT_COMPUTED:
         return None
     if not (real.is_finite and imaginary.is_finite):

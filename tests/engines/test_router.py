@@ -13,7 +13,7 @@ from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, StallError
 from agentrl.flow import Flow, now, run_virtual
-from agentrl.flow.suspicion import KILLS
+from agentrl.flow.suspicion import LETHAL_DEATHS
 from agentrl.protocols import AnswerFormat, GenerateRequest, ScoreRequest, Scores
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
@@ -484,7 +484,7 @@ def test_a_request_that_engines_die_of_is_set_aside_and_all_others_are_answered(
             for task in good:
                 assert len((await task).token_ids) == 4
             await asyncio.sleep(10)
-            assert KILLS <= len(restarted) <= kills
+            assert LETHAL_DEATHS <= len(restarted) <= kills
             assert router.worker_count() == WorkerCount(
                 "engine", replicas, replicas, len(restarted), set_aside=1
             )

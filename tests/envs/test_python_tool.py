@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.envs import python_tool
 from agentrl.envs.python_tool import (
-    LONGEST,
+    MAX_OUTPUT_CHARACTERS,
     PythonTool,
     hasty_player,
     make_problem,
@@ -104,7 +104,7 @@ def test_limits_and_long_outputs_are_told() -> None:
             said == "begun\nError: the program was stopped, it used more processor time than it may"
         )
         said = await python(env, "print('x' * 10_000 + 'end')")
-        assert len(said) < LONGEST + 100
+        assert len(said) < MAX_OUTPUT_CHARACTERS + 100
         assert said.endswith("end")
         assert "8004 characters" in said
 

@@ -17,12 +17,12 @@ from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError
 from agentrl.flow import (
     SteadyLoop,
-    computes_by_design,
     elapsed,
+    expect_long_callback,
+    freeze_gc,
     loop_metrics,
     now,
     run_steadily,
-    spare_what_lives,
     steady_loop,
 )
 from agentrl.protocols import GenerateRequest
@@ -100,7 +100,7 @@ def test_what_computes_by_design_is_counted_apart_and_not_logged(
 
     async def main() -> None:
         await asyncio.sleep(0)
-        computes_by_design()
+        expect_long_callback()
         machine.pause(1000)
         await asyncio.sleep(0)
         metrics = loop_metrics()
@@ -201,7 +201,7 @@ def test_an_engine_that_died_in_the_pause_is_replaced_after_it() -> None:
 def test_what_lives_is_left_out_of_collections_of_garbage_until_the_loop_closes() -> None:
     async def is_spared() -> bool:
         lives: list[object] = []
-        spare_what_lives()
+        freeze_gc()
         # Which leaves out what is frozen.
         return not any(found is lives for found in gc.get_objects())
 

@@ -474,7 +474,7 @@ def test_a_sandbox_that_is_closed_during_a_run_loses_it_and_can_be_entered_again
 def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jail, "_GRACE", 0.2)
+    monkeypatch.setattr(jail, "_GRACE_SECONDS", 0.2)
 
     async def main(sandbox: Sandbox) -> None:
         for process in jails():
