@@ -6,6 +6,7 @@ from functools import partial
 from agentrl import plugins
 from agentrl.hosting.interpreter import find_interpreter
 from agentrl.hosting.process_env import ProcessEnv
+from agentrl.protocols import isolation_of
 from agentrl.protocols.env import Env, Isolation
 
 
@@ -28,6 +29,6 @@ def env_factory(
             ProcessEnv(name, found, preload).check()  # so that no reset's deadline includes it
         return partial(ProcessEnv, name, found, preload)
     factory = plugins.load("envs", name)
-    if (isolation or getattr(factory, "isolation", "thread")) == "process":
+    if (isolation or isolation_of(factory)) == "process":
         return partial(ProcessEnv, name)
     return partial(factory)

@@ -25,6 +25,7 @@ from agentrl.errors import (
 from agentrl.flow.deadline import deadline
 from agentrl.flow.spans import span
 from agentrl.hosting.wrappers import Wrapper
+from agentrl.protocols import unwrapped_env
 from agentrl.protocols.env import Env, ScriptedPlayer
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ async def call_env(
 async def consult_player(host: Host, env: Env, player: ScriptedPlayer, rng: random.Random) -> str:
     """The action of a player that is called on the event loop."""
     try:
-        action = player(getattr(env, "unwrapped", env), rng)
+        action = player(unwrapped_env(env), rng)
         return await action if inspect.isawaitable(action) else action
     except (SystemExit, asyncio.CancelledError) as error:
         # Passed on, either would end the run in silence.

@@ -13,6 +13,7 @@ from agentrl.hosting.process import ProcessHost
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.thread import ThreadHost
+from agentrl.protocols import isolation_of, system_prompt_of, tools_of
 from agentrl.protocols.env import Env, Isolation, ResetResult, ScriptedPlayer, StepResult
 from agentrl.trajectory import unshared
 
@@ -27,7 +28,7 @@ def host_for(env: Env, isolation: Isolation | None = None) -> Host:
     """
     if isinstance(env, ProcessEnv):
         return ProcessHost(env)
-    chosen = isolation or getattr(env, "isolation", "thread")
+    chosen = isolation or isolation_of(env)
     if chosen == "process":
         raise ConfigError(
             f"{type(inner_env(env)).__name__} needs its own process, but was made in this one, as"
@@ -88,11 +89,9 @@ class LiveEnv:
         reply = await self._host.reset(self._deadlines.reset, seed=seed, options=copied)
         result = self._check(checked_reset, reply)
         # The properties are read inside the check: an environment's own code may compute them.
-        self.tools = self._check(
-            lambda name, env: checked_tools(name, getattr(env, "tools", ())), self.env
-        )
+        self.tools = self._check(lambda name, env: checked_tools(name, tools_of(env)), self.env)
         self.system_prompt = self._check(
-            lambda name, env: checked_prompt(name, getattr(env, "system_prompt", "")), self.env
+            lambda name, env: checked_prompt(name, system_prompt_of(env)), self.env
         )
         return result
 

@@ -15,6 +15,7 @@ from agentrl import plugins
 from agentrl.errors import ConfigError, describe
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.pictures import pictured
+from agentrl.protocols import preload_of, system_prompt_of, tools_of, unwrapped_env
 from agentrl.protocols.env import Env
 
 
@@ -56,8 +57,8 @@ class _Hosted:
             if call == "check":
                 answer["preload"] = self._preload
             if call == "reset":
-                answer["system_prompt"] = str(getattr(self._env, "system_prompt", "") or "")
-                answer["tools"] = list(getattr(self._env, "tools", ()))
+                answer["system_prompt"] = str(system_prompt_of(self._env) or "")
+                answer["tools"] = list(tools_of(self._env))
             return json.dumps(answer, default=_plain).encode()
         except (Exception, asyncio.CancelledError) as error:
             config = isinstance(error, ConfigError)
@@ -76,7 +77,7 @@ class _Hosted:
             # scratch folder.
             make = plugins.load("envs", self._address)
             if call == "check":
-                self._preload = list(getattr(make, "preload", ()))
+                self._preload = list(preload_of(make))
                 return None
             os.chdir(self._scratch)
             env = pictured(make()) if draws else make()
@@ -94,7 +95,7 @@ class _Hosted:
         version, internal, gauss = arguments["state"]
         rng = random.Random()
         rng.setstate((version, tuple(internal), gauss))
-        return player(getattr(env, "unwrapped", env), rng)
+        return player(unwrapped_env(env), rng)
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError, field_validator
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
+from agentrl.protocols import isolation_of, preload_of, system_prompt_of, unwrapped_env
 from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import faults
@@ -49,13 +50,13 @@ class Wrapper:
         """The inner environment's; "inline" if its `step` is a coroutine function, which this
         `step` is not.
         """
-        declared: str = getattr(self.env, "isolation", "thread")
+        declared: str = isolation_of(self.env)
         return "inline" if inspect.iscoroutinefunction(self.env.step) else declared
 
     @property
     def unwrapped(self) -> Env:
         """The innermost environment, which scripted players look at."""
-        inner: Env = getattr(self.env, "unwrapped", self.env)
+        inner: Env = unwrapped_env(self.env)
         return inner
 
     def reset(
@@ -151,7 +152,7 @@ class ActionFormat(Wrapper):
     @property
     def system_prompt(self) -> str:
         """The inner environment's, with the hint."""
-        return self._with_hint(str(getattr(self.env, "system_prompt", "") or ""))
+        return self._with_hint(str(system_prompt_of(self.env) or ""))
 
     def began(self, result: ResetResult) -> ResetResult:
         """Add the hint to each agent's system prompt."""
@@ -205,7 +206,7 @@ class Instructions(Wrapper):
     @property
     def system_prompt(self) -> str:
         """The system message, which takes the place of the inner environment's."""
-        return self._said(str(getattr(self.env, "system_prompt", "") or ""))
+        return self._said(str(system_prompt_of(self.env) or ""))
 
     def began(self, result: ResetResult) -> ResetResult:
         """Change each agent's system prompt too."""
@@ -242,13 +243,13 @@ class Wrapped:
     @property
     def isolation(self) -> str:
         """The inner environment's isolation."""
-        declared: str = getattr(plugins.load("envs", self.name), "isolation", "thread")
+        declared: str = isolation_of(plugins.load("envs", self.name))
         return declared
 
     @property
     def preload(self) -> Sequence[str]:
         """The modules that the inner environment's worker processes should have imported."""
-        declared: Sequence[str] = getattr(plugins.load("envs", self.name), "preload", ())
+        declared: Sequence[str] = preload_of(plugins.load("envs", self.name))
         return declared
 
 

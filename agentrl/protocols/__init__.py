@@ -36,7 +36,20 @@ from agentrl.protocols.enumeration import (
     Enumeration,
     Question,
 )
-from agentrl.protocols.env import Env, Isolation, OwnerOnly, ResetResult, ScriptedPlayer, StepResult
+from agentrl.protocols.env import (
+    Env,
+    Isolation,
+    OwnerOnly,
+    ResetResult,
+    ScriptedPlayer,
+    StepResult,
+    isolation_of,
+    preload_of,
+    reward_range_of,
+    system_prompt_of,
+    tools_of,
+    unwrapped_env,
+)
 from agentrl.protocols.offers import Offers
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.renderer import Conversation, Prompt, Renderer
@@ -129,6 +142,12 @@ __all__ = [
     "Trainer",
     "WriteWeights",
     "check_trainer",
+    "isolation_of",
     "missing_methods",
+    "preload_of",
+    "reward_range_of",
+    "system_prompt_of",
+    "tools_of",
+    "unwrapped_env",
     "uses_entropy",
 ]

@@ -1,6 +1,7 @@
 """Environments: text in and text out, one episode at a time."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -89,3 +90,37 @@ ScriptedPlayer = Callable[[Env, Random], str | Awaitable[str]]
 
 It gets `env.unwrapped` if that exists: the environment without its wrappers.
 """
+
+
+def isolation_of(plugin: object, default: Isolation | None = "thread") -> Any:
+    """Where an environment, a reward or its class asks to run (`isolation`)."""
+    return getattr(plugin, "isolation", default)
+
+
+def tools_of(env: object) -> Any:
+    """The schemas of an environment's tools, as it states them (`tools`)."""
+    return getattr(env, "tools", ())
+
+
+def system_prompt_of(env: object) -> Any:
+    """The system message of an environment, as it states it (`system_prompt`)."""
+    return getattr(env, "system_prompt", "")
+
+
+def reward_range_of(env: object) -> Any:
+    """The lowest and the highest return of an episode, as an environment states them
+    (`reward_range`).
+    """
+    return getattr(env, "reward_range", (-math.inf, math.inf))
+
+
+def preload_of(factory: object) -> Sequence[str]:
+    """The modules that a factory of environments asks to import once, before processes start."""
+    modules: Sequence[str] = getattr(factory, "preload", ())
+    return modules
+
+
+def unwrapped_env(env: Env) -> Env:
+    """An environment without its wrappers."""
+    inner: Env = getattr(env, "unwrapped", env)
+    return inner

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.flow import Retries
 from agentrl.plugins import Component, unbound
+from agentrl.protocols import isolation_of
 from agentrl.protocols.reward import GroupReward
 from agentrl.scoring.config import PART_SETTINGS, RewardsConfig, name_of
 from agentrl.scoring.part import RewardPart
@@ -64,9 +65,7 @@ def build_part(component: Component) -> RewardPart:
     shared = {key: getattr(component.settings, key) for key in PART_SETTINGS}
     own = {key: value for key, value in component.settings if key not in PART_SETTINGS}
     reward = build_reward(component.factory, own)
-    shared["isolation"] = shared["isolation"] or getattr(
-        unbound(component.factory), "isolation", None
-    )
+    shared["isolation"] = shared["isolation"] or isolation_of(unbound(component.factory), None)
     if not (
         callable(reward)
         or hasattr(reward, "score")

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from agentrl.errors import ConfigError, RuleLimitError
 from agentrl.plugins import unbound
+from agentrl.protocols import isolation_of
 from agentrl.protocols.env import Isolation
 from agentrl.protocols.reward import GroupReward, Rule
 from agentrl.scoring.returned import as_score, as_scores
@@ -99,13 +100,13 @@ class RewardPart:
         """Its function, made async according to where it runs."""
         reward = self.reward
         if isinstance(reward, Rule):
-            where: Isolation | None = getattr(reward, "isolation", None)
+            where: Isolation | None = isolation_of(reward, None)
             pool.imports += [type(reward).__module__, *getattr(reward, "imports", ())]
             return partial(
                 _evaluate, reward, None if (self.isolation or where) == "inline" else pool
             )
         function = reward.score_group if self.compares else getattr(reward, "score", reward)
-        isolation = self.isolation or getattr(self.owner, "isolation", "thread")
+        isolation = self.isolation or isolation_of(self.owner)
         if _is_async(function):
             return cast(Callable[[Any], Awaitable[Any]], function)
         if isolation == "process":

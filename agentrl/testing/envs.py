@@ -19,7 +19,6 @@ import copy
 import gc
 import inspect
 import json
-import math
 import queue
 import random
 import re
@@ -47,7 +46,15 @@ from agentrl.errors import (
 )
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
-from agentrl.protocols import Env, ScriptedPlayer
+from agentrl.protocols import (
+    Env,
+    ScriptedPlayer,
+    isolation_of,
+    reward_range_of,
+    system_prompt_of,
+    tools_of,
+    unwrapped_env,
+)
 from agentrl.rollout.agents import (
     SINGLE_AGENT,
     agents_in,
@@ -331,7 +338,7 @@ class _Check:
         chooses.
         """
         with _Subject(self) as subject:
-            declared = getattr(subject.env, "isolation", "thread")
+            declared = isolation_of(subject.env)
             is_inline = declared == "inline" or inspect.iscoroutinefunction(subject.env.step)
         with warnings.catch_warnings():
             # Of a coroutine that could not be run there.
@@ -406,7 +413,7 @@ class _Check:
         what = f"the player given as {argument}"
 
         def work() -> Any:
-            return player(getattr(env, "unwrapped", env), rng)
+            return player(unwrapped_env(env), rng)
 
         try:
             return str(self.worker.call(what, work, self.deadline))
@@ -417,7 +424,7 @@ class _Check:
 
     def _check_blocking(self) -> None:
         with _Subject(self) as subject:
-            inline = getattr(subject.env, "isolation", "thread") == "inline"
+            inline = isolation_of(subject.env) == "inline"
         if inline and self.step_seconds and statistics.median(self.step_seconds) > INLINE_STEP:
             self.note(
                 "[blocking] isolation is inline, and the median step takes"
@@ -589,7 +596,7 @@ class _Subject:
         result = self._call("step", lambda: self.env.step(action))
         self._check.step_seconds.append(self._check.worker.blocked_seconds)
         seen = self._of_agents(_check_step(result), result[4])
-        low, high = getattr(self.env, "reward_range", (-math.inf, math.inf))
+        low, high = reward_range_of(self.env)
         if not low <= seen.reward <= high:
             self._check.note(
                 f"[reward] step returned the reward {seen.reward:g} outside of its reward_range,"
@@ -794,20 +801,20 @@ def _check_info(phase: str, info: Any) -> None:
 
 
 def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
-    _check_reward_range(getattr(env, "reward_range", (-math.inf, math.inf)))
-    prompt = getattr(env, "system_prompt", "")
+    _check_reward_range(reward_range_of(env))
+    prompt = system_prompt_of(env)
     if not isinstance(prompt, str):
         note(
             f"[attributes] system_prompt is {prompt!r:.80}; it is the text of the system message:"
             " a str"
         )
-    isolation = getattr(env, "isolation", "thread")
+    isolation = isolation_of(env)
     if isolation not in ("inline", "thread", "process"):
         note(
             f'[attributes] isolation is {isolation!r:.80}; write "thread", or "inline" if every'
             ' call takes microseconds, or "process" if it may hang or crash'
         )
-    tools = getattr(env, "tools", ())
+    tools = tools_of(env)
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
         note(f"[tools] tools is {tools!r:.80}; it is a sequence of JSON schemas")
         return
@@ -873,7 +880,7 @@ def _plausible(env: Env, observation: str, rng: random.Random) -> str:
     """A message that may mean something: a call of one of the tools, or a word the environment has
     written.
     """
-    tools = [tool for tool in getattr(env, "tools", ()) if not _tool_problem(tool, set())]
+    tools = [tool for tool in tools_of(env) if not _tool_problem(tool, set())]
     if tools:
         function = rng.choice(tools)["function"]
         properties = function["parameters"].get("properties", {})
