@@ -12,6 +12,7 @@ from pydantic import Field
 from agentrl.arrays import IntArray
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError, RewardError
+from agentrl.models.optional_fields import optional_field
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Trajectory
 
@@ -87,7 +88,7 @@ class RewardModel:
         if self._renderer is None or self._model is None:
             raise ConfigError("the reward model is not running: use it inside `async with reward:`")
         token_ids = self._renderer.encode(self._renderer.text(trajectory.messages, ()))
-        longest = getattr(self._model.config, "max_position_embeddings", None)
+        longest = optional_field(self._model.config, "max_position_embeddings")
         if longest is not None and len(token_ids) > longest:
             raise RewardError(
                 f"the conversation has {len(token_ids)} tokens; the reward model reads at most"

@@ -4,10 +4,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.placement.mesh import Mesh
-from agentrl.trainers.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from agentrl.trainers.rank.worker import TrainerRank
@@ -27,7 +26,8 @@ class TrainerSpec:
     """
 
     sharding: str
-    config: TrainerSettings
+    config: Any
+    """The trainer's `TrainerSettings`, of the class that its sharding knows."""
     origin: Path
     total_steps: int
     temperature: float

@@ -22,7 +22,7 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
-from agentrl.protocols import Engine, Renderer
+from agentrl.protocols import Engine, EngineSettingsOffers, Renderer
 from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
@@ -160,7 +160,7 @@ def engine_policy(
         trained,
         config.own_max_tokens(),
         config.rollout.compare_routing,
-        getattr(config.engine.settings, "structured_outputs", False),
+        EngineSettingsOffers.of(config.engine.settings).structured_outputs,
         vocabulary_size(model),
     )
 

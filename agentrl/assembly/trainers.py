@@ -15,9 +15,11 @@ from agentrl.plugins import Component
 from agentrl.protocols import (
     Algorithm,
     AlgorithmOffers,
+    EngineSettingsOffers,
     LatestCheckpoint,
     Recovery,
     Trainer,
+    TrainerSettingsOffers,
     check_trainer,
 )
 
@@ -55,9 +57,10 @@ def make_trainer(
     if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
         raise ConfigError(f"the {role} {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
     own = chosen.settings.model_copy(update=settings)
-    context: int | None = getattr(config.engine.settings, "max_context", None)
-    if context is not None and hasattr(own, "within"):
-        own = own.within(context)
+    context = EngineSettingsOffers.of(config.engine.settings).max_context
+    fit = TrainerSettingsOffers.of(own).within
+    if context is not None and fit is not None:
+        own = fit(context)
     made: Trainer = replace(chosen, settings=own).make(
         model,
         total_steps=config.steps if steps is None else steps,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
@@ -213,7 +213,8 @@ class RayEngine(Engine):
         finally:
             self._asked.discard(number)
         self._prompts.answered(request, completion)
-        return cast(Completion, completion)
+        answered: Completion = completion
+        return answered
 
     async def score(self, request: ScoreRequest) -> Scores:
         """See `Engine.score`."""
@@ -225,7 +226,8 @@ class RayEngine(Engine):
         except asyncio.CancelledError:
             ray.cancel(answer)
             raise
-        return cast(Scores, scores)
+        answered: Scores = scores
+        return answered
 
     async def interrupt(self) -> None:
         """See `Engine`."""
@@ -278,7 +280,8 @@ class RayEngine(Engine):
         """
         try:
             async with asyncio.timeout(PLACE_SECONDS):
-                return cast(RayProcess, await _answer_of(self._actor.where.remote()))
+                process: RayProcess = await _answer_of(self._actor.where.remote())
+                return process
         except TimeoutError as error:
             raise EngineDeadError(
                 f"Ray found no place for it in {PLACE_SECONDS:g} s; `ray status` shows what is free"

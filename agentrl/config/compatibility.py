@@ -18,16 +18,22 @@ from agentrl.config.components import component_like
 from agentrl.config.run_config import RunConfig, brings_algorithm
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
-from agentrl.protocols import (
+from agentrl.protocols.algorithm import (
     ActorCritic,
     Algorithm,
     AlgorithmOffers,
-    EngineOffers,
     LearnsFromBatches,
     MeasuresSpread,
     NormalizesAdvantages,
-    RecipeOffers,
 )
+from agentrl.protocols.component_settings import (
+    ClusterOffers,
+    EngineSettingsOffers,
+    TrainerSettingsOffers,
+)
+from agentrl.protocols.engine import EngineOffers
+from agentrl.protocols.recipe import RecipeOffers
+from agentrl.protocols.reward import GroupReward
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.scoring.config import RewardsConfig, name_of
 from agentrl.tasks.env_config import MixedEnv
@@ -229,7 +235,7 @@ def teacher_is_the_same_after_a_resume(run: ConfiguredRun) -> str:
 def pairs_are_weighed_once_a_step(run: ConfiguredRun) -> str:
     if not run.has_recipe("dpo", "iterative_dpo"):
         return ""
-    if getattr(run.config.trainer.settings, "minibatches", 1) == 1:
+    if TrainerSettingsOffers.of(run.config.trainer.settings).minibatches == 1:
         return ""
     return (
         f"trainer.minibatches is above 1, and recipe={run.config.recipe.name} weighs pairs before"
@@ -348,7 +354,7 @@ def program_keeps_its_conversations(run: ConfiguredRun) -> str:
         "env.system_prompt": env.system_prompt is not None,
         "env.rules": bool(env.rules),
         "env.agents": bool(env.agents),
-        "cluster.env_workers": bool(getattr(config.cluster.settings, "env_workers", 0)),
+        "cluster.env_workers": ClusterOffers.of(config.cluster.settings).env_workers > 0,
         "env.requires": bool(env.requires),
         "env.isolation=inline": env.isolation == "inline",
         "rollout.context": config.rollout.context.name != "full",
@@ -480,7 +486,7 @@ def segments_have_rewards_of_single_episodes(run: ConfiguredRun) -> str:
         return ""
     rewards = [env.reward for env in config.env.mixture if env.reward is not None]
     parts = [part for reward in (config.reward, *rewards) for part in reward.parts]
-    comparing = [name_of(part) for part in parts if hasattr(part.factory, "score_group")]
+    comparing = [name_of(part) for part in parts if isinstance(part.factory, GroupReward)]
     if not comparing:
         return ""
     return (
@@ -672,7 +678,7 @@ def suites_name_their_environment(run: ConfiguredRun) -> str:
 
 def engine_takes_weights(run: ConfiguredRun) -> str:
     engine = run.config.engine
-    layout = getattr(engine.settings, "layout", None)
+    layout = EngineSettingsOffers.of(engine.settings).layout
     if layout is None or layout().here:
         return ""
     return (
@@ -697,7 +703,7 @@ def engine_reports_experts(run: ConfiguredRun) -> str:
 def cluster_can_place(run: ConfiguredRun) -> str:
     cluster, placement = run.config.cluster, run.config.placement
     name = "lists of devices" if placement.lists else placement.name
-    if not getattr(cluster.factory, "one_device", False) or name in ("auto", "local"):
+    if not ClusterOffers.of(cluster.factory).one_device or name in ("auto", "local"):
         return ""
     return (
         f"placement: {name}, but cluster={cluster.name} puts everything on the first"

@@ -10,7 +10,10 @@ from agentrl.config.problems import explained, written_at
 from agentrl.config.run_config import brings_algorithm
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, AlgorithmOffers, RecipeOffers, check_trainer
+from agentrl.protocols.algorithm import ActorCritic, AlgorithmOffers
+from agentrl.protocols.component_settings import TrainerSettingsOffers
+from agentrl.protocols.recipe import RecipeOffers
+from agentrl.protocols.trainer import check_trainer
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 
 _DEFAULT_NAMES = {
@@ -112,7 +115,7 @@ def helper_of(
     )
     shared.pop("lora", None)  # a reference is not trained, and a critic must train its head
     helper = component_of(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
-    if getattr(helper.settings, "lora", None) is not None:
+    if TrainerSettingsOffers.of(helper.settings).lora is not None:
         raise ConfigError(
             f"{section}.lora{written_at(origins, f'{section}.lora')}: a {section} has no adapters;"
             " leave it out"

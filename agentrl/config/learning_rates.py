@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from math import isclose
 
 from agentrl.config.run_config import RunConfig, unused_by
-from agentrl.protocols import RecipeOffers, SchedulesLearningRate
+from agentrl.protocols.recipe import RecipeOffers
+from agentrl.protocols.trainer import SchedulesLearningRate
 
 _ALIKE = 0.01
 """Rates that differ by a smaller share than this are alike."""

@@ -17,6 +17,7 @@ from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
 from agentrl.errors import ConfigError, PluginError
 from agentrl.net.credentials import refuse_credentials
+from agentrl.protocols.component_settings import ClusterOffers
 from agentrl.settings.base import Settings
 from agentrl.tasks.env_config import OneEnv
 
@@ -136,7 +137,7 @@ def check_installed(config: RunConfig) -> None:
         ConfigError: something is not; says what to write.
     """
     chosen = [("cluster", config.cluster)]
-    if not getattr(config.cluster.settings, "has_others", False):
+    if not ClusterOffers.of(config.cluster.settings).has_others:
         sections = ("engine", "trainer", *HELPERS)
         chosen += [
             (name, found) for name in sections if (found := getattr(config, name)) is not None

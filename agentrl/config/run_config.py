@@ -22,7 +22,8 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.config import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import Algorithm, RecipeOffers
+from agentrl.protocols.algorithm import Algorithm
+from agentrl.protocols.recipe import RecipeOffers
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.scoring.config import RewardsConfig

@@ -22,6 +22,7 @@ from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
 from agentrl.models.attention_check import check_context, context_limit, rotations
+from agentrl.models.optional_fields import optional_field
 from agentrl.models.source import here
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import (
@@ -508,11 +509,11 @@ class VllmEngine(Engine):
         """
         whole = self._model_config()
         text = whole.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
+        rope = optional_field(text, "rope_parameters") or {}
         changed: dict[str, Any] = {}
         if text.model_type in _WIDER_BY_ONE and text.sliding_window:
             changed = {"sliding_window": text.sliding_window - 1}
-        elif rope.get("llama_4_scaling_beta") and getattr(text, "llama_4_scaling", None) is None:
+        elif rope.get("llama_4_scaling_beta") and optional_field(text, "llama_4_scaling") is None:
             original = rope["original_max_position_embeddings"]
             scaling = {
                 "beta": rope["llama_4_scaling_beta"],

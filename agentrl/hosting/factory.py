@@ -6,8 +6,7 @@ from functools import partial
 from agentrl import plugins
 from agentrl.hosting.interpreter import find_interpreter
 from agentrl.hosting.process_env import ProcessEnv
-from agentrl.protocols import isolation_of
-from agentrl.protocols.env import Env, Isolation
+from agentrl.protocols.env import Env, Isolation, isolation_of
 
 
 def env_factory(

@@ -25,8 +25,7 @@ from agentrl.errors import (
 from agentrl.flow.deadline import deadline
 from agentrl.flow.spans import span
 from agentrl.hosting.wrappers import Wrapper
-from agentrl.protocols import unwrapped_env
-from agentrl.protocols.env import Env, ScriptedPlayer
+from agentrl.protocols.env import Env, ScriptedPlayer, unwrapped_env
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,16 @@ from agentrl.hosting.process import ProcessHost
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.thread import ThreadHost
-from agentrl.protocols import isolation_of, system_prompt_of, tools_of
-from agentrl.protocols.env import Env, Isolation, ResetResult, ScriptedPlayer, StepResult
+from agentrl.protocols.env import (
+    Env,
+    Isolation,
+    ResetResult,
+    ScriptedPlayer,
+    StepResult,
+    isolation_of,
+    system_prompt_of,
+    tools_of,
+)
 from agentrl.trajectory import unshared
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from agentrl import plugins
 from agentrl.errors import ConfigError, describe
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.pictures import pictured
-from agentrl.protocols import preload_of, system_prompt_of, tools_of, unwrapped_env
-from agentrl.protocols.env import Env
+from agentrl.protocols.env import Env, preload_of, system_prompt_of, tools_of, unwrapped_env
 
 
 def serve(fd: int, address: str, scratch: str) -> None:

@@ -24,8 +24,15 @@ from pydantic import Field, ValidationError, field_validator
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import isolation_of, preload_of, system_prompt_of, unwrapped_env
-from agentrl.protocols.env import Env, ResetResult, StepResult
+from agentrl.protocols.env import (
+    Env,
+    ResetResult,
+    StepResult,
+    isolation_of,
+    preload_of,
+    system_prompt_of,
+    unwrapped_env,
+)
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import faults
 

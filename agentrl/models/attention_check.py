@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
+from agentrl.models.optional_fields import optional_field
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +41,12 @@ def check_kind(config: Any, folder: Path, *, trust_remote_code: bool = False) ->
     """
     text, model_class = config.get_text_config(), _class_of(config, folder, trust_remote_code)
     name = model_class.__name__
-    if getattr(text, "is_encoder_decoder", False):
+    if optional_field(text, "is_encoder_decoder", False):
         raise ConfigError(
             f"{name} is one half of an encoder and a decoder, which are not trained here: take a"
             " decoder"
         )
-    if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
+    if others := set(optional_field(text, "layer_types") or ()) - KINDS:
         raise ConfigError(
             f"{name} has layers of the kinds {', '.join(sorted(others))}, which would mix sequences"
             f" that are computed together; {' and '.join(sorted(KINDS))} are supported: evaluate it"
@@ -68,7 +69,7 @@ def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    written = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    written = optional_field(config, "auto_map", {}).get("AutoModelForCausalLM")
     if written and trust_remote_code:
         try:
             return get_class_from_dynamic_module(written, folder, local_files_only=True)
@@ -82,7 +83,7 @@ def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
 
 def rotations(config: Any) -> Sequence[Mapping[str, Any]]:
     """The rotations of the model's positions: of all layers, or of those of each kind."""
-    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    given = optional_field(config.get_text_config(), "rope_parameters") or {}
     return [one for one in given.values() if isinstance(one, Mapping)] or [given]
 
 
@@ -166,7 +167,7 @@ def check_attention(model: Any, together: States) -> None:
 
 def _check_windows(config: Any, windows: Windows, name: str) -> None:
     """Some models have their window in a mask alone, which another attention does not see."""
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    window, kinds = optional_field(config, "sliding_window"), optional_field(config, "layer_types")
     if not window or window >= config.max_position_embeddings:
         return
     expected = sum(kind == "sliding_attention" for kind in kinds) if kinds else len(windows)

@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.models.layer_facts import Heads, Kept, Layer
+from agentrl.models.optional_fields import optional_field
 
 PUBLISHED = Path(__file__).parent / "published"
 """The configs of some published models, by their names on the Hugging Face hub: they are enough for
@@ -193,7 +194,7 @@ def _positions(config: Any) -> int:
     """The longest context: YaRN's factor may extend that of the training beyond what the config
     states.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = optional_field(config, "rope_parameters") or {}
     stated = int(config.max_position_embeddings)
     if rope.get("rope_type") != "yarn":
         return stated
@@ -205,12 +206,12 @@ def _positions(config: Any) -> int:
 def _is_pieced(model: Any, config: Any) -> bool:
     """True if attention has sinks or a soft cap."""
     sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
-    return sinks or getattr(config, "attn_logit_softcapping", None) is not None
+    return sinks or optional_field(config, "attn_logit_softcapping") is not None
 
 
 def _kv_shape(config: Any, layers: int) -> KvShape:
     heads = Heads.of(config)
-    window = int(getattr(config, "sliding_window", None) or 0)
-    kinds = getattr(config, "layer_types", None)
+    window = int(optional_field(config, "sliding_window") or 0)
+    kinds = optional_field(config, "layer_types")
     sliding = sum(kind == "sliding_attention" for kind in kinds) if kinds else layers
     return KvShape(layers, heads, sliding if window else 0, window)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from agentrl.errors import ConfigError
+from agentrl.models.optional_fields import optional_field
 
 _LAST = ("o_", "down", "out", "dense", "fc2", "c_proj", "w2", "wo")
 """The names of matrices whose output is added to the residual stream, if it has the size of that
@@ -62,8 +63,8 @@ class Heads:
     def of(config: Any) -> "Heads":
         """The heads of a Hugging Face config."""
         queries = int(config.num_attention_heads)
-        keys = int(getattr(config, "num_key_value_heads", None) or queries)
-        if rank := getattr(config, "kv_lora_rank", None):
+        keys = int(optional_field(config, "num_key_value_heads") or queries)
+        if rank := optional_field(config, "kv_lora_rank"):
             rotated = int(config.qk_rope_head_dim)
             return Heads(
                 queries,
@@ -72,7 +73,7 @@ class Heads:
                 config.v_head_dim,
                 int(rank) + rotated,
             )
-        size = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
+        size = int(optional_field(config, "head_dim") or config.hidden_size // queries)
         return Heads(queries, keys, size, size)
 
 
@@ -189,7 +190,7 @@ class Layer:
             return heads.queries * (heads.key_size + heads.value_size)
         if any(name.startswith("qkv") for name, _ in self._linears):
             return (2 * heads.queries + heads.keys) * heads.key_size
-        rope = getattr(self._config, "rope_parameters", None) or {}
+        rope = optional_field(self._config, "rope_parameters") or {}
         return heads.queries * heads.key_size if rope.get("partial_rotary_factor", 1) != 1 else 0
 
     def _of_experts(self) -> tuple[int, int]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.models.optional_fields import optional_field
+
 
 class Routing:
     """The experts that each layer of a transformers model chose in its last forward pass."""
@@ -90,7 +92,7 @@ class Balance:
         self._logits_SE: dict[int, Tensor] = {}
         self._recording = False
         self._chosen = int(
-            getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0
+            optional_field(model.config.get_text_config(), "num_experts_per_tok") or 0
         )
         routers = list(_routers(model))
         if not routers or not self._chosen:
@@ -153,7 +155,11 @@ def without_router_logits(config: Any) -> dict[str, bool]:
     """Arguments of a model's call, so that it collects no routers' logits for a loss of its own,
     whatever its config says: without layers there are none, and elsewhere nobody would read them.
     """
-    return {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+    return (
+        {"output_router_logits": False}
+        if optional_field(config, "output_router_logits", False)
+        else {}
+    )
 
 
 def _routers(model: Any) -> Iterator[tuple[Any, int]]:

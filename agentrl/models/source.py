@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_kind
+from agentrl.models.optional_fields import optional_field
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
@@ -124,14 +125,16 @@ def check_architecture(
         raise ConfigError(
             f"{setting}: transformers cannot read {folder / 'config.json'}: {_why(error)}"
         ) from error
-    if quantised := getattr(config, "quantization_config", None):
+    if quantised := optional_field(config, "quantization_config"):
         raise ConfigError(
             f"{setting}: the weights in {folder} are quantised"
             f" ({quantised.get('quant_method', 'unknown')}), and only plain ones can be trained:"
             " take the model's bfloat16 version, or load it with transformers, dequantised, and"
             " save it again by save_pretrained"
         )
-    has_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    has_code = trust_remote_code and "AutoModelForCausalLM" in optional_field(
+        config, "auto_map", {}
+    )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
         raise ConfigError(
             f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])},"

@@ -18,6 +18,7 @@ from agentrl.placement.devices import GPUS, Inventory
 from agentrl.planner.memory import overfull
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
+from agentrl.protocols.component_settings import TrainerSettingsOffers
 from agentrl.settings.yaml_values import in_yaml
 from agentrl.simulate.stages import workload
 
@@ -237,7 +238,7 @@ def _trainer(name: str, **update: Any) -> Change:
         model = getattr(factory, "Config", None)
         if (
             model is None
-            or not hasattr(model, "layout")
+            or TrainerSettingsOffers.of(model).layout is None
             or not update.keys() <= model.model_fields.keys()
         ):
             return None

@@ -9,6 +9,11 @@ from agentrl.placement.devices import GIB, Inventory, visible
 from agentrl.placement.footprint import USABLE_SHARE, trainer_footprint
 from agentrl.planner.advice import what_fits
 from agentrl.planner.run_facts import layouts, model_of, placement_request_of, with_defaults
+from agentrl.protocols.component_settings import (
+    ClusterOffers,
+    EngineSettingsOffers,
+    TrainerSettingsOffers,
+)
 
 
 def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
@@ -20,10 +25,12 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
     Raises:
         ConfigError: the run is not possible; says what would fit.
     """
-    if not getattr(config.cluster.factory, "one_device", False):
+    if not ClusterOffers.of(config.cluster.factory).one_device:
         return
     check_stage(config, "start")
-    if any(not hasattr(chosen.settings, "layout") for chosen in (config.engine, config.trainer)):
+    engine = EngineSettingsOffers.of(config.engine.settings)
+    trainer = TrainerSettingsOffers.of(config.trainer.settings)
+    if engine.layout is None or trainer.layout is None:
         return
     _check_memory(config, inventory or visible())
 

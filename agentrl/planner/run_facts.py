@@ -12,7 +12,12 @@ from agentrl.models.tiny import SIZES, model_config
 from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.footprint import EngineLayout, TrainerLayout
 from agentrl.plugins import Component
-from agentrl.protocols import RecipeOffers
+from agentrl.protocols.component_settings import (
+    ClusterOffers,
+    EngineSettingsOffers,
+    TrainerSettingsOffers,
+)
+from agentrl.protocols.recipe import RecipeOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.simulate.stages import Stages
@@ -45,16 +50,17 @@ def with_defaults(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> RunConf
     nothing.
     """
     context = min(
-        getattr(config.engine.settings, "max_context", None) or facts.max_positions,
+        EngineSettingsOffers.of(config.engine.settings).max_context or facts.max_positions,
         facts.max_positions,
     )
     sections = {}
     for section in ("trainer", "reference", "critic"):
         component: Component | None = getattr(config, section)
-        if component is not None and hasattr(component.settings, "chosen"):
-            settings = component.settings.chosen(
-                parameters=facts.parameters, context=context, gpu=gpu
-            )
+        if component is None:
+            continue
+        choose = TrainerSettingsOffers.of(component.settings).chosen
+        if choose is not None:
+            settings = choose(parameters=facts.parameters, context=context, gpu=gpu)
             sections[section] = replace(component, settings=settings)
     return config.model_copy(update=sections)
 
@@ -86,7 +92,8 @@ def _layout_of(section: str, chosen: Component | None) -> Any:
     """The layout that a component declares; None if there is no component."""
     if chosen is None:
         return None
-    layout = getattr(chosen.settings, "layout", None)
+    kind = EngineSettingsOffers if section == "engine" else TrainerSettingsOffers
+    layout = kind.of(chosen.settings).layout
     if layout is None:
         raise ConfigError(
             f"{section} {chosen.name!r} does not declare its layout on devices, so nothing can be"
@@ -100,7 +107,7 @@ def placement_request_of(config: RunConfig) -> PlacementRequest:
     """The requests of the settings of cluster, engine and trainer to a placement."""
     engine, trainer = layouts(config)
     return PlacementRequest(
-        engines=getattr(config.cluster.settings, "engines", 1),
+        engines=ClusterOffers.of(config.cluster.settings).engines,
         tensor_parallel=engine.tensor_parallel,
         ranks=trainer.mesh.world_size,
         has_engine=engine.here,

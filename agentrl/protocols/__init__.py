@@ -20,6 +20,11 @@ from agentrl.protocols.algorithm import (
     PreparesBatch,
     uses_entropy,
 )
+from agentrl.protocols.component_settings import (
+    ClusterOffers,
+    EngineSettingsOffers,
+    TrainerSettingsOffers,
+)
 from agentrl.protocols.engine import (
     AnswerFormat,
     Engine,
@@ -53,7 +58,7 @@ from agentrl.protocols.env import (
 from agentrl.protocols.offers import Offers
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.renderer import Conversation, Prompt, Renderer
-from agentrl.protocols.reward import GroupReward, Reward, Rule, ScoresTurns
+from agentrl.protocols.reward import GroupReward, Reward, RewardOffers, Rule, ScoresTurns
 from agentrl.protocols.state import Stateful
 from agentrl.protocols.tasks import (
     Curriculum,
@@ -87,11 +92,13 @@ __all__ = [
     "Algorithm",
     "AlgorithmOffers",
     "AnswerFormat",
+    "ClusterOffers",
     "Conversation",
     "Credit",
     "Curriculum",
     "Engine",
     "EngineOffers",
+    "EngineSettingsOffers",
     "EngineStats",
     "Enumerable",
     "EnumeratesCredit",
@@ -124,6 +131,7 @@ __all__ = [
     "Renderer",
     "ResetResult",
     "Reward",
+    "RewardOffers",
     "Rule",
     "SamplingParams",
     "Savable",
@@ -140,6 +148,7 @@ __all__ = [
     "TaskSource",
     "Tracker",
     "Trainer",
+    "TrainerSettingsOffers",
     "WriteWeights",
     "check_trainer",
     "isolation_of",

@@ -27,8 +27,12 @@ class Offers:
         names = [field.name for field in fields(cls)]
         stated = {name: getattr(plugin, name) for name in names if hasattr(plugin, name)}
         offers = getattr(plugin, "offers", None)
-        if isinstance(plugin, type) and isinstance(offers, property):
-            offers = None  # it follows from the settings of an instance
+        if isinstance(plugin, type):
+            # A property follows from the settings of an instance, so a class does not tell.
+            stated = {
+                name: value for name, value in stated.items() if not isinstance(value, property)
+            }
+            offers = None if isinstance(offers, property) else offers
         if offers is None:
             offers = cls()
         if not isinstance(offers, cls):

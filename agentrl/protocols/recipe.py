@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.protocols.algorithm import Algorithm
 from agentrl.protocols.offers import Offers
+
+if TYPE_CHECKING:
+    from agentrl.protocols.algorithm import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class RecipeOffers(Offers):
 
     own_algorithm: bool = False
     """The recipe has an algorithm of its own, and does not use the section `algorithm`."""
-    learns_by: Algorithm | None = None
+    learns_by: "Algorithm | None" = None
     """Its own algorithm, if that learns from what the model plays."""
     unused: tuple[str, ...] = ()
     """More sections of the config that the recipe, as configured, does not use."""

@@ -1,8 +1,11 @@
 """Rewards: scores of trajectories, of groups of them, and rules that are pure functions."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from agentrl.protocols.env import Isolation
+from agentrl.protocols.offers import Offers
 from agentrl.trajectory import Score, Trajectory
 
 
@@ -76,3 +79,17 @@ class Rule(Protocol):
     def evaluate(self, content: Any) -> Score | float:
         """The verdict. The same content always gets the same verdict."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOffers(Offers):
+    """The facts that a reward or a rule states, as attributes of its class with these names."""
+
+    isolation: Isolation | None = None
+    """Where it runs, if it says so."""
+    imports: tuple[str, ...] = ()
+    """Modules that a rule needs, which are imported before its limits apply."""
+    wrong: float = 0.0
+    """The verdict of a rule on content that uses up the CPU time or the memory."""
+    pays_what_the_environment_pays: bool = False
+    """Its score is the sum of the environment's rewards."""

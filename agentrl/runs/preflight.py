@@ -20,7 +20,7 @@ from agentrl.models.source import (
 )
 from agentrl.models.tiny import SIZES
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Renderer
+from agentrl.protocols import Renderer, TrainerSettingsOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.runs.checkpoint import Checkpoints
 from agentrl.runs.task_sources import fingerprints
@@ -229,7 +229,7 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
     if config.critic is not None and not (checkpoint / CRITIC_FOLDER).is_dir():
         needs = f"{config.algorithm.name} needs a critic, and {checkpoint} has none"
         raise ConfigError(f"algorithm.name: {needs}, {way_out}")
-    adapters = getattr(config.trainer.settings, "lora", None) is not None
+    adapters = TrainerSettingsOffers.of(config.trainer.settings).lora is not None
     saved, ours = (checkpoint / _ADAPTERS).is_dir(), (checkpoint / _TRAINER_STATE).is_file()
     if ours and adapters != saved:
         asked, there = ("adapters", "whole weights") if adapters else ("whole weights", "adapters")

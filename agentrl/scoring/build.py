@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.flow import Retries
 from agentrl.plugins import Component, unbound
-from agentrl.protocols import isolation_of
+from agentrl.protocols.env import isolation_of
 from agentrl.protocols.reward import GroupReward
 from agentrl.scoring.config import PART_SETTINGS, RewardsConfig, name_of
 from agentrl.scoring.part import RewardPart

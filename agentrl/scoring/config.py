@@ -20,6 +20,7 @@ from pydantic import Field, create_model
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component, NoSettings, unbound
 from agentrl.protocols.env import Isolation
+from agentrl.protocols.reward import GroupReward, RewardOffers
 from agentrl.settings.base import Settings
 
 _METHODS = ("score", "score_group", "evaluate")
@@ -80,13 +81,13 @@ class RewardsConfig:
     @property
     def only_compares(self) -> bool:
         """True if no part scores an episode that is played once."""
-        return all(hasattr(part.factory, "score_group") for part in self.parts)
+        return all(isinstance(part.factory, GroupReward) for part in self.parts)
 
     @property
     def is_the_environments(self) -> bool:
         """True if only the environment pays."""
         return all(
-            getattr(part.factory, "pays_what_the_environment_pays", False) for part in self.parts
+            RewardOffers.of(part.factory).pays_what_the_environment_pays for part in self.parts
         )
 
 

@@ -18,9 +18,8 @@ from typing import Any, cast
 
 from agentrl.errors import ConfigError, RuleLimitError
 from agentrl.plugins import unbound
-from agentrl.protocols import isolation_of
-from agentrl.protocols.env import Isolation
-from agentrl.protocols.reward import GroupReward, Rule
+from agentrl.protocols.env import Isolation, isolation_of
+from agentrl.protocols.reward import GroupReward, RewardOffers, Rule
 from agentrl.scoring.returned import as_score, as_scores
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Score, Trajectory
@@ -100,11 +99,10 @@ class RewardPart:
         """Its function, made async according to where it runs."""
         reward = self.reward
         if isinstance(reward, Rule):
-            where: Isolation | None = isolation_of(reward, None)
-            pool.imports += [type(reward).__module__, *getattr(reward, "imports", ())]
-            return partial(
-                _evaluate, reward, None if (self.isolation or where) == "inline" else pool
-            )
+            offers = RewardOffers.of(reward)
+            pool.imports += [type(reward).__module__, *offers.imports]
+            is_inline = (self.isolation or offers.isolation) == "inline"
+            return partial(_evaluate, reward, None if is_inline else pool)
         function = reward.score_group if self.compares else getattr(reward, "score", reward)
         isolation = self.isolation or isolation_of(self.owner)
         if _is_async(function):
@@ -160,7 +158,7 @@ async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -
         return await pool.run(rule.evaluate, content)
     except RuleLimitError as error:
         logger.info("%s: its content is judged wrong", error)
-        return float(getattr(rule, "wrong", 0.0))
+        return float(RewardOffers.of(rule).wrong)
 
 
 async def _now(function: Callable[[Any], Any], argument: Any) -> Any:

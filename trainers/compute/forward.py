@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from agentrl.arrays import FloatArray, ints
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import Windows
+from agentrl.models.optional_fields import optional_field
 from agentrl.models.routing import without_router_logits
 from agentrl.trainers.compute.attention import Segments
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
@@ -204,13 +205,13 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
         ConfigError: it does something else to it.
     """
     config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
-    factor = getattr(config, "logit_scale", None) or 1 / (
-        getattr(config, "logits_scaling", None) or 1.0
+    cap = optional_field(config, "final_logit_softcapping")
+    factor = optional_field(config, "logit_scale") or 1 / (
+        optional_field(config, "logits_scaling") or 1.0
     )
     scaling = Scaling(factor=float(factor), cap=cap)
     # Gemma 3n and 4 make inputs of each layer.
-    of_layers = getattr(config, "hidden_size_per_layer_input", None)
+    of_layers = optional_field(config, "hidden_size_per_layer_input")
     with nullcontext() if of_layers else _without_layers(config):
         holds = _scales_so(model, scaling)
     if not holds:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     """Make the model, shard it before it has any memory, read the shards, make the optimizer."""
-    config = cast("FsdpTrainer.Config", spec.config)
+    config: FsdpTrainer.Config = spec.config
     device = join(rank_info)
     model, trainable, origin = make_model(spec)
     _shard(model, config, device, rank_info.mesh)

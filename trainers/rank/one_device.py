@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "OneDevice":
     """Load the model and make the optimizer."""
-    config = cast("LocalTrainer.Config", spec.config)
+    config: LocalTrainer.Config = spec.config
     device = device_named(config.device)
     model, trainable, origin = make_model(spec, autocast=in_bfloat16(config, device))
     take_memory(model, device)

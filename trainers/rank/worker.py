@@ -226,7 +226,7 @@ class TrainerRank:
 
     @property
     def _engine_is_old(self) -> bool:
-        return self._spec.config.old_logprobs == "engine"
+        return bool(self._spec.config.old_logprobs == "engine")
 
     def _predicted(self, micro_batch: MicroBatch) -> Tensor:
         return self.sharding.predict(to_device(micro_batch, self.sharding.device))

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     With ZeRO 3, each parameter is divided over the ranks as soon as it has memory, before it has
     values. ZeRO 1 and 2 keep all weights on each rank.
     """
-    config = cast("DeepSpeedTrainer.Config", spec.config)
+    config: DeepSpeedTrainer.Config = spec.config
     deepspeed = _deepspeed()
     device = join(rank_info)
     os.environ["LOCAL_RANK"] = str(device.index or 0)

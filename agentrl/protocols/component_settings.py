@@ -1,0 +1,51 @@
+"""What a run reads from the settings of its engine, trainer and cluster, where they have it.
+`Callable` fields are methods of the settings.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.protocols.offers import Offers
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettingsOffers(Offers):
+    """The settings of an engine that other parts of a run ask for."""
+
+    max_context: int | None = None
+    """Largest prompt plus completion, in tokens; None is the model's limit."""
+    structured_outputs: bool = False
+    """The engine can constrain completions to a format (`GenerateRequest.format`)."""
+    layout: Callable[[], Any] | None = None
+    """Returns an `EngineLayout`, to plan the engine's devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettingsOffers(Offers):
+    """The settings of a trainer that other parts of a run ask for."""
+
+    minibatches: int = 1
+    """Updates in a step."""
+    lora: object = None
+    """The settings of adapters, if only these are trained."""
+    layout: Callable[[], Any] | None = None
+    """Returns a `TrainerLayout`, to plan the trainer's devices."""
+    within: Callable[[int], Any] | None = None
+    """Returns the settings for samples of up to so many tokens."""
+    chosen: Callable[..., Any] | None = None
+    """Returns the settings with what follows from the model and the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOffers(Offers):
+    """The facts of a cluster, of its class or its settings, that other parts of a run ask for."""
+
+    one_device: bool = False
+    """Everything runs on the first device of this machine."""
+    engines: int = 1
+    """Replicas of the engine."""
+    env_workers: int = 0
+    """Workers that run environments."""
+    has_others: bool = False
+    """Workers may be on other machines."""
