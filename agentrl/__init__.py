@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from agentrl.batch import TrainBatch as TrainBatch
     from agentrl.config.from_file import load_config as load_config
     from agentrl.conversation.config import RendererConfig as RendererConfig
+    from agentrl.conversation.reading import Reading as Reading
+    from agentrl.conversation.reading import ToolFormat as ToolFormat
     from agentrl.conversation.renderer import TemplateRenderer as TemplateRenderer
     from agentrl.envs.base import TextEnv as TextEnv
     from agentrl.envs.base import ToolEnv as ToolEnv
@@ -71,6 +73,7 @@ _HOMES = {
     "agentrl.batch": "TrainBatch",
     "agentrl.config.from_file": "load_config",
     "agentrl.conversation.config": "RendererConfig",
+    "agentrl.conversation.reading": "Reading ToolFormat",
     "agentrl.conversation.renderer": "TemplateRenderer",
     "agentrl.envs.base": "TextEnv ToolEnv ToolResult plays read_options",
     "agentrl.errors": "AgentRLError ConfigError EnvError",

@@ -47,6 +47,7 @@ GROUPS = (
     "recipes",
     "staleness_rules",
     "task_sources",
+    "tool_formats",
     "clusters",
     "trackers",
     "weight_transports",

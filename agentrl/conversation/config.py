@@ -24,8 +24,9 @@ class RendererConfig(Settings):
     tool_format: str = "auto"
     """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`:
     tools are described in the system message, and called as `<tool_call>{"name": ..., "arguments":
-    ...}</tool_call>`. Or a parser of the library `renderers` (`qwen3`, `qwen3.5`, `glm`,
-    `deepseek-v3`) or, where it is installed, of vLLM."""
+    ...}</tool_call>`. Or a registered format: those of the library `renderers` (`qwen3`, `qwen3.5`,
+    `glm`, `deepseek-v3`), of other packages (entry-point group `agentrl.tool_formats`, or
+    `package.module:Name`) or, where it is installed, of vLLM."""
     show_reasoning: bool = False
     """Leave reasoning in what environments and rewards get."""
     chat_template: Path | None = None

@@ -9,7 +9,7 @@ is.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from agentrl.conversation.declared import Tools, declared
 from agentrl.conversation.tool_calls import holds_calls, is_quoted
@@ -94,9 +94,9 @@ def refused_by_parser(found: Reading, error: BaseException) -> Reading:
     return replace(found, malformed=(Unread(found.content, why),), literal=True)
 
 
-def marks_in(template: str) -> Marks | None:
+def marks_in(template: str, known: Sequence[Marks] = MARKS) -> Marks | None:
     """The marks around reasoning that a chat template writes; None if it knows no reasoning."""
-    return next((marks for marks in MARKS if marks.end in template), None)
+    return next((marks for marks in known if marks.end in template), None)
 
 
 def without_reasoning(text: str, marks: Marks | None, prompt: str) -> Reading:
@@ -153,3 +153,22 @@ def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
         for name, value in call.arguments.items()
     }
     return ToolCall(call.name, arguments, call.id)
+
+
+class ToolFormat(Protocol):
+    """A syntax of tool calls, made for a tokenizer: `MyFormat(tokenizer)`. A plug-in of the
+    entry-point group `agentrl.tool_formats`.
+
+    A model is read by it if it reads the call that the model's chat template writes, or if
+    `model.tool_format` names it. Its class may have an attribute `reasoning_marks`, the texts
+    around the reasoning of its models, as `("<think>", "</think>")`.
+    """
+
+    def read(self, text: str, tools: Tools) -> Reading:
+        """The calls in an answer, and the text around them. `text` has no reasoning any more, and
+        no token that ends an answer. `tools`: the tools in OpenAI's form.
+
+        What is left out or read half is found by comparing the result with what the template would
+        write for it, so a format need not check that.
+        """
+        ...

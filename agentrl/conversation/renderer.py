@@ -30,7 +30,6 @@ from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, placed
 from agentrl.conversation.reading import (
-    MARKS,
     Marks,
     Reading,
     marks_in,
@@ -43,6 +42,7 @@ from agentrl.conversation.tool_formats import (
     accounted,
     call_reader,
     canonical,
+    known_marks,
     read_tags,
     slow_call_reader,
     syntax_of,
@@ -149,7 +149,7 @@ class TemplateRenderer:
         )
         self._family = family if self.config.tool_format == "auto" else None
         self._searched = False  # for what reads calls, everywhere
-        self._marks = marks_in(written)
+        self._marks = marks_in(written, known_marks())
         self._known_tools: (
             tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None
         ) = None
@@ -509,7 +509,7 @@ class TemplateRenderer:
         """
         if found.cut or family.name == "gpt-oss":
             return found
-        marks = self._marks or next((marks for marks in MARKS if marks.end in text), None)
+        marks = self._marks or marks_in(text, known_marks())
         thought = without_reasoning(text, marks, before)
         said = found.content.lstrip("\n") if thought.content != text else found.content
         if not tools and not found.calls and not found.malformed:

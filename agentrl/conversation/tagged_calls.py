@@ -284,6 +284,9 @@ def _learned(write: Write) -> TaggedSyntax:
     )
     shared = _shared(whole, joints)
     begin = joints[shared:]
+    if not begin or not joints[:shared]:
+        # Without a tag at the end of a call, reading would make no progress after a bad one.
+        raise ValueError("the calls are not in tags")
     start = max((at + 1 for at, piece in enumerate(begin) if _SPECIAL.fullmatch(piece)), default=0)
     headers = (before, joint[joint.index(begin[0]) :]) if start and _TWO in joint else ()
     if headers:  # calls stand in messages of their own

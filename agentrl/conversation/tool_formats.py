@@ -1,7 +1,8 @@
 """The syntaxes in which models call tools: which one a model's template writes, and what reads it.
 
-Calls in tags are read here (`tagged_calls`, `nested_calls`), to the letter. Other parsers are those
-of the library `renderers`, of a tokenizer's response schema (transformers) and of vLLM. A parser is
+Calls in tags are read here (`tagged_calls`, `nested_calls`), to the letter. Other parsers are
+registered formats (entry-point group `agentrl.tool_formats`: those of other packages, and those of
+the library `renderers`), a tokenizer's response schema (transformers), and vLLM's. A parser is
 chosen by what it does: the template writes a call, and the parser must read that very call. Then
 all that a model writes is held against what the template would write for what was read
 (`accounted`).
@@ -15,16 +16,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from agentrl import plugins
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.declared import Tools
-from agentrl.conversation.family import calls_in
+from agentrl.conversation.library_formats import BUILT_IN
 from agentrl.conversation.nested_calls import NestedSyntax, nested
 from agentrl.conversation.reading import (
+    MARKS,
+    Marks,
     ReadCalls,
     Reading,
+    ToolFormat,
     Unread,
     Write,
-    as_declared,
     call_of,
     refused_by_parser,
 )
@@ -95,7 +99,7 @@ def call_reader(
         return own.read
     if getattr(tokenizer, "response_schema", None):
         return _checked(of_schema(tokenizer.parse_response), template)
-    found = library_reader(tokenizer, written, PROBE_CALL)
+    found = registered_reader(tokenizer, template)
     return None if found is None else _checked(found, template)
 
 
@@ -103,9 +107,7 @@ def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None
     """The parser of vLLM that reads the calls that a template writes; None if none does. Takes
     seconds.
     """
-    written = template.call(PROBE_CALL)[1]
-    for stop in template.stops:
-        written = written.removesuffix(stop)
+    written = _without_stops(template.call(PROBE_CALL)[1], template)
     found = find_vllm_reader(tokenizer, written, PROBE_CALL, _PROBE_TOOLS)
     return None if found is None else _checked(found, template)
 
@@ -196,42 +198,71 @@ def reads_canonically(text: str, call: ToolCall) -> bool:
 
 
 def named_reader(tokenizer: Any, name: str) -> ReadCalls:
-    """Reads calls by a parser of the library `renderers`, or of vLLM.
+    """The reader of a registered tool format, of `package.module:Name`, or of a parser of vLLM.
 
     Raises:
         ConfigError: there is none with that name.
     """
-    from renderers.parsers import TOOL_PARSERS
+    formats = [plugin.name for plugin in plugins.installed("tool_formats")]
+    if ":" in name or name in formats:
+        reader: ToolFormat = plugins.load("tool_formats", name)(tokenizer)
+        return _guarded(reader)
+    if name in (others := parser_names()):
+        return vllm_reader(tokenizer, name)
+    known = ", ".join(("auto", "canonical", *formats, *others))
+    raise ConfigError(f"model.tool_format: there is no format {name!r}. Formats: {known}")
 
-    if name not in TOOL_PARSERS:
-        if name in (others := parser_names()):
-            return vllm_reader(tokenizer, name)
-        known = ", ".join(("auto", "canonical", *TOOL_PARSERS, *others))
-        raise ConfigError(f"model.tool_format: there is no format {name!r}. Formats: {known}")
-    parser = TOOL_PARSERS[name](tokenizer)
+
+def known_marks() -> Sequence[Marks]:
+    """The marks around reasoning that templates may write: those known here, and those of formats
+    of other packages.
+    """
+    stated = [
+        getattr(factory, "reasoning_marks", None)
+        for factory in _registered_formats()
+        if factory not in BUILT_IN
+    ]
+    return (*MARKS, *(Marks(*marks) for marks in stated if marks is not None))
+
+
+def _registered_formats() -> list[Any]:
+    return [
+        plugins.load("tool_formats", plugin.name) for plugin in plugins.installed("tool_formats")
+    ]
+
+
+def registered_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:
+    """The reader of the first registered format that reads the call that a template writes; None if
+    none does. Formats of other packages come first.
+    """
+    written = template.call(PROBE_CALL)[1]
+    of_others = [factory for factory in _registered_formats() if factory not in BUILT_IN]
+    for factory in (*of_others, *BUILT_IN):
+        # Parsers of the library read the tokens at the end of an answer, too.
+        text = written if factory in BUILT_IN else _without_stops(written, template)
+        with suppress(Exception):  # its tokens are missing, or the text is of another form
+            reader: ToolFormat = factory(tokenizer)
+            if _same(reader.read(text, _PROBE_TOOLS).calls, PROBE_CALL):
+                return _guarded(reader)
+    return None
+
+
+def _guarded(reader: ToolFormat) -> ReadCalls:
+    """Its `read`, in which an error of another package's code makes the answer unreadable."""
 
     def read(text: str, tools: Tools) -> Reading:
-        left, found = parser.extract(list(tokenizer.encode(text, add_special_tokens=False)))
-        calls, malformed = calls_in(found)
-        calls = tuple(as_declared(call, tools) for call in calls)
-        said = tokenizer.decode(list(left), skip_special_tokens=False).strip()
-        return Reading(said, calls=calls, malformed=malformed)
+        try:
+            return reader.read(text, tools)
+        except Exception as error:  # whatever a plug-in raises of what a model wrote
+            return refused_by_parser(Reading(text), error)
 
     return read
 
 
-def library_reader(tokenizer: Any, written: str, call: ToolCall) -> ReadCalls | None:
-    """The parser of the library that reads this call where a template has written it; None if none
-    does.
-    """
-    from renderers.parsers import TOOL_PARSERS
-
-    for name in TOOL_PARSERS:
-        with suppress(Exception):  # its tokens are missing, or the text is of another form
-            read = named_reader(tokenizer, name)
-            if _same(read(written, _PROBE_TOOLS).calls, call):
-                return read
-    return None
+def _without_stops(written: str, template: ChatTemplate) -> str:
+    for stop in template.stops:
+        written = written.removesuffix(stop)
+    return written
 
 
 def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
