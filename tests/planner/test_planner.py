@@ -21,7 +21,7 @@ from agentrl.models.layer_facts import Heads, Kept
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
 from agentrl.planner.check import check_placement
-from agentrl.planner.measured import measured, with_measured
+from agentrl.planner.measured import read_measurements, with_measured
 from agentrl.planner.memory import loads, problems
 from agentrl.planner.plan import Plan
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
@@ -433,7 +433,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
     laptop = Inventory(host(cores=2, memory=16 * GIB))
-    found = measured(run)
+    found = read_measurements(run)
     assert (found.steps, found.work.turns, found.work.sampled, found.work.observed) == (
         3,
         5.0,
@@ -451,10 +451,10 @@ def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
 
 def test_a_folder_that_has_measured_nothing_is_refused(tmp_path: Path, run: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
-        measured(tmp_path / "nothing")
+        read_measurements(tmp_path / "nothing")
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
     with pytest.raises(ConfigError, match="no step in its metrics"):
-        measured(run)
+        read_measurements(run)
 
 
 def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
