@@ -20,7 +20,7 @@ import numpy as np
 
 from agentrl.arrays import ROUNDING_OF_SINGLES, FloatArray, constant
 from agentrl.batch import TrainBatch
-from agentrl.estimation.episode_buffer import Replay
+from agentrl.estimation.episode_buffer import EpisodeBuffer
 from agentrl.estimation.teacher import Teacher
 from agentrl.estimation.value_points import questions
 from agentrl.protocols import (
@@ -42,13 +42,13 @@ class CriticTraining:
     """How a critic is trained beside the policy: `updates` times in each step, each time with new
     targets.
 
-    With a `replay`, it learns from episodes of earlier steps too. In the first `warmup` steps it
+    With a `buffer`, it learns from episodes of earlier steps too. In the first `warmup` steps it
     learns alone: the policy's batches have the weight 0.
     """
 
     updates: int = 1
     warmup: int = 0
-    replay: Replay | None = None
+    buffer: EpisodeBuffer | None = None
 
 
 ON_NEWEST = CriticTraining()
@@ -109,9 +109,9 @@ class Advisors:
         advantages_N, metrics = await self._update(self.critic, self.algorithm, batch, step, 0)
         for update in range(1, self.training.updates):
             await self._update(self.critic, self.algorithm, batch, step, update)
-        if self.training.replay is not None:
+        if self.training.buffer is not None:
             task_ids = [part.task.id for group in groups for part in group.by_agent()]
-            self.training.replay.keep(step, batch, task_ids)
+            self.training.buffer.keep(step, batch, task_ids)
         advised = replace(batch, advantages_N=advantages_N)
         if step < self.training.warmup:
             advised = replace(advised, weights_N=np.zeros_like(batch.weights_N))
@@ -128,11 +128,11 @@ class Advisors:
         """Ask the critic about a batch and train it. Returns the batch's advantages by its answers,
         and its metrics.
         """
-        replay = self.training.replay
+        buffer = self.training.buffer
         seen = (
             batch
-            if replay is None
-            else await asyncio.to_thread(replay.with_earlier, step, batch, update)
+            if buffer is None
+            else await asyncio.to_thread(buffer.with_earlier, step, batch, update)
         )
         asked = await asyncio.to_thread(
             questions,
@@ -143,8 +143,8 @@ class Advisors:
         answered, values_N, ends_M = asked.answered(await critic.predict(asked.asked))
         estimate = algorithm.estimate(answered, values_N, ends_M)
         lesson = _lesson(answered, values_N, estimate)
-        if replay is not None:
-            lesson = await asyncio.to_thread(replay.mixed, step, lesson, update)
+        if buffer is not None:
+            lesson = await asyncio.to_thread(buffer.mixed, step, lesson, update)
         metrics = await critic.step(lesson, algorithm.value_loss, float(answered.num_loss_tokens))
         reported = {
             f"critic/{name}": value
@@ -155,23 +155,23 @@ class Advisors:
         reported["critic/explained_variance"] = explained_variance(
             values_N[taught_N], estimate.returns_N[taught_N]
         )
-        if replay is not None:
+        if buffer is not None:
             reported["critic/earlier_episodes"] = float(
                 seen.trajectories_M.max() - batch.trajectories_M.max()
             )
         return estimate.advantages_N[asked.own_N][: batch.num_loss_tokens], reported
 
     async def save(self, folder: Path) -> None:
-        """Save the critic into a checkpoint, and the replay."""
+        """Save the critic into a checkpoint, and its buffer of episodes."""
         await self.begin_save(folder)
         await self.saved()
 
     async def begin_save(self, folder: Path) -> None:
-        """Begin to save the critic into a checkpoint, and save the replay."""
+        """Begin to save the critic into a checkpoint, and save its buffer of episodes."""
         if self.critic is not None:
             await self.critic.begin_save(folder / CRITIC_FOLDER)
-        if self.training.replay is not None:
-            await asyncio.to_thread(self.training.replay.save, folder)
+        if self.training.buffer is not None:
+            await asyncio.to_thread(self.training.buffer.save, folder)
 
     async def saved(self) -> None:
         """Wait until what `begin_save` began is written."""
@@ -179,11 +179,11 @@ class Advisors:
             await self.critic.saved()
 
     async def load(self, folder: Path) -> None:
-        """Load the critic from a checkpoint, and the replay."""
+        """Load the critic from a checkpoint, and its buffer of episodes."""
         if self.critic is not None:
             await self.critic.load(folder / CRITIC_FOLDER)
-        if self.training.replay is not None:
-            await asyncio.to_thread(self.training.replay.load, folder)
+        if self.training.buffer is not None:
+            await asyncio.to_thread(self.training.buffer.load, folder)
 
 
 def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:

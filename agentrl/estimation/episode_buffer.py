@@ -46,7 +46,7 @@ class PlayedStep:
     tasks: tuple[str, ...]
 
 
-class Replay:
+class EpisodeBuffer:
     """The episodes of the last `steps` steps. Each update of a critic draws `per_new` of them for
     each new one.
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from agentrl.config.compatibility import check_stage
 from agentrl.estimation.advisors import CriticTraining
-from agentrl.estimation.episode_buffer import Replay
+from agentrl.estimation.episode_buffer import EpisodeBuffer
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.policy_gradient import train
 from agentrl.recipes.starting_model import starting_model
@@ -41,8 +41,8 @@ async def archer(run: Run, settings: ArcherSettings) -> None:
     """
     check_stage(run.config, "training")
     seed = derive_seed(run.config.seed, "replay")
-    replay = Replay(settings.replay, settings.replayed, seed=seed, reused=run.ledger.reused)
-    training = CriticTraining(settings.critic_updates, settings.critic_warmup, replay)
+    buffer = EpisodeBuffer(settings.replay, settings.replayed, seed=seed, reused=run.ledger.reused)
+    training = CriticTraining(settings.critic_updates, settings.critic_warmup, buffer)
     await train(
         run,
         run.config.algorithm.make(),

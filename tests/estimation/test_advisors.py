@@ -27,7 +27,7 @@ from agentrl.cluster.workers import Make, Worker, WorkerGroup
 from agentrl.config import load_config, validate_config
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.estimation.advisors import Advisors, CriticTraining, explained_variance
-from agentrl.estimation.episode_buffer import Replay
+from agentrl.estimation.episode_buffer import EpisodeBuffer
 from agentrl.protocols import Estimate, LossTokens
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.local import LocalTrainer
@@ -263,7 +263,7 @@ def test_a_critic_of_turns_learns_from_earlier_episodes_what_an_answer_is_worth(
 
     algorithm = Archer(Archer.Config(gamma=1.0))
     told: list[int] = []
-    replay = Replay(4, 2.0, seed=0, reused=lambda step, task_ids: told.append(step))
+    replay = EpisodeBuffer(4, 2.0, seed=0, reused=lambda step, task_ids: told.append(step))
     groups = [
         Group(
             Task("env", 0, {}, "t"),
@@ -278,7 +278,7 @@ def test_a_critic_of_turns_learns_from_earlier_episodes_what_an_answer_is_worth(
             config, shallow_model_dir, total_steps=40, role="critic", head="value"
         )
         advisors = Advisors(
-            algorithm, None, critic, CriticTraining(updates=2, warmup=2, replay=replay)
+            algorithm, None, critic, CriticTraining(updates=2, warmup=2, buffer=replay)
         )
         steps = []
         async with critic:

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.batch import TrainBatch, collate
 from agentrl.errors import CheckpointError
-from agentrl.estimation.episode_buffer import Replay
+from agentrl.estimation.episode_buffer import EpisodeBuffer
 from agentrl.testing.trainers import random_samples
 
 
@@ -34,10 +34,10 @@ Uses = list[tuple[int, list[str]]]
 
 def filled(
     steps: int, *, kept: int = 3, per_new: float = 2.0, seed: int = 0
-) -> tuple[Replay, Uses]:
+) -> tuple[EpisodeBuffer, Uses]:
     """A replay after so many steps, and what it has told the ledger."""
     uses: Uses = []
-    replay = Replay(
+    replay = EpisodeBuffer(
         kept, per_new, seed=seed, reused=lambda step, ids: uses.append((step, list(ids)))
     )
     for step in range(steps):
@@ -127,7 +127,7 @@ def test_a_replay_is_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
     assert len(again) == len(replay)
     assert equal(again.with_earlier(5, batch_at(5)), replay.with_earlier(5, batch_at(5)))
     assert uses[0][1][0].startswith("task-2-")
-    smaller = Replay(1, 2.0, seed=0)
+    smaller = EpisodeBuffer(1, 2.0, seed=0)
     smaller.load(tmp_path)
     assert len(smaller) == 12
     empty = tmp_path / "empty"
