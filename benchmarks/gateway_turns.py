@@ -30,11 +30,11 @@ from rich.table import Table
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import Flow, freeze_gc
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.server import GatewayServer, serving
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.protocols import Engine
 from agentrl.remote.gate import idle_timeout
 from agentrl.rollout.assignment import Assignment
@@ -76,17 +76,17 @@ class Waiting:
 
 async def of_gateway(engine: Engine, renderer: TemplateRenderer) -> float:
     """CPU-ms of the gateway for a turn."""
-    desk, programs = Desk(GatewayConfig()), Waiting()
+    registry, programs = SessionRegistry(GatewayConfig()), Waiting()
     sampling = SamplingParams(max_tokens=64, stop_token_ids=renderer.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 60.0)
-    runner = AgentEpisodeRunner(policy, renderer, desk, programs, Budget(turns=TURNS), 600.0)
-    async with serving(desk), Flow("episodes") as flow:
+    runner = AgentEpisodeRunner(policy, renderer, registry, programs, Budget(turns=TURNS), 600.0)
+    async with serving(registry), Flow("episodes") as flow:
         episodes = [
             flow.start(runner.play(Assignment(f"e{n}", Task("agent", n), n)), name=str(n))
             for n in range(LIVE)
         ]
         await programs.all_live.wait()
-        spent = await played_by_others(f"{desk.url}/v1", programs.keys)
+        spent = await played_by_others(f"{registry.url}/v1", programs.keys)
         programs.played.set()
     turns = [len(trajectory.turns) for episode in episodes for trajectory in episode.result()]
     assert turns == [TURNS] * LIVE, "the gateway has lost a turn"

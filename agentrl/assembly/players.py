@@ -14,10 +14,10 @@ from agentrl.engines.router import Router
 from agentrl.gateway.address import SCHEME as AGENT_SCHEME
 from agentrl.gateway.address import scheme as agent_scheme
 from agentrl.gateway.containment import check_containment
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.server import serving
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
@@ -119,18 +119,18 @@ async def agent_player(
         ConfigError: there is no such program, the gateway cannot be served, or the program cannot
             be kept from the network, as `gateway.network` wants.
     """
-    desk, rollout = Desk(config.gateway), config.rollout
+    registry, rollout = SessionRegistry(config.gateway), config.rollout
     program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
-        desk, config.env.isolation, config.env.python, config.env.folder
+        registry, config.env.isolation, config.env.python, config.env.folder
     )
     rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
-    async with serving(desk, program if isinstance(program, RemoteAgents) else None):
+    async with serving(registry, program if isinstance(program, RemoteAgents) else None):
         if config.gateway.network == "gateway":
-            await check_containment(desk)
+            await check_containment(registry)
         yield lambda policy: AgentEpisodeRunner(
             policy,
             renderer,
-            desk,
+            registry,
             program,
             rollout.budget,
             rollout.deadlines.episode,

@@ -28,7 +28,7 @@ from agentrl.arrays import Ragged
 from agentrl.cluster.supervised import RESTARTS, START_SECONDS, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
-from agentrl.flow import Flow, Suspect, Suspicion, notice, pause_deadlines, span
+from agentrl.flow import Flow, Suspect, Suspicion, pause_deadlines, span, waiting_for
 from agentrl.protocols import (
     Engine,
     EngineOffers,
@@ -405,7 +405,7 @@ class Router(Engine):
         """
         while not self._alive and self._factory is not None:
             self._revived.clear()
-            with pause_deadlines(), notice("all engines are being restarted"):
+            with pause_deadlines(), waiting_for("all engines are being restarted"):
                 await self._revived.wait()
         self._living()  # raises if none is alive and none will be
 

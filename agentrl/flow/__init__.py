@@ -6,7 +6,6 @@ from agentrl.flow.completion import run_to_completion
 from agentrl.flow.deadline import PendingWait, deadline, pause_deadlines, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
-from agentrl.flow.notice_board import Notice, notice, notices
 from agentrl.flow.periodic import PeriodicThread
 from agentrl.flow.retries import Retries
 from agentrl.flow.spans import Span, SpanLog, record_spans, span
@@ -20,6 +19,7 @@ from agentrl.flow.steady_loop import (
 )
 from agentrl.flow.suspicion import Suspect, Suspicion
 from agentrl.flow.turnstile import Turnstile
+from agentrl.flow.wait_reasons import WaitReason, wait_reasons, waiting_for
 
 __all__ = [
     "Channel",
@@ -27,7 +27,6 @@ __all__ = [
     "ChannelStats",
     "EventLog",
     "Flow",
-    "Notice",
     "PendingWait",
     "PeriodicThread",
     "Retries",
@@ -39,13 +38,12 @@ __all__ = [
     "Turnstile",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
+    "WaitReason",
     "deadline",
     "elapsed",
     "expect_long_callback",
     "freeze_gc",
     "loop_metrics",
-    "notice",
-    "notices",
     "now",
     "pause_deadlines",
     "record_spans",
@@ -53,5 +51,7 @@ __all__ = [
     "run_to_completion",
     "run_virtual",
     "span",
+    "wait_reasons",
+    "waiting_for",
     "waits",
 ]

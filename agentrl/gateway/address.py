@@ -11,10 +11,10 @@ from sys import executable
 from agentrl import plugins
 from agentrl.errors import ConfigError
 from agentrl.gateway.command_agent import CommandAgent
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.function_agent import FunctionAgent
 from agentrl.gateway.program import AgentProgram
 from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.protocols import Env, Isolation
 
 SCHEME = "agent:"
@@ -39,7 +39,7 @@ class AgentAddress:
 
     def program(
         self,
-        desk: Desk,
+        registry: SessionRegistry,
         isolation: Isolation | None,
         python: str | None,
         folder: Path | None = None,
@@ -53,8 +53,8 @@ class AgentAddress:
             ConfigError: there is no such function or interpreter.
         """
         if self.rest == "remote":
-            return RemoteAgents(desk)
-        within = desk if desk.config.network == "gateway" else None
+            return RemoteAgents(registry)
+        within = registry if registry.config.network == "gateway" else None
         if self.rest.startswith("command "):
             return CommandAgent(self.rest.removeprefix("command ").strip(), contained_by=within)
         if python is None and isolation != "process":

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import AgentAnswer, AgentCall, Wishes
+from agentrl.gateway.call import AgentAnswer, AgentCall, RequestOptions
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -66,7 +66,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     for place, message in enumerate(checked["messages"]):
         messages += _messages(message, f"messages[{place}]")
     choice = checked.get("tool_choice") or {}
-    wishes = Wishes(
+    options = RequestOptions(
         max_tokens=checked.get("max_tokens"),
         temperature=checked.get("temperature"),
         top_p=checked.get("top_p"),
@@ -76,7 +76,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     model = str(checked["model"])
     return WireRequest(
-        chat_request(messages, tools, wishes, model=model),
+        chat_request(messages, tools, options, model=model),
         bool(checked.get("stream")),
         lambda session, call: as_json(_answer(call, model)),
         lambda session, call: _events(call, model),

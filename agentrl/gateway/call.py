@@ -37,8 +37,8 @@ CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compact
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """How a program wants to be answered. None: it does not say.
+class RequestOptions:
+    """Sampling options from the request; None means unset.
 
     The run's own `temperature` and `top_p` win in training. `max_tokens` can only lower the run's,
     and `stop` adds to it.
@@ -70,14 +70,14 @@ class Wishes:
 class ChatRequest:
     """One request of a program, whatever protocol it speaks. `count`: how many answers it wants.
 
-    `request_id`: its idempotency key, if it sends one. `repeated`: the program says that it sends
-    this once more. `model`: the name that it calls the model by; empty: none.
+    `request_id`: its idempotency key, if it sends one. `repeated`: the client marked this
+    as a retry. `model`: the name that it calls the model by; empty: none.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     count: int = 1
-    wishes: Wishes = Wishes()
+    options: RequestOptions = RequestOptions()
     request_id: str = ""
     repeated: bool = False
     model: str = ""

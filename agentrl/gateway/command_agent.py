@@ -34,9 +34,9 @@ from pathlib import Path
 
 from agentrl.errors import EnvError
 from agentrl.flow import Flow, run_to_completion
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import ProgramAssignment
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.sandbox import network
 
 _LEADER = str(Path(__file__).with_name("command_leader.py"))
@@ -52,13 +52,13 @@ class CommandAgent:
     """`AgentProgram` of a command, which a shell reads. `more`: variables that it gets beside the
     usual ones.
 
-    `contained_by`: the desk whose server is all that it can reach by network; by default it can
+    `contained_by`: the registry whose server is all that it can reach by network; by default it can
     reach what you can.
     """
 
     command: str
     more: Mapping[str, str] | None = None
-    contained_by: Desk | None = None
+    contained_by: SessionRegistry | None = None
 
     async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Run the command for one task. When it ends, so do all processes that it has started."""

@@ -9,8 +9,8 @@ import sys
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.gateway.command_agent import CommandAgent
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.program import ProgramAssignment
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.trajectory import Task
 
 _START_SECONDS = 60.0
@@ -42,7 +42,7 @@ sys.exit("; ".join(found) or None)
 """
 
 
-async def check_containment(desk: Desk) -> None:
+async def check_containment(registry: SessionRegistry) -> None:
     """Try whether commands are kept from everything but the gateway here. The gateway must be
     served.
 
@@ -50,10 +50,10 @@ async def check_containment(desk: Desk) -> None:
         ConfigError: they are not; says what the machine lacks.
     """
     with socket.create_server(("127.0.0.1", 0)) as other:
-        given = ProgramAssignment(Task("a check of the network", 0), desk.url, "no-key")
+        given = ProgramAssignment(Task("a check of the network", 0), registry.url, "no-key")
         ports = [str(given.port), str(other.getsockname()[1])]
         trying = CommandAgent(
-            shlex.join([sys.executable, "-I", "-S", "-c", _ATTEMPTS, *ports]), contained_by=desk
+            shlex.join([sys.executable, "-I", "-S", "-c", _ATTEMPTS, *ports]), contained_by=registry
         )
         try:
             async with asyncio.timeout(_START_SECONDS):

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import DeadlineError, EnvError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, elapsed, now
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import AgentProgram, ProgramAssignment
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.session import AgentSession, CallLimits
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.engine_policy import EnginePolicy
@@ -38,7 +38,7 @@ class AgentEpisodeRunner:
 
     policy: EnginePolicy
     renderer: TemplateRenderer
-    desk: Desk
+    registry: SessionRegistry
     program: AgentProgram
     budget: Budget
     deadline: float
@@ -51,7 +51,7 @@ class AgentEpisodeRunner:
         """See `EpisodeRunner`. Turns are not reported: which calls belong to the conversation is
         known when the program has ended.
         """
-        config, started = self.desk.config, elapsed()
+        config, started = self.registry.config, elapsed()
         limits = CallLimits(config.max_answers, config.calls_at_once)
         budget = self.own_budgets.get(assignment.task.env, self.budget)
         episode = Episode.of(assignment, budget, report)
@@ -65,7 +65,7 @@ class AgentEpisodeRunner:
                 try:
                     with (
                         deadline("environment", "episode", self.deadline),
-                        self.desk.opened(session) as key,
+                        self.registry.opened(session) as key,
                     ):
                         outcome = await self._run(session, key)
                 finally:
@@ -80,10 +80,10 @@ class AgentEpisodeRunner:
         """Run the program, and wait for a reward that comes later."""
         # A copy: what the program does to its options is seen by none beside it.
         task = replace(session.episode.task)
-        outcome = await self.program.run(ProgramAssignment(task, self.desk.url, key))
+        outcome = await self.program.run(ProgramAssignment(task, self.registry.url, key))
         if outcome.reward is not None or session.refused:
             return outcome
-        seconds = self.desk.config.reward_seconds
+        seconds = self.registry.config.reward_seconds
         if seconds and not session.rewarded.is_set():
             try:
                 async with asyncio.timeout(seconds):

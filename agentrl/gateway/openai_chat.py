@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import AgentAnswer, AgentCall, Wishes
+from agentrl.gateway.call import AgentAnswer, AgentCall, RequestOptions
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -83,7 +83,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     model, wants_logprobs = str(checked["model"]), bool(checked.get("logprobs"))
     with_usage = bool((checked.get("stream_options") or {}).get("include_usage"))
     stop = checked.get("stop") or ()
-    wishes = Wishes(
+    options = RequestOptions(
         max_tokens=_first_given(checked, "max_completion_tokens", "max_tokens"),
         temperature=checked.get("temperature"),
         top_p=checked.get("top_p"),
@@ -95,7 +95,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     request = chat_request(
-        messages, tools, wishes, 1 if checked.get("n") is None else checked["n"], model
+        messages, tools, options, 1 if checked.get("n") is None else checked["n"], model
     )
     return WireRequest(
         request,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import AgentCall, Wishes
+from agentrl.gateway.call import AgentCall, RequestOptions
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -84,7 +84,7 @@ def _read(checked: Json, body: Json) -> WireRequest:
     messages = [Message("system", str(instructions))] if instructions else []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
     messages += _messages(items)
-    wishes = Wishes(
+    options = RequestOptions(
         max_tokens=checked.get("max_output_tokens"),
         temperature=checked.get("temperature"),
         top_p=checked.get("top_p"),
@@ -93,7 +93,7 @@ def _read(checked: Json, body: Json) -> WireRequest:
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     return WireRequest(
-        chat_request(messages, tools, wishes, model=str(checked.get("model") or "")),
+        chat_request(messages, tools, options, model=str(checked.get("model") or "")),
         bool(checked.get("stream")),
         lambda session, call: as_json(_response(call, body)),
         lambda session, call: _events(call, body),

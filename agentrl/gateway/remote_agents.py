@@ -1,4 +1,4 @@
-"""`env: agent:remote`: agents elsewhere, which ask for tasks over HTTP.
+"""`env: agent:remote`: remote agents that pull tasks over HTTP.
 
     POST /v1/tasks     a task, with the address and the key of its episode; 204: none now
     POST /v1/rewards   its reward, which ends the episode (`done`)
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from agentrl.errors import EnvError
 from agentrl.flow import now
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import ProgramAssignment
+from agentrl.gateway.session_registry import SessionRegistry
 
 
 @dataclass(eq=False, slots=True)
@@ -31,12 +31,12 @@ class _Offer:
 class RemoteAgents:
     """`AgentProgram` of all agents elsewhere."""
 
-    desk: Desk
+    registry: SessionRegistry
     _offers: deque[_Offer] = field(default_factory=deque)
 
     async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
         """Wait until an agent has taken the task, and until it has ended."""
-        session, offer = self.desk.session(assignment.api_key), _Offer(assignment)
+        session, offer = self.registry.session(assignment.api_key), _Offer(assignment)
         session.waiting = True
         self._offers.append(offer)
         try:
@@ -45,7 +45,7 @@ class RemoteAgents:
             session.waiting = False
             if offer in self._offers:
                 self._offers.remove(offer)
-        lease = self.desk.config.lease_seconds
+        lease = self.registry.config.lease_seconds
         session.used = now()
         while not session.done.is_set():
             left = lease if session.calls_at_once else session.used + lease - now()

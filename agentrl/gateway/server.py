@@ -39,13 +39,13 @@ from agentrl.flow import Flow
 from agentrl.gateway.anthropic_messages import COUNTED, MESSAGES
 from agentrl.gateway.call import AgentCall
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.openai_chat import CHAT
 from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.gateway.wire import WireProtocol, WireRequest, invalid
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import check_reach, url_of
@@ -121,7 +121,7 @@ class CallEndpoint:
     still there.
     """
 
-    desk: Desk
+    registry: SessionRegistry
     protocol: WireProtocol
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,7 +129,7 @@ class CallEndpoint:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        session = self.desk.session(_key(headers))
+        session = self.registry.session(_key(headers))
         asked = (await _read(self.protocol, receive, session)).with_headers(headers)
         transport = scope.get("state", {}).get("transport")  # of `idle_timeout`
         is_there = _always if transport is None else lambda: not transport.is_closing()
@@ -194,8 +194,10 @@ class GatewayServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterator[None]:
-    """Inside the block, the programs of a desk's episodes can call, and the desk knows its address.
+async def serving(
+    registry: SessionRegistry, agents: RemoteAgents | None = None
+) -> AsyncIterator[None]:
+    """Inside the block, the programs of a registry's episodes can call, and it knows its address.
 
     `agents`: those elsewhere, if tasks are for them.
 
@@ -207,10 +209,10 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
             f"the gateway needs {' and '.join(missing)}, not installed here: "
             f"{install_command('gateway')}"
         )
-    config = desk.config
-    app = create_app(desk, agents, _token(config, agents))
+    config = registry.config
+    app = create_app(registry, agents, _token(config, agents))
     listener = _listener(config)
-    desk.url = config.url or url_of(listener)
+    registry.url = config.url or url_of(listener)
     server = GatewayServer(
         uvicorn.Config(
             app,
@@ -224,7 +226,7 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
         )
     )
     server.config.load()
-    desk.accepting = server.accepting
+    registry.accepting = server.accepting
     async with Flow("gateway") as flow:
         task = flow.start(server.serve(sockets=[listener]), name="server")
         try:
@@ -273,23 +275,27 @@ def _token(config: GatewayConfig, agents: RemoteAgents | None) -> str:
     return token
 
 
-def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") -> FastAPI:
+def create_app(
+    registry: SessionRegistry, agents: RemoteAgents | None = None, token: str = ""
+) -> FastAPI:
     """The ASGI application. Agents elsewhere show `token` to get tasks."""
     app = FastAPI(title="agentrl gateway", responses=_refusals(), docs_url=None, redoc_url=None)
-    _add_calls(app, desk)
+    _add_calls(app, registry)
 
     @app.get("/v1/models")
     async def models(request: Request) -> ModelList:
-        session = desk.session(_key(request.headers))
+        session = registry.session(_key(request.headers))
         return ModelList(data=[ModelEntry(id=session.model, max_model_len=session.max_context)])
 
     @app.get("/v1/models/{model}")
     async def one_model(model: str, request: Request) -> ModelEntry:
-        return ModelEntry(id=model, max_model_len=desk.session(_key(request.headers)).max_context)
+        return ModelEntry(
+            id=model, max_model_len=registry.session(_key(request.headers)).max_context
+        )
 
     @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
     async def rewards(request: Request) -> dict[str, str]:
-        session = desk.open_session(_key(request.headers))
+        session = registry.open_session(_key(request.headers))
         posted = await _posted(PostedReward, request)
         if posted.reward is None and (posted.call is not None or not posted.done):
             raise invalid("reward: Field required")
@@ -303,7 +309,7 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
 
     @app.post("/v1/failures", openapi_extra={"requestBody": _body_of(PostedFailure)})
     async def failures(request: Request) -> dict[str, str]:
-        session = desk.open_session(_key(request.headers))
+        session = registry.open_session(_key(request.headers))
         posted = await _posted(PostedFailure, request)
         session.failure = posted.error or "it did not say why"
         session.done.set()
@@ -314,10 +320,10 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "healthy", "episodes": len(desk)}
+        return {"status": "healthy", "episodes": len(registry)}
 
     _add_refusals(app)
-    limits = desk.config
+    limits = registry.config
     app.add_middleware(
         RequestGate,
         token=None,
@@ -377,12 +383,12 @@ def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
                 "base_url": taken.base_url,
                 "anthropic_base_url": taken.url,
                 "api_key": taken.api_key,
-                "lease_seconds": agents.desk.config.lease_seconds,
+                "lease_seconds": agents.registry.config.lease_seconds,
             }
         )
 
 
-def _add_calls(app: FastAPI, desk: Desk) -> None:
+def _add_calls(app: FastAPI, registry: SessionRegistry) -> None:
     async def answer() -> None:
         """Described here and answered by `CallEndpoint`: what FastAPI does for other routes costs
         as much as a call.
@@ -401,11 +407,11 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
         )
         described = app.router.routes[-1]
         assert isinstance(described, Route)
-        described.app = CallEndpoint(desk, protocol)
+        described.app = CallEndpoint(registry, protocol)
 
     @app.post(COUNTED.path, openapi_extra={"requestBody": _described(COUNTED)})
     async def count_tokens(request: Request) -> dict[str, int]:
-        session = desk.session(_key(request.headers))
+        session = registry.session(_key(request.headers))
         asked = await _read(COUNTED, request.receive, session)
         return {"input_tokens": session.prompt_length(asked.request)}
 

@@ -2,7 +2,7 @@
 
 A call belongs to its episode and not to the connection that it came over: if the connection breaks,
 the call goes on, and the program gets the same answer when it asks again. So nothing is sampled
-twice because a program was impatient.
+twice when a client retries.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from agentrl.errors import (
     RolloutError,
 )
 from agentrl.flow import Flow, elapsed, now
-from agentrl.gateway.call import AgentAnswer, AgentCall, ChatRequest, Wishes, digest_after
+from agentrl.gateway.call import AgentAnswer, AgentCall, ChatRequest, RequestOptions, digest_after
 from agentrl.gateway.call_tree import CallPlace, CallTree
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError, unsupported
@@ -67,7 +67,7 @@ class _Pending:
     """
 
     call: AgentCall
-    wishes: Wishes
+    options: RequestOptions
     count: int
     digest: bytes
     under_way: asyncio.Event | None = field(default_factory=asyncio.Event)
@@ -260,7 +260,8 @@ class AgentSession:
         same = [
             one
             for one in asked
-            if (one.wishes, one.count, one.call.by_name) == (request.wishes, request.count, by_name)
+            if (one.options, one.count, one.call.by_name)
+            == (request.options, request.count, by_name)
         ]
         if request.repeated:
             return same[-1] if same else None
@@ -303,7 +304,7 @@ class AgentSession:
         call.error = CallEndedError("the episode ended before the call")
         thread = self._thread(call)
         self.tree.begin(call, place, len(request.messages))
-        pending = self._pending[call] = _Pending(call, request.wishes, request.count, place.digest)
+        pending = self._pending[call] = _Pending(call, request.options, request.count, place.digest)
         self.calls_at_once += 1
         task = self._flow.start(self._answer(pending, request, thread), name=f"call {number}")
         task.add_done_callback(lambda _: self._end(pending))  # it may be cancelled before it begins
@@ -327,7 +328,7 @@ class AgentSession:
             limit = getattr(usage.budget, spent)
             text = f"the episode has used up its {limit:g} {spent} (rollout.budget.{spent})"
             raise CallRefusedError(400, _SPENT[spent], text)
-        if request.wishes.format is not None:
+        if request.options.format is not None:
             self._check_format(request)
         if request.count > limits.answers:
             raise CallRefusedError(
@@ -351,7 +352,7 @@ class AgentSession:
                 "the engine does not constrain answers: describe the format in the prompt, or run"
                 " with engine=vllm engine.structured_outputs=true",
             )
-        if request.tools and request.wishes.may_call:
+        if request.tools and request.options.may_call:
             raise unsupported(
                 "a format of answers beside tools",
                 'write tool_choice "none", or leave one of them out',
@@ -425,32 +426,32 @@ class AgentSession:
     async def _sample(
         self, call: AgentCall, request: ChatRequest, thread: str, place: int
     ) -> AgentAnswer:
-        wishes, parent = request.wishes, call.parent
+        options, parent = request.options, call.parent
         goes_on = not place and parent is not None and parent.thread == thread
         own = f"{thread}/{call.number}.{place}" if place else thread
-        episode = replace(self.episode, id=own, seed=self._seed(wishes, place))
+        episode = replace(self.episode, id=own, seed=self._seed(options, place))
         ids = call.prompt_ids
         prompt = Prompt(ids, call.new_ids if goes_on else ids, forked=not goes_on)
-        sampling = wishes.applied(self._policy.sampling, trained=self._policy.trained)
+        sampling = options.applied(self._policy.sampling, trained=self._policy.trained)
         policy = (
             self._policy
             if sampling is self._policy.sampling
             else replace(self._policy, sampling=sampling)
         )
-        completion = await policy.sample(episode, call.number, prompt, wishes.format)
-        tools = request.tools if wishes.may_call else ()
+        completion = await policy.sample(episode, call.number, prompt, options.format)
+        tools = request.tools if options.may_call else ()
         message = _with_calls(
             self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools
         )
-        stopped_at = _first_in(message, wishes.stop)
+        stopped_at = _first_in(message, options.stop)
         if stopped_at:
             message = replace(message, content=message.content[: message.content.index(stopped_at)])
         return AgentAnswer(call, completion, message, own, elapsed(), stopped_at=stopped_at)
 
-    def _seed(self, wishes: Wishes, place: int) -> int:
+    def _seed(self, options: RequestOptions, place: int) -> int:
         """The seed of an answer; a program may choose it where nothing is trained."""
-        chosen = wishes.seed is not None and not self._policy.trained
-        seed = derive_seed(wishes.seed or 0) if chosen else self.episode.seed
+        chosen = options.seed is not None and not self._policy.trained
+        seed = derive_seed(options.seed or 0) if chosen else self.episode.seed
         return derive_seed(seed, "answer", place) if place else seed
 
     def _as_sampled(self, request: ChatRequest) -> ChatRequest:

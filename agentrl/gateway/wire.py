@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from agentrl.gateway.call import AgentCall, ChatRequest, Wishes
+from agentrl.gateway.call import AgentCall, ChatRequest, RequestOptions
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.vendor_types import checker
@@ -245,7 +245,7 @@ def function(name: str, description: str | None, parameters: Any) -> Json:
 def chat_request(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
-    wishes: Wishes,
+    options: RequestOptions,
     count: int = 1,
     model: str = "",
 ) -> ChatRequest:
@@ -261,15 +261,15 @@ def chat_request(
         raise unsupported("a last message of the assistant", "the model begins each answer itself")
     right = {
         "n": count >= 1,
-        "max_tokens": wishes.max_tokens is None or wishes.max_tokens >= 1,
-        "temperature": wishes.temperature is None or 0 <= wishes.temperature <= 2,
-        "top_p": wishes.top_p is None or 0 < wishes.top_p <= 1,
-        "stop": all(wishes.stop) and len(wishes.stop) <= _MOST_STOPS,
+        "max_tokens": options.max_tokens is None or options.max_tokens >= 1,
+        "temperature": options.temperature is None or 0 <= options.temperature <= 2,
+        "top_p": options.top_p is None or 0 < options.top_p <= 1,
+        "stop": all(options.stop) and len(options.stop) <= _MOST_STOPS,
     }
     for name, holds in right.items():
         if not holds:
             raise invalid(f"{name} is out of its range")
-    return ChatRequest(tuple(messages), tuple(tools), count, wishes, model=model)
+    return ChatRequest(tuple(messages), tuple(tools), count, options, model=model)
 
 
 _MOST_STOPS = 64

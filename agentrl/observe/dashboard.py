@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.cluster.worker_registry import registered_workers
-from agentrl.flow import notices
+from agentrl.flow import wait_reasons
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.run_progress import RunProgress
 from agentrl.rollout.accounts import SchedulerStatus
@@ -121,7 +121,7 @@ class Dashboard:
                 f"{layer} {count}" for layer, count in sorted(underway.failures.items())
             )
             yield "failures", f"[red]{failures}[/red]"
-        for each in notices():
+        for each in wait_reasons():
             yield "waiting", Text(f"waiting: {each}", style="yellow")
         for step, text in progress.warnings[-_WARNINGS:]:
             if progress.done - step <= _FRESH_STEPS:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.cluster.worker_registry import WorkerCount, registered_workers
 from agentrl.files.durable import remove_left, unfinished
-from agentrl.flow import PendingWait, PeriodicThread, notices, waits
+from agentrl.flow import PendingWait, PeriodicThread, wait_reasons, waits
 from agentrl.rollout.accounts import SchedulerStatus
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
             datetime.now(UTC).timestamp(),
             tuple(registered_workers()),
             () if loop is None else tuple(wait for wait in waits(loop) if wait.phase not in _WHOLE),
-            tuple(map(str, notices())),
+            tuple(map(str, wait_reasons())),
             None if underway is None else underway(),
         )
 

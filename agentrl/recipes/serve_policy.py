@@ -16,7 +16,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.files.durable import write_whole
 from agentrl.flow import Flow, run_to_completion
-from agentrl.gateway.open_desk import OpenDesk, conversations_of
+from agentrl.gateway.public_sessions import PublicSessionRegistry, conversations_of
 from agentrl.gateway.server import serving
 from agentrl.gateway.session import AgentSession
 from agentrl.observe.trajectories import write_trajectories
@@ -81,7 +81,7 @@ async def serve_policy(
     recordings = Recordings(folder)
     _begin(folder, config, model)
     async with assemble_policy(config, model) as (policy, renderer), Flow("gateway") as flow:
-        desk = OpenDesk(
+        registry = PublicSessionRegistry(
             config.gateway,
             policy=policy,
             renderer=renderer,
@@ -90,14 +90,14 @@ async def serve_policy(
             ended=recordings.add,
             calls=flow,
         )
-        async with serving(desk):
-            on_start(desk.url)
-            flow.start(desk.sweep(), name="sweep")
+        async with serving(registry):
+            on_start(registry.url)
+            flow.start(registry.sweep(), name="sweep")
             flow.start(write_regularly(recordings), name="recordings")
             try:
                 await stopped.wait()
             finally:
-                desk.end_all()
+                registry.end_all()
                 flow.cancel()
                 await recordings.write()
 

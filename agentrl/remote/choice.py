@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 from agentrl.errors import EnvError, OutageError
-from agentrl.flow import notice, now
+from agentrl.flow import now, waiting_for
 
 FULL_SECONDS = 10.0
 """How long a reset waits for a full server; then the episode waits outside of the deadline, as in
@@ -85,6 +85,6 @@ async def open_at_any(
         full = f"all {kind_when_full} are full ({', '.join(server.url for server in servers)})"
         if now() - began >= FULL_SECONDS:
             raise UnreachableError(full)
-        with waiting(), notice(full):
+        with waiting(), waiting_for(full):
             await asyncio.sleep(min(retries))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

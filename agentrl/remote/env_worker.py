@@ -18,7 +18,7 @@ from agentrl.cluster.supervised import RESTARTS, Supervised, start_deadline
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import PLACE_SECONDS, StartWorker, Worker
 from agentrl.errors import WorkerDiedError
-from agentrl.flow import Flow, notice, now
+from agentrl.flow import Flow, now, waiting_for
 from agentrl.protocols.env import Env, ResetResult
 from agentrl.remote.choice import UnreachableError
 from agentrl.remote.client import RemoteEnv, suspicion
@@ -118,7 +118,7 @@ class _WorkerEnv(RemoteEnv):
     async def servers(self) -> Sequence[str]:
         """The workers that are alive; waits for the first."""
         try:
-            with notice(_ALL_DEAD):
+            with waiting_for(_ALL_DEAD):
                 async with asyncio.timeout(_PATIENCE_SECONDS):
                     return await self._pool.servers()
         except TimeoutError:

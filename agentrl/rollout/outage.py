@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from agentrl.flow import notice, now
+from agentrl.flow import now, waiting_for
 from agentrl.flow.retries import Retries
 from agentrl.trajectory import Failed
 
@@ -65,7 +65,7 @@ class Outages:
 
     async def pause(self, failures: int, rng: Random) -> None:
         """Wait after the n-th attempt in a row that an outage has failed."""
-        with notice(self._why):
+        with waiting_for(self._why):
             await asyncio.sleep(min(jittered(failures, rng), LONGEST_PAUSE))
 
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import EnvError
-from agentrl.gateway.call import AgentAnswer, ChatRequest, Wishes
+from agentrl.gateway.call import AgentAnswer, ChatRequest, RequestOptions
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.settings.sampling import SamplingParams
@@ -29,11 +29,11 @@ class Scripted:
     """A program that is a function of its session."""
 
     play: Callable[[AgentSession], Awaitable[AgentOutcome]]
-    desk: Desk
+    registry: SessionRegistry
     sessions: list[AgentSession] = field(default_factory=list)
 
     async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
-        session = self.desk.session(assignment.api_key)
+        session = self.registry.session(assignment.api_key)
         self.sessions.append(session)
         try:
             return await self.play(session)
@@ -54,11 +54,17 @@ def runner_of(
     config: GatewayConfig | None = None,
     needs_reward: bool = True,
 ) -> AgentEpisodeRunner:
-    desk = Desk(config or GatewayConfig())
+    registry = SessionRegistry(config or GatewayConfig())
     sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 1e5, trained)
     return AgentEpisodeRunner(
-        policy, RENDERER, desk, Scripted(play, desk), budget, seconds, needs_reward=needs_reward
+        policy,
+        RENDERER,
+        registry,
+        Scripted(play, registry),
+        budget,
+        seconds,
+        needs_reward=needs_reward,
     )
 
 
@@ -88,4 +94,4 @@ def user(text: str) -> Message:
     return Message("user", text)
 
 
-__all__ = ["RENDERER", "Scripted", "Wishes", "abandoned", "runner_of", "said", "user"]
+__all__ = ["RENDERER", "RequestOptions", "Scripted", "abandoned", "runner_of", "said", "user"]

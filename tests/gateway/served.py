@@ -9,12 +9,12 @@ from typing import Any
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import AgentProgram, ProgramAssignment
 from agentrl.gateway.server import serving
 from agentrl.gateway.session import AgentSession
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment
 from agentrl.rollout.budget import Budget
@@ -45,11 +45,11 @@ class Calling:
     """A program that is a function of its assignment."""
 
     play: Callable[[ProgramAssignment], Awaitable[Any]]
-    desk: Desk
+    registry: SessionRegistry
     sessions: list[AgentSession] = field(default_factory=list)
 
     async def run(self, assignment: ProgramAssignment) -> AgentOutcome:
-        self.sessions.append(self.desk.session(assignment.api_key))
+        self.sessions.append(self.registry.session(assignment.api_key))
         return outcome_of(await self.play(assignment), "play")
 
 
@@ -64,7 +64,7 @@ def saying(*texts: str, **fields: Any) -> ScriptedEngine:
 
 
 def runner_on(
-    desk: Desk,
+    registry: SessionRegistry,
     engine: Engine,
     program: AgentProgram,
     seconds: float,
@@ -76,7 +76,7 @@ def runner_on(
     """Plays a program's episodes, of up to 100 calls."""
     sampling = SamplingParams(max_tokens=4096, stop_token_ids=renderer.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 60.0, trained, formats=formats)
-    return AgentEpisodeRunner(policy, renderer, desk, program, Budget(turns=100), seconds)
+    return AgentEpisodeRunner(policy, renderer, registry, program, Budget(turns=100), seconds)
 
 
 def served(
@@ -93,12 +93,12 @@ def served(
     """Play one episode of a program behind a server."""
 
     async def main() -> tuple[Trajectory, AgentSession]:
-        desk = Desk(config or GatewayConfig())
-        program = Calling(play, desk)
+        registry = SessionRegistry(config or GatewayConfig())
+        program = Calling(play, registry)
         runner = runner_on(
-            desk, engine, program, seconds, trained=trained, formats=formats, renderer=renderer
+            registry, engine, program, seconds, trained=trained, formats=formats, renderer=renderer
         )
-        async with engine, serving(desk):
+        async with engine, serving(registry):
             (trajectory,) = await runner.play(Assignment(episode, Task("agent", 0), 0))
         return trajectory, program.sessions[0]
 

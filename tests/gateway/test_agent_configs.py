@@ -11,8 +11,8 @@ import pytest
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.gateway.address import AgentAddress
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.program import ProgramAssignment
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.trajectory import Task
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,9 @@ def test_a_function_beside_the_config_is_found_again_by_a_resumed_run(tmp_path, 
 def test_another_interpreter_finds_the_function_beside_the_config(monkeypatch, tmp_path):
     (tmp_path / "lone_agent.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    program = AgentAddress("lone_agent:run").program(Desk(), "process", sys.executable, tmp_path)
+    program = AgentAddress("lone_agent:run").program(
+        SessionRegistry(), "process", sys.executable, tmp_path
+    )
     assert program.more == {"PYTHONPATH": f"{tmp_path}{os.pathsep}/somewhere"}
     ended = asyncio.run(
         program.run(ProgramAssignment(Task("agent:x", 0), "http://127.0.0.1:1", "key"))

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import EngineError, EnvError, LethalRequestError
 from agentrl.flow import Flow, run_virtual
-from agentrl.gateway.call import ChatRequest, Wishes
+from agentrl.gateway.call import ChatRequest, RequestOptions
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.refusal import CallRefusedError
@@ -404,7 +404,9 @@ def test_in_training_the_runs_sampling_wins(trained, temperature):
     engine = ScriptedEngine.replying(lambda request: list(b"left"))
 
     async def play(session):
-        await said(session, [user("begin")], wishes=Wishes(max_tokens=7, temperature=0.3, seed=5))
+        await said(
+            session, [user("begin")], options=RequestOptions(max_tokens=7, temperature=0.3, seed=5)
+        )
         return AgentOutcome(1.0)
 
     played(play, engine, trained=trained)
@@ -424,13 +426,13 @@ def test_a_key_is_of_no_use_after_its_episode():
     async def main():
         async with engine:
             await runner.play(EPISODE)
-        assert len(runner.desk) == 0
+        assert len(runner.registry) == 0
         session = runner.program.sessions[0]
         with pytest.raises(CallRefusedError, match="is over"):
             async with session.asking(ChatRequest((user("late"),))):
                 pass
         with pytest.raises(CallRefusedError, match="belongs to no open episode"):
-            runner.desk.session("agentrl-guessed")
+            runner.registry.session("agentrl-guessed")
 
     run_virtual(main)
 

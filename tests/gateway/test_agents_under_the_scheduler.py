@@ -19,9 +19,9 @@ from agentrl.errors import EnvError
 from agentrl.flow import run_virtual
 from agentrl.gateway.call import ChatRequest
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.outcome import AgentOutcome
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
@@ -80,11 +80,11 @@ async def count_letters(session) -> AgentOutcome:
 class Plays:
     """A program that is a function of its session."""
 
-    def __init__(self, play, desk):
-        self.play, self.desk = play, desk
+    def __init__(self, play, registry):
+        self.play, self.registry = play, registry
 
     async def run(self, assignment):
-        session = self.desk.session(assignment.api_key)
+        session = self.registry.session(assignment.api_key)
         session.key = assignment.api_key
         return await self.play(session)
 
@@ -124,9 +124,9 @@ def rolled(make_runner, engine, config, steps, ledger=None):
     return run_virtual(main)
 
 
-def agent_runner(play, desk):
+def agent_runner(play, registry):
     return lambda policy: AgentEpisodeRunner(
-        policy, RENDERER, desk, Plays(play, desk), Budget(turns=100), 500.0
+        policy, RENDERER, registry, Plays(play, registry), Budget(turns=100), 500.0
     )
 
 
@@ -139,7 +139,9 @@ def test_a_task_gives_the_same_batch_as_an_environment_and_as_a_program():
         config,
         steps=3,
     )
-    as_agent = rolled(agent_runner(count_letters, Desk()), sampling_engine(), config, steps=3)
+    as_agent = rolled(
+        agent_runner(count_letters, SessionRegistry()), sampling_engine(), config, steps=3
+    )
     algorithm = Grpo(Grpo.Config())
     for env_groups, agent_groups in zip(as_env, as_agent, strict=True):
         one, other = (
@@ -187,13 +189,13 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
             raise EnvError("the connection is lost")
         return AgentOutcome(float(int(session.episode.id.split("/")[1]) + 1))
 
-    desk, ledger, engine = (
-        Desk(GatewayConfig(idle_seconds=400)),
+    registry, ledger, engine = (
+        SessionRegistry(GatewayConfig(idle_seconds=400)),
         Ledger(":memory:"),
         sampling_engine(),
     )
     config = RolloutConfig(groups_per_step=4, group_size=4, max_staleness=2, deadlines=DEADLINES)
-    batches = rolled(agent_runner(unreliable, desk), engine, config, steps=8, ledger=ledger)
+    batches = rolled(agent_runner(unreliable, registry), engine, config, steps=8, ledger=ledger)
     groups = [group for batch in batches for group in batch]
     assert len(groups) == 32
     for group in groups:
@@ -210,5 +212,5 @@ def test_a_fifth_of_programs_may_crash_hang_or_disconnect(seed):
     assert fates.trained == 128
     assert fates.failed == outcomes["crash"] + outcomes["hang"] + outcomes["disconnect"] > 0
     assert ledger.unused_answers().get("unfinished", (0, 0))[0] == outcomes["leave"]
-    assert len(desk) == 0
+    assert len(registry) == 0
     assert engine.stats().running == 0

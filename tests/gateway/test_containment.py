@@ -18,9 +18,9 @@ from agentrl.errors import ConfigError
 from agentrl.gateway.address import scheme
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.server import serving
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
 from agentrl.trajectory import Failed, Task, Terminated
 from tests.gateway.served import runner_on, saying, until
@@ -58,11 +58,14 @@ def played(command: str, network: str, url: str | None = None):
     """An episode of a command. `url`: where others reach the gateway."""
 
     async def main():
-        desk, engine = Desk(GatewayConfig(network=network, url=url)), saying("left")
+        registry, engine = SessionRegistry(GatewayConfig(network=network, url=url)), saying("left")
         runner = runner_on(
-            desk, engine, scheme(f"command {command}").program(desk, None, None), PATIENCE_SECONDS
+            registry,
+            engine,
+            scheme(f"command {command}").program(registry, None, None),
+            PATIENCE_SECONDS,
         )
-        async with engine, serving(desk):
+        async with engine, serving(registry):
             return (await runner.play(Assignment("e", Task("agent:x", 7), 0)))[0]
 
     return asyncio.run(main())
@@ -132,11 +135,11 @@ def test_all_processes_of_a_contained_command_end_with_it(tmp_path):
     command = f"PYTHONPATH={ROOT} {shlex.join([sys.executable, '-c', LEAVES_PROCESSES])}"
 
     async def main():
-        desk = Desk(GatewayConfig(network="gateway"))
-        async with serving(desk):
-            agent = CommandAgent(command, {"AGENTRL_TEST_STARTED": str(started)}, desk)
+        registry = SessionRegistry(GatewayConfig(network="gateway"))
+        async with serving(registry):
+            agent = CommandAgent(command, {"AGENTRL_TEST_STARTED": str(started)}, registry)
             playing = asyncio.get_running_loop().create_task(
-                agent.run(ProgramAssignment(Task("agent:x", 7), desk.url, key))
+                agent.run(ProgramAssignment(Task("agent:x", 7), registry.url, key))
             )
             await until(started.exists)
             assert len(processes_with(key)) >= 5
@@ -152,16 +155,16 @@ RUN = """
 import asyncio
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.server import serving
 from agentrl.trajectory import Task
 
 async def main():
-    desk = Desk(GatewayConfig(network="gateway"))
-    async with serving(desk):
-        agent = CommandAgent("touch STARTED; sleep 600", None, desk)
-        await agent.run(ProgramAssignment(Task("x", 0), desk.url, "KEY"))
+    registry = SessionRegistry(GatewayConfig(network="gateway"))
+    async with serving(registry):
+        agent = CommandAgent("touch STARTED; sleep 600", None, registry)
+        await agent.run(ProgramAssignment(Task("x", 0), registry.url, "KEY"))
 
 asyncio.run(main())
 """
@@ -187,7 +190,7 @@ import asyncio, os
 from agentrl.errors import ConfigError
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.containment import check_containment
-from agentrl.gateway.desk import Desk
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.gateway.server import serving
 from agentrl.sandbox import kernel
 
@@ -198,9 +201,9 @@ with open("/proc/sys/user/max_user_namespaces", "w") as file:
     file.write("0")
 
 async def main():
-    desk = Desk(GatewayConfig(network="gateway"))
-    async with serving(desk):
-        await check_containment(desk)
+    registry = SessionRegistry(GatewayConfig(network="gateway"))
+    async with serving(registry):
+        await check_containment(registry)
 
 try:
     asyncio.run(main())

@@ -17,11 +17,11 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.gateway.address import scheme
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import ProgramAssignment
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.server import serving
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
 from agentrl.runs.temp import RunTemp
 from agentrl.trajectory import Failed, Task, Terminated
@@ -40,9 +40,11 @@ def played(
     task=TASK,
 ):
     async def main():
-        desk, engine = Desk(GatewayConfig()), saying(text)
-        runner = runner_on(desk, engine, scheme(address).program(desk, isolation, None), seconds)
-        async with engine, serving(desk):
+        registry, engine = SessionRegistry(GatewayConfig()), saying(text)
+        runner = runner_on(
+            registry, engine, scheme(address).program(registry, isolation, None), seconds
+        )
+        async with engine, serving(registry):
             return (await runner.play(Assignment("e", task, 0)))[0]
 
     return asyncio.run(main())
@@ -246,12 +248,16 @@ def remotely(agent, config=None, token=None, needs_reward=True):
     """Play one episode by an agent elsewhere: `agent(client, url)` speaks HTTP."""
 
     async def main():
-        desk, engine = Desk(config or GatewayConfig()), saying("left")
-        agents = RemoteAgents(desk)
+        registry, engine = SessionRegistry(config or GatewayConfig()), saying("left")
+        agents = RemoteAgents(registry)
         runner = replace(
-            runner_on(desk, engine, agents, PATIENCE_SECONDS), needs_reward=needs_reward
+            runner_on(registry, engine, agents, PATIENCE_SECONDS), needs_reward=needs_reward
         )
-        async with engine, serving(desk, agents), httpx.AsyncClient(base_url=desk.url) as client:
+        async with (
+            engine,
+            serving(registry, agents),
+            httpx.AsyncClient(base_url=registry.url) as client,
+        ):
             headers = {"authorization": f"Bearer {token}"} if token else {}
             assert (await client.post("/v1/tasks", headers=headers)).status_code == 204
             async with asyncio.TaskGroup() as group:

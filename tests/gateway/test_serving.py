@@ -10,7 +10,7 @@ import pytest
 from agentrl.cli.serving import gateway
 from agentrl.flow import Flow, now, run_virtual
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.open_desk import OpenDesk
+from agentrl.gateway.public_sessions import PublicSessionRegistry
 from agentrl.gateway.server import serving
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.serve_policy import Recordings, write_regularly
@@ -22,10 +22,10 @@ from tests.processes import PATIENCE_SECONDS
 QUESTION = [{"role": "user", "content": "Which way?"}]
 
 
-def desk_of(engine, recordings, flow, **config) -> OpenDesk:
+def desk_of(engine, recordings, flow, **config) -> PublicSessionRegistry:
     sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 60.0, trained=False)
-    return OpenDesk(
+    return PublicSessionRegistry(
         GatewayConfig(**config),
         policy=policy,
         renderer=RENDERER,
@@ -49,10 +49,10 @@ def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
     async def main():
         engine = saying("left", "right")
         async with engine, Flow("calls") as flow:
-            desk = desk_of(engine, recordings, flow)
+            registry = desk_of(engine, recordings, flow)
             async with (
-                serving(desk),
-                httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client,
+                serving(registry),
+                httpx.AsyncClient(base_url=registry.url, timeout=PATIENCE_SECONDS) as client,
             ):
                 assert (await ask(client, "guessed:a", QUESTION)).status_code == 401
                 for name, reward in (("good", 1.0), ("bad", 0.0), ("nothing", None)):
@@ -70,7 +70,7 @@ def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
                             "/v1/rewards", json={"reward": reward}, headers=headers
                         )
                         assert posted.status_code == 200
-                desk.end_all()
+                registry.end_all()
             flow.cancel()
         await recordings.write()
 
@@ -112,10 +112,10 @@ def test_a_reward_for_an_episode_that_is_not_open_begins_none(tmp_path):
     async def main():
         recordings = Recordings(tmp_path)
         async with saying("left") as engine, Flow("calls") as flow:
-            desk = desk_of(engine, recordings, flow)
+            registry = desk_of(engine, recordings, flow)
             async with (
-                serving(desk),
-                httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client,
+                serving(registry),
+                httpx.AsyncClient(base_url=registry.url, timeout=PATIENCE_SECONDS) as client,
             ):
                 headers = {
                     "authorization": "Bearer secret:a",
@@ -131,12 +131,12 @@ def test_a_reward_for_an_episode_that_is_not_open_begins_none(tmp_path):
                     "/v1/rewards", content=body, headers={"authorization": "Bearer guessed:a"}
                 )
                 assert refused.status_code == 401
-                assert len(desk._named) == 0
+                assert len(registry._named) == 0
                 await ask(client, "secret:a", QUESTION)
                 assert (
                     await client.post("/v1/rewards", content=body, headers=headers)
                 ).status_code == 200
-                desk.end_all()
+                registry.end_all()
                 assert (
                     await client.post("/v1/rewards", content=body, headers=headers)
                 ).status_code == 404
@@ -153,11 +153,11 @@ def test_an_idle_episode_ends_and_its_name_begins_another():
         engine = saying("left")
         async with engine, Flow("calls") as flow:
             recordings = type("Ended", (), {"add": staticmethod(ended.append)})
-            desk = desk_of(engine, recordings, flow, idle_seconds=0.2, max_episodes=1)
-            sweeping = flow.start(desk.sweep(), name="sweep")
+            registry = desk_of(engine, recordings, flow, idle_seconds=0.2, max_episodes=1)
+            sweeping = flow.start(registry.sweep(), name="sweep")
             async with (
-                serving(desk),
-                httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client,
+                serving(registry),
+                httpx.AsyncClient(base_url=registry.url, timeout=PATIENCE_SECONDS) as client,
             ):
                 assert (await ask(client, "secret:a", QUESTION)).status_code == 200
                 full = await ask(client, "secret:b", QUESTION)

@@ -8,9 +8,9 @@ import pytest
 
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.player import PlayerEngine
 from agentrl.gateway.server import serving
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
 from agentrl.trajectory import Task, Terminated, Trajectory
 from tests.gateway.served import RENDERER, runner_on
@@ -33,9 +33,12 @@ def play(
         return said[-1]
 
     async def main() -> Sequence[Trajectory]:
-        desk, engine = Desk(GatewayConfig(network=network)), PlayerEngine(says, RENDERER)
-        agent = CommandAgent(command, vendor.needs, desk if network == "gateway" else None)
-        runner = runner_on(desk, engine, agent, PATIENCE_SECONDS)
+        registry, engine = (
+            SessionRegistry(GatewayConfig(network=network)),
+            PlayerEngine(says, RENDERER),
+        )
+        agent = CommandAgent(command, vendor.needs, registry if network == "gateway" else None)
+        runner = runner_on(registry, engine, agent, PATIENCE_SECONDS)
         slots = asyncio.Semaphore(2)
 
         async def one(seed: int) -> Trajectory:
@@ -44,7 +47,7 @@ def play(
                     await runner.play(Assignment(f"e{seed}", Task("agent:command", seed), seed))
                 )[0]
 
-        async with engine, serving(desk), asyncio.TaskGroup() as group:
+        async with engine, serving(registry), asyncio.TaskGroup() as group:
             playing = [group.create_task(one(seed)) for seed in range(episodes)]
         return [task.result() for task in playing]
 

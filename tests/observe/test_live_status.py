@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
-from agentrl.flow import Flow, deadline, notice
+from agentrl.flow import Flow, deadline, waiting_for
 from agentrl.observe.live_status import (
     FILE,
     LiveState,
@@ -53,7 +53,7 @@ def test_a_live_run_says_who_is_alive_and_what_waits_for_what(tmp_path: Path) ->
             async with Flow("test") as flow:
                 for number in range(3):
                     flow.start(waiting(released), name=str(number))
-                with notice("all servers are full"):
+                with waiting_for("all servers are full"):
                     state = await said(
                         tmp_path,
                         lambda state: bool(state.waits and state.notices and state.underway),

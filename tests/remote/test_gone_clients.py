@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from agentrl.errors import EnvError, OutageError
-from agentrl.flow import notices
+from agentrl.flow import wait_reasons
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.remote import choice, link, sessions
@@ -134,7 +134,7 @@ def test_a_full_server_is_noticed_and_waited_for_outside_of_a_deadline(
         monkeypatch.setattr(choice, "FULL_SECONDS", seconds)
 
     wait_for(PATIENCE_SECONDS)
-    monkeypatch.setattr("agentrl.flow.notice_board.LOGGED_AFTER", 0.1)
+    monkeypatch.setattr("agentrl.flow.wait_reasons.LOGGED_AFTER_SECONDS", 0.1)
 
     async def main(url: str) -> None:
         first, second = kind([url]), kind([url])
@@ -149,9 +149,11 @@ def test_a_full_server_is_noticed_and_waited_for_outside_of_a_deadline(
             await until(
                 lambda: any("1 episode waits" in record.message for record in caplog.records)
             )
-            await until(lambda: any("full" in str(each) and url in str(each) for each in notices()))
+            await until(
+                lambda: any("full" in str(each) and url in str(each) for each in wait_reasons())
+            )
             wait_for(0.0)
-        assert not notices()
+        assert not wait_reasons()
         await first.close()
         await second.reset(seed=2, options={})
         await second.close()

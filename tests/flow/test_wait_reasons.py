@@ -7,7 +7,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from agentrl.flow import notice, notices, run_virtual
+from agentrl.flow import run_virtual, wait_reasons, waiting_for
 from agentrl.observe.progress import ProgressDisplay
 
 METRICS = {
@@ -23,7 +23,7 @@ METRICS = {
 
 async def wait(text: str, seconds: float, pause: float = 0.0, times: int = 1) -> None:
     for _ in range(times):
-        with notice(text):
+        with waiting_for(text):
             await asyncio.sleep(seconds)
         await asyncio.sleep(pause)
 
@@ -36,7 +36,7 @@ def test_a_notice_counts_those_who_wait_and_ends_with_the_last() -> None:
             group.create_task(wait("the server is full", 4))
             for _ in range(3):
                 await asyncio.sleep(1.5)
-                seen.append([str(each) for each in notices()])
+                seen.append([str(each) for each in wait_reasons()])
         return seen
 
     assert run_virtual(main) == [
@@ -66,7 +66,7 @@ def test_the_display_says_what_is_waited_for() -> None:
     async def main() -> None:
         with (
             ProgressDisplay(console, 3) as display,
-            notice("all servers are full (http://games:8800)"),
+            waiting_for("all servers are full (http://games:8800)"),
         ):
             display.step(0, METRICS)
 

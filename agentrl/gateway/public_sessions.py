@@ -1,4 +1,5 @@
-"""A desk that anyone with the token may use: `agentrl gateway`. The API key names the episode.
+"""The public session registry, for anyone with the token: `agentrl gateway`. The API key names the
+episode.
 
 `TOKEN:NAME` is the key of the episode NAME; a new name begins a new episode. Without a token, the
 whole key is the name.
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.flow import Flow, elapsed, now
 from agentrl.gateway.call_tree import conversation_of
-from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession, CallLimits
+from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.budget import Budget, BudgetUsage
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.runner import Episode
@@ -28,7 +29,7 @@ _MOST_CALLS = 100_000
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class OpenDesk(Desk):
+class PublicSessionRegistry(SessionRegistry):
     """Opens an episode for each name. Those that are idle for `config.idle_seconds` are over;
     `ended` gets them.
     """
@@ -68,8 +69,7 @@ class OpenDesk(Desk):
         return found
 
     def open_session(self, key: str) -> AgentSession:
-        """See `Desk.open_session`: a reward that comes when its episode is over would be that of an
-        empty one.
+        """The open episode of a key: a reward that comes later would be that of an empty one.
 
         Raises:
             CallRefusedError: the token is wrong, or no episode with that name is open.

@@ -13,11 +13,11 @@ from agentrl.gateway.session import AgentSession
 
 
 def _not_served(listener: socket.socket) -> AbstractAsyncContextManager[None]:
-    raise RuntimeError("the gateway is not being served: write `async with serving(desk)`")
+    raise RuntimeError("the gateway is not being served: write `async with serving(registry)`")
 
 
 @dataclass(eq=False, slots=True)
-class Desk:
+class SessionRegistry:
     """All open episodes. A key opens one of them and nothing else, and only as long as the episode
     lasts.
 

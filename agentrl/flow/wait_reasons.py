@@ -1,5 +1,5 @@
-"""Notices: what the work waits for outside this process. The progress display shows them, and long
-ones are logged.
+"""The reasons for which episodes wait outside this process. The progress display shows them, and
+long waits are logged.
 """
 
 import logging
@@ -12,17 +12,18 @@ from agentrl.flow.clock import now
 
 logger = logging.getLogger(__name__)
 
-LOGGED_AFTER = 10.0
-"""Seconds after which a notice that is posted again and again is logged. A pause as long ends it.
-"""
+LOGGED_AFTER_SECONDS = 10.0
+"""A wait that goes on for this long is logged. A pause as long ends it."""
 
 
 @dataclass(slots=True)
-class Notice:
-    """Something that `count` episodes wait for."""
+class WaitReason:
+    """Something that episodes wait for."""
 
     text: str
+    """The reason in words."""
     count: int = 0
+    """Episodes that wait now."""
     _began: float = math.inf
     _seen: float = -math.inf
     _logged: bool = False
@@ -35,15 +36,15 @@ class Notice:
     @property
     def is_over(self) -> bool:
         """True if nothing has waited for this for some time."""
-        return self.count == 0 and now() - self._seen > LOGGED_AFTER
+        return self.count == 0 and now() - self._seen > LOGGED_AFTER_SECONDS
 
-    def post(self) -> None:
+    def add(self) -> None:
         """One episode more waits."""
         if self.is_over:
             self._began, self._logged = now(), False
         self.count += 1
         self._seen = now()
-        if not self._logged and now() - self._began >= LOGGED_AFTER:
+        if not self._logged and now() - self._began >= LOGGED_AFTER_SECONDS:
             self._logged = True
             logger.warning("%s, for %.0f s so far", self, now() - self._began)
 
@@ -53,27 +54,27 @@ class Notice:
         self._seen = now()
 
 
-_board: dict[str, Notice] = {}
+_reasons: dict[str, WaitReason] = {}
 """By text. One for the process: the display reads it from its own thread."""
 
 
 @contextmanager
-def notice(text: str) -> Iterator[None]:
+def waiting_for(text: str) -> Iterator[None]:
     """Inside the block, one episode waits for what `text` says: "all servers of environments are
     full (http://...)".
     """
-    posted = _board.get(text)
-    if posted is None:
-        for old in [old for old in _board.values() if old.is_over]:
-            del _board[old.text]
-        posted = _board[text] = Notice(text)
-    posted.post()
+    reason = _reasons.get(text)
+    if reason is None:
+        for old in [old for old in _reasons.values() if old.is_over]:
+            del _reasons[old.text]
+        reason = _reasons[text] = WaitReason(text)
+    reason.add()
     try:
         yield
     finally:
-        posted.remove()
+        reason.remove()
 
 
-def notices() -> list[Notice]:
+def wait_reasons() -> list[WaitReason]:
     """The present waits of all threads."""
-    return [found for found in list(_board.values()) if found.count]
+    return [reason for reason in list(_reasons.values()) if reason.count]
