@@ -176,10 +176,10 @@ HOLDING = """
 import asyncio
 import agentrl.recipes.evaluate as evaluate
 record = evaluate._record
-async def held(run, name, step, evaluation):
+async def held(run, step, evaluation):
     if step == 1:
         await asyncio.Event().wait()
-    await record(run, name, step, evaluation)
+    await record(run, step, evaluation)
 evaluate._record = held
 from agentrl.cli import main
 main()
