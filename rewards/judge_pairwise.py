@@ -84,15 +84,16 @@ class PairwiseJudge:
                 " more"
             )
         pairs = meetings(size, self._config.opponents)
-        async with asyncio.TaskGroup() as asking:
-            asked = {
-                (i, j): asking.create_task(self._choose(trajectories[i], trajectories[j]))
-                for pair in pairs
-                for i, j in (pair, pair[::-1])
-            }
+        # Each pair is judged in both orders, as judges prefer what they read first.
+        verdicts = {}
+        async with asyncio.TaskGroup() as tasks:
+            for pair in pairs:
+                for i, j in (pair, pair[::-1]):
+                    choice = self._choose(trajectories[i], trajectories[j])
+                    verdicts[i, j] = tasks.create_task(choice)
         points_by_order: dict[tuple[int, int], float] = {}
         words: list[dict[str, str]] = [{} for _ in range(size)]
-        for (i, j), task in asked.items():
+        for (i, j), task in verdicts.items():
             answer = task.result()
             if isinstance(answer, AgentRLError):
                 raise answer

@@ -83,14 +83,16 @@ def pause_deadlines() -> Iterator[None]:
     For a wait that says nothing about the party waited for, such as a restart of all engines.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    found = [(queue, one) for queue in _table.known(loop) for one in queue.open if one.task is task]
-    for queue, one in found:
-        del queue.open[one]
+    paused = []
+    for queue in _table.known(loop):
+        paused += [(queue, entry) for entry in queue.open if entry.task is task]
+    for queue, entry in paused:
+        del queue.open[entry]
     try:
         yield
     finally:
-        for queue, one in found:
-            queue.add(one)
+        for queue, entry in paused:
+            queue.add(entry)
 
 
 class _Queue:

@@ -20,9 +20,9 @@ def stop_signals_of_process() -> list[signal.Signals]:
     """
     never_ignored = (signal.SIGINT, signal.SIGTERM)
     return [
-        one
-        for one in STOP_SIGNALS
-        if one in never_ignored or signal.getsignal(one) is not signal.SIG_IGN
+        number
+        for number in STOP_SIGNALS
+        if number in never_ignored or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 

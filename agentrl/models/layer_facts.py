@@ -121,17 +121,17 @@ class Layer:
 
     def _num_chosen_experts(self) -> int:
         """The number of experts that a token uses."""
-        found = next(
+        chosen = next(
             (getattr(self._config, key) for key in _CHOSEN if getattr(self._config, key, None)),
             None,
         )
-        if found is None:
+        if chosen is None:
             raise ConfigError(
                 f"the config of {self._config.model_type} has {self.experts} experts and does not"
                 f" say how many a token uses ({', '.join(_CHOSEN)}), so neither memory nor time can"
                 " be planned for"
             )
-        return int(found)
+        return int(chosen)
 
     def _widths(self) -> list[int]:
         """The inner sizes of an expert's matrices: of gate and up together, and of down."""
@@ -163,21 +163,23 @@ class Layer:
             outputs += 0 if last else linear.out_features
             # Beside the product of `gate` and `up`.
             outputs += linear.in_features if name.startswith("down") else 0
-        has_head_norms = any(_is_of_heads(name) for name, _ in self._norms)
+        norms, low_norms, has_head_norms = 0, 0, False
+        for name, norm in self._norms:
+            size = self._norm_size(name, norm)
+            norms += size
+            low_norms += size * _low_bytes(norm)
+            has_head_norms |= _is_of_heads(name)
+        products = row_products + heads.queries * heads.value_size
+        products += sum(linear.out_features for _, linear in self._linears)
+        scores = heads.queries * (1 + 2 * has_head_norms) + 2
+        scores += 8 * self.chosen + 2 * self.experts
         return Kept(
             matrices=inputs + outputs + rows + self._put_together(),
-            norms=sum(self._norm_size(name, one) for name, one in self._norms),
-            low_norms=sum(
-                self._norm_size(name, one) * _low_bytes(one) for name, one in self._norms
-            ),
+            norms=norms,
+            low_norms=low_norms,
             casts=max(0, shared) + rows,  # the experts' products are not cast
-            products=row_products
-            + heads.queries * heads.value_size
-            + sum(one.out_features for _, one in self._linears),
-            scores=heads.queries * (1 + 2 * has_head_norms)
-            + 2
-            + 8 * self.chosen
-            + 2 * self.experts,
+            products=products,
+            scores=scores,
             working=self._working(),
         )
 

@@ -44,10 +44,12 @@ def check_same_tokens(model: Path, other: Path, setting: str = "algorithm.teache
     """
     if not (other / "config.json").is_file():
         raise ConfigError(f"{setting}: {other} is no folder of a Hugging Face model")
-    own, others = (load_tokenizer(folder).get_vocab() for folder in (model, other))
-    if own != others:
+    vocabulary, other_vocabulary = (load_tokenizer(folder).get_vocab() for folder in (model, other))
+    if vocabulary != other_vocabulary:
         differing = sorted(
-            token for token in own.keys() | others.keys() if own.get(token) != others.get(token)
+            token
+            for token in vocabulary.keys() | other_vocabulary.keys()
+            if vocabulary.get(token) != other_vocabulary.get(token)
         )
         raise ConfigError(
             f"{setting}: the tokenizer of {other} differs from that of {model} in {len(differing)}"

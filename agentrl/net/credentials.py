@@ -43,7 +43,7 @@ def without_credentials(text: str) -> str:
     return _IN_ADDRESS.sub(_mask, text)
 
 
-def _mask(found: re.Match[str]) -> str:
-    if found["query"] is not None:
-        return f"{found['query']}***"
-    return f"{found['start'] or found['other']}***@"
+def _mask(match: re.Match[str]) -> str:
+    if match["query"] is not None:
+        return f"{match['query']}***"
+    return f"{match['start'] or match['other']}***@"

@@ -103,13 +103,11 @@ class Oracle:
         count = START + 1
         self._first_tokens = []
         for decision in self._decisions:
-            self._first_tokens.append(
-                [
-                    count + sum(a.tokens for a in decision.actions[:i])
-                    for i in range(len(decision.actions))
-                ]
-            )
-            count += sum(action.tokens for action in decision.actions)
+            first_tokens = []
+            for action in decision.actions:
+                first_tokens.append(count)
+                count += action.tokens
+            self._first_tokens.append(first_tokens)
         self.paths = list(self._paths(self.root, 1.0, ()))
 
     def number(self, decision: Decision) -> int:
@@ -187,24 +185,21 @@ class Oracle:
     def probabilities(self, logits_P: Tensor) -> Tensor:
         """The probability of each path."""
         logprobs_W = self.logprobs(logits_P)
-        return torch.stack(
-            [
-                path.chance
-                * torch.stack([logprobs_W[self._first_tokens[d][a]] for d, a, _ in path.turns])
-                .sum()
-                .exp()
-                for path in self.paths
-            ]
-        )
+        probabilities = []
+        for path in self.paths:
+            # Only the first token of an action decides; the others follow with certainty.
+            chosen = [logprobs_W[self._first_tokens[d][a]] for d, a, _ in path.turns]
+            probabilities.append(path.chance * torch.stack(chosen).sum().exp())
+        return torch.stack(probabilities)
 
     # Exact answers
 
     def mean_return(self, logits_P: Tensor) -> Tensor:
         """The expected discounted return of the policy."""
-        returns = [
-            sum(self.gamma**k * reward for k, (_, _, reward) in enumerate(path.turns))
-            for path in self.paths
-        ]
+        returns = []
+        for path in self.paths:
+            rewards = [reward for _, _, reward in path.turns]
+            returns.append(sum(self.gamma**k * reward for k, reward in enumerate(rewards)))
         return (self.probabilities(logits_P) * torch.tensor(returns, dtype=torch.float64)).sum()
 
     def gradient(self, logits_P: Tensor) -> Tensor:

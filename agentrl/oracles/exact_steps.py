@@ -113,9 +113,10 @@ class ExactStep:
     def states_of(self, share: ExactShare) -> Tensor:
         """A mask of the logits of states in a share's problem; booleans, shape P."""
         own = {decision.state for decision in all_decisions(share.root)}
-        return torch.tensor(
-            [state in own for state, size in self.oracle.sizes.items() for _ in range(size)]
-        )
+        mask_P: list[bool] = []
+        for state, num_actions in self.oracle.sizes.items():
+            mask_P += [state in own] * num_actions
+        return torch.tensor(mask_P)
 
     def gradient(self, batches: Sequence[ExactBatch], logits_P: Tensor) -> Tensor:
         """The expected gradient that the step ascends, in the first minibatch; shape P."""
@@ -196,13 +197,11 @@ class ExactStep:
         """All that a share may have in a batch: its groups, of those that are trained on."""
         groups = self._groups(share, played, chances)
         kept = sum(chance for chance, _ in groups)
-        return [
-            (
-                math.prod(chance / kept for chance, _ in chosen) * ways,
-                [group for _, group in chosen],
-            )
-            for ways, chosen in _multisets(groups, share.groups)
-        ]
+        draws = []
+        for ways, chosen in _multisets(groups, share.groups):
+            probability = math.prod(chance / kept for chance, _ in chosen) * ways
+            draws.append((probability, [group for _, group in chosen]))
+        return draws
 
     def _groups(
         self, share: ExactShare, played: Sequence[Trajectory], chances: Sequence[float]

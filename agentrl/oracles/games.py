@@ -94,20 +94,21 @@ class ZeroSumGame:
         @cache
         def best_move(information: str) -> int:
             choices = self.choices[information]
-            worth = [
-                sum(reach[c] * of(c.moves[m]) for c in choices)
-                for m in range(len(choices[0].moves))
-            ]
-            return worth.index(max(worth))
+            move_values = []
+            for move in range(len(choices[0].moves)):
+                # The player cannot tell these choices apart, so one move is made in all of them.
+                values = [reach[choice] * value_of(choice.moves[move]) for choice in choices]
+                move_values.append(sum(values))
+            return move_values.index(max(move_values))
 
-        def of(node: GameNode) -> float:
+        def value_of(node: GameNode) -> float:
             if isinstance(node, Payoff):
                 return -node.amount if player else node.amount
             if isinstance(node, ChoiceNode) and node.player == player:
-                return of(node.moves[best_move(node.information)])
-            return sum(p * of(then) for p, then in _ways(node, strategy))
+                return value_of(node.moves[best_move(node.information)])
+            return sum(p * value_of(then) for p, then in _ways(node, strategy))
 
-        return of(self.root)
+        return value_of(self.root)
 
     def nash_conv(self, strategy: Strategy) -> float:
         """The gain of both players together by best responses: the sum of these, as the game is

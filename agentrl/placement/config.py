@@ -29,12 +29,12 @@ def parse_devices(written: Any) -> tuple[int, ...]:
         written = ",".join(str(part) for part in written)
     devices: list[int] = []
     for part in str(written).split(","):
-        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if not found:
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not match:
             raise ValueError(
                 f"{written!r} is no list of devices: write numbers and ranges, such as 0-3,6"
             )
-        first, last = int(found[1]), int(found[2] or found[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
         devices += range(first, last + 1)
@@ -121,5 +121,8 @@ class PlacementConfig(Settings):
     @property
     def lists(self) -> dict[Role, tuple[int, ...]]:
         """The devices of each role that has a list."""
-        given: dict[Role, tuple[int, ...] | None] = {"engine": self.engine, "trainer": self.trainer}
-        return {role: devices for role, devices in given.items() if devices is not None}
+        devices_by_role: dict[Role, tuple[int, ...] | None] = {
+            "engine": self.engine,
+            "trainer": self.trainer,
+        }
+        return {role: devices for role, devices in devices_by_role.items() if devices is not None}

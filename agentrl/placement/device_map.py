@@ -67,11 +67,12 @@ class DeviceMap:
     @property
     def shared(self) -> tuple[int, ...]:
         """The devices of more than one role."""
-        return tuple(
-            device
-            for device in range(len(self.inventory))
-            if len({r.role for r in self.on(device)}) > 1
-        )
+        shared = []
+        for device in range(len(self.inventory)):
+            roles = {replica.role for replica in self.on(device)}
+            if len(roles) > 1:
+                shared.append(device)
+        return tuple(shared)
 
     def tensor_parallel(self) -> int:
         """The number of devices of each engine replica."""
@@ -82,16 +83,14 @@ class DeviceMap:
         """The requests to a cluster for each replica; nothing if there are no GPUs."""
         if not self.inventory.kind.is_gpu:
             return []
-        return [
-            Bundle(
-                r.role,
-                r.number,
-                sum(1 / len(self.on(device)) for device in r.devices),
-                r.node,
-                r.devices,
+        bundles = []
+        for replica in self.replicas:
+            # A device that two replicas share counts a half for each.
+            gpus = sum(1 / len(self.on(device)) for device in replica.devices)
+            bundles.append(
+                Bundle(replica.role, replica.number, gpus, replica.node, replica.devices)
             )
-            for r in self.replicas
-        ]
+        return bundles
 
     def settings(self) -> dict[str, int]:
         """The settings of the components that the map implies."""
@@ -159,22 +158,20 @@ def device_maps(
         return _with_time_sharing(local) if config.name != "local" else [local]
     if not request.has_engine:
         return [_colocated_map(request, inventory, 1)]
-    found = []
+    maps = []
     if config.name in ("auto", "colocated"):
-        found += [
-            way
-            for tensor_parallel in _splits(request, inventory)
-            for way in _with_time_sharing(_colocated_map(request, inventory, tensor_parallel))
-        ]
+        for tensor_parallel in _splits(request, inventory):
+            colocated = _colocated_map(request, inventory, tensor_parallel)
+            maps += _with_time_sharing(colocated)
     if config.name in ("auto", "disaggregated"):
-        found += list(_disaggregated_maps(request, inventory))
-    if not found:
+        maps += _disaggregated_maps(request, inventory)
+    if not maps:
         raise ConfigError(
             f"placement: {config.name} has no way to lay out {_describe_request(request)} on "
             f"{inventory}: take more devices, or leave engine.tensor_parallel, cluster.engines and"
             " trainer.world_size to the placement"
         )
-    return found
+    return maps
 
 
 def _describe_request(request: PlacementRequest) -> str:
@@ -184,10 +181,10 @@ def _describe_request(request: PlacementRequest) -> str:
     )
 
 
-def _with_time_sharing(found: DeviceMap) -> list[DeviceMap]:
+def _with_time_sharing(devices: DeviceMap) -> list[DeviceMap]:
     """The map with all roles awake, and the one with roles in turns if devices are shared."""
-    turns = DeviceMap(found.mode, found.inventory, found.replicas, time_shared=True)
-    return [found, turns] if found.shared else [found]
+    turns = DeviceMap(devices.mode, devices.inventory, devices.replicas, time_shared=True)
+    return [devices, turns] if devices.shared else [devices]
 
 
 def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
@@ -298,12 +295,13 @@ def _chunks(
         )
     replicas = []
     for number, first in enumerate(range(0, len(devices), each)):
-        own = tuple(devices[first : first + each])
-        nodes = {inventory.node(device) for device in own}
+        replica_devices = tuple(devices[first : first + each])
+        nodes = {inventory.node(device) for device in replica_devices}
         if len(nodes) > 1:
             raise ConfigError(
-                f"{role} {number} would run on the devices {format_devices(own)} of {len(nodes)}"
-                f" nodes, but a replica must be on one; a node has {inventory.per_node} devices"
+                f"{role} {number} would run on the devices {format_devices(replica_devices)} of "
+                f"{len(nodes)} nodes, but a replica must be on one; a node has "
+                f"{inventory.per_node} devices"
             )
-        replicas.append(Replica(role, number, own, min(nodes)))
+        replicas.append(Replica(role, number, replica_devices, min(nodes)))
     return tuple(replicas)

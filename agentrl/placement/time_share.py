@@ -27,8 +27,8 @@ Free = Callable[[], Awaitable[int]]
 
 async def free_on_cpu() -> int:
     """The `Free` of this machine's main memory."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())  # noqa: ASYNC240  no disk
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())  # noqa: ASYNC240  no disk
+    return int(match[1]) * 1024 if match else 0
 
 
 async def free_on_gpus() -> int:

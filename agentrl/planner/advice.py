@@ -132,18 +132,17 @@ def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -
     kinds = [inventory.kind] if inventory.kind.is_gpu else []
     kinds += [kind for kind in reversed(GPUS.values()) if kind not in kinds]
     counts = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
-    offers = (
-        next(
-            (
-                offer
-                for offer in (Inventory(kind, *count) for count in counts)
-                if len(offer) >= len(inventory) and _memory_share(config, offer, facts) <= 1
-            ),
-            None,
-        )
-        for kind in kinds
-    )
-    return [str(offer) for offer in offers if offer is not None][:2]
+    offers: list[str] = []
+    for kind in kinds:
+        # The fewest devices of a kind that suffice; two kinds are advice enough.
+        for count in counts:
+            offer = Inventory(kind, *count)
+            if len(offer) >= len(inventory) and _memory_share(config, offer, facts) <= 1:
+                offers.append(str(offer))
+                break
+        if len(offers) == 2:
+            break
+    return offers
 
 
 def _memory_share(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:
@@ -154,10 +153,10 @@ def _memory_share(config: RunConfig | None, inventory: Inventory, facts: ModelFa
         return math.inf
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     try:
-        found = device_maps(config.placement, placement_request_of(config), inventory)
+        maps = device_maps(config.placement, placement_request_of(config), inventory)
     except ConfigError:
         return math.inf
-    return min(overfull(stages, work, devices) for devices in found)
+    return min(overfull(stages, work, devices) for devices in maps)
 
 
 def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:

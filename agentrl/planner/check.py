@@ -43,14 +43,14 @@ def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     size = trainer_footprint(
         facts, trainer if kind.is_gpu else replace(trainer, offload=False), request.ranks
     )
-    held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
-    held *= request.ranks
-    held += engine.here * request.engines * engine.number * facts.parameters
+    kept_bytes = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
+    kept_bytes *= request.ranks
+    kept_bytes += engine.here * request.engines * engine.number * facts.parameters
     usable = USABLE_SHARE * kind.memory
-    if held > usable:
+    if kept_bytes > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
         raise ConfigError(
-            f"weights, gradients and optimizer of {facts.name} need {held / GIB:.1f} GiB on"
+            f"weights, gradients and optimizer of {facts.name} need {kept_bytes / GIB:.1f} GiB on"
             f" {inventory}, of which {usable / GIB:.1f} are usable. What would"
             f" fit:\n{listed or '  a smaller model'}"
         )

@@ -80,7 +80,7 @@ def read_measurements(folder: Path) -> Measured:
     )
 
 
-def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> RunConfig:
+def with_measured(config: RunConfig, measurements: Measured, inventory: Inventory) -> RunConfig:
     """The config with a run's episodes in its section `simulation`, and the run's speeds in
     `placement.assume`.
 
@@ -89,21 +89,23 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
     Raises:
         ConfigError: the run's own placement is not possible on such devices.
     """
-    facts = model_of(found.config)
-    stages = stages_of(with_defaults(found.config, facts, gpu=inventory.kind.is_gpu), facts)
-    devices = device_maps(found.config.placement, placement_request_of(found.config), inventory)[0]
-    was = found.config.placement.assume
+    facts = model_of(measurements.config)
+    stages = stages_of(with_defaults(measurements.config, facts, gpu=inventory.kind.is_gpu), facts)
+    devices = device_maps(
+        measurements.config.placement, placement_request_of(measurements.config), inventory
+    )[0]
+    was = measurements.config.placement.assume
     assume = was.model_copy(
         update={
             "trainer_flops": was.trainer_flops
-            * stages.train(found.work, devices).total
-            / found.train,
-            "links": was.links * stages.update_seconds(devices) / max(found.weights, 1e-6),
+            * stages.train(measurements.work, devices).total
+            / measurements.train,
+            "links": was.links * stages.update_seconds(devices) / max(measurements.weights, 1e-6),
         }
     )
     # Else rollouts overlap with training, and only the rest was measured.
-    if found.config.rollout.max_staleness == 0:
-        factor = _seconds(found, stages, devices) / found.rollout
+    if measurements.config.rollout.max_staleness == 0:
+        factor = _seconds(measurements, stages, devices) / measurements.rollout
         assume = assume.model_copy(
             update={
                 "engine_flops": was.engine_flops * factor,
@@ -114,7 +116,7 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
     return config.model_copy(
         update={
             "placement": config.placement.model_copy(update={"assume": assume}),
-            "simulation": config.simulation.model_copy(update=_episodes(found.work, config)),
+            "simulation": config.simulation.model_copy(update=_episodes(measurements.work, config)),
         }
     )
 
@@ -134,16 +136,20 @@ def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
     }
 
 
-def _seconds(found: Measured, stages: Stages, devices: DeviceMap) -> float:
+def _seconds(measurements: Measured, stages: Stages, devices: DeviceMap) -> float:
     """Seconds of the run's rollout of one step in the simulation, at the assumed speeds."""
-    simulation = found.config.simulation.model_copy(update=_episodes(found.work, found.config))
-    simulation = stages.simulation(workload(found.config.rollout, simulation), devices, simulation)
+    simulation = measurements.config.simulation.model_copy(
+        update=_episodes(measurements.work, measurements.config)
+    )
+    simulation = stages.simulation(
+        workload(measurements.config.rollout, simulation), devices, simulation
+    )
     report = World(
-        stages.share(found.config.rollout, devices),
+        stages.share(measurements.config.rollout, devices),
         simulation,
         3,
-        found.config.seed,
-        weight_update=found.config.weights.update,
+        measurements.config.seed,
+        weight_update=measurements.config.weights.update,
     ).run()
     apart = report.train_seconds + 3 * stages.update_seconds(devices)
     return (report.seconds - apart) / 3

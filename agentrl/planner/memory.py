@@ -76,24 +76,27 @@ def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
     """Memory use of the fullest device or host, as a share of its usable memory; also more than 1
     if memory suffices but something else does not fit.
     """
-    held = loads(stages, work, devices)
-    shares = [*(load.peak / load.limit for load in held), *_host_shares(held, devices).values()]
+    device_loads = loads(stages, work, devices)
+    shares = [
+        *(load.peak / load.limit for load in device_loads),
+        *_host_shares(device_loads, devices).values(),
+    ]
     return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
 
 
 def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[int, int]:
     """The bytes of device data on the fullest host, and its usable memory."""
-    held: dict[int, int] = {}
+    bytes_by_node: dict[int, int] = {}
     for load in loads:
         node = devices.inventory.node(load.device)
-        held[node] = held.get(node, 0) + load.host
-    return max(held.values()), devices.inventory.per_node * loads[0].host_limit
+        bytes_by_node[node] = bytes_by_node.get(node, 0) + load.host
+    return max(bytes_by_node.values()), devices.inventory.per_node * loads[0].host_limit
 
 
-def _host_shares(held: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, float]:
+def _host_shares(device_loads: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, float]:
     """Memory use of each node's host, as a share of what is usable for all of its devices."""
     shares: dict[int, float] = {}
-    for load in held:
+    for load in device_loads:
         node = devices.inventory.node(load.device)
         shares[node] = (
             shares.get(node, 0.0) + load.host / load.host_limit / devices.inventory.per_node

@@ -108,17 +108,17 @@ def _step(plan: Plan) -> Table:
 
 def _candidates_table(considered: tuple[Candidate, ...]) -> Table:
     table = _table("map", "seconds a step", title="considered")
-    for found in considered[:_MAX_SHOWN_CANDIDATES]:
-        table.add_row(str(found.devices), _verdict(found))
+    for candidate in considered[:_MAX_SHOWN_CANDIDATES]:
+        table.add_row(str(candidate.devices), _verdict(candidate))
     if len(considered) > _MAX_SHOWN_CANDIDATES:
         table.add_row(f"and {len(considered) - _MAX_SHOWN_CANDIDATES} more", "")
     return table
 
 
-def _verdict(found: Candidate) -> str:
-    if found.step:
-        return f"{found.step.seconds:,.2f}"
-    return "; ".join(found.problems) or f"about {found.rough:,.2f}, not simulated"
+def _verdict(candidate: Candidate) -> str:
+    if candidate.step:
+        return f"{candidate.step.seconds:,.2f}"
+    return "; ".join(candidate.problems) or f"about {candidate.rough:,.2f}, not simulated"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -160,10 +160,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "reason": plan.reason,
         "considered": [
             {
-                "map": str(found.devices),
-                "problems": list(found.problems),
-                "seconds": found.step.seconds if found.step else None,
+                "map": str(candidate.devices),
+                "problems": list(candidate.problems),
+                "seconds": candidate.step.seconds if candidate.step else None,
             }
-            for found in plan.considered
+            for candidate in plan.considered
         ],
     }

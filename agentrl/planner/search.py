@@ -44,21 +44,22 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         for devices in device_maps(config.placement, placement_request_of(config), inventory)
     ]
     fitting = sorted(
-        (found for found in looked_at if not found.problems), key=lambda found: found.rough
+        (candidate for candidate in looked_at if not candidate.problems),
+        key=lambda candidate: candidate.rough,
     )
     if not fitting:
         raise ConfigError(_refusal(config, inventory, facts, looked_at))
     simulated = [
-        _simulate_candidate(config, stages, work, found)
-        for found in fitting[:_MAX_SIMULATED_CANDIDATES]
+        _simulate_candidate(config, stages, work, candidate)
+        for candidate in fitting[:_MAX_SIMULATED_CANDIDATES]
     ]
-    simulated.sort(key=lambda found: found.step.seconds if found.step else float("inf"))
+    simulated.sort(key=lambda candidate: candidate.step.seconds if candidate.step else float("inf"))
     chosen = simulated[0]
     if chosen.step is None:
         raise ConfigError(
             f"no step could be simulated on {chosen.devices}: {'; '.join(chosen.problems)}"
         )
-    unfit = [found for found in looked_at if found.problems]
+    unfit = [candidate for candidate in looked_at if candidate.problems]
     return Plan(
         facts,
         work,
@@ -81,12 +82,12 @@ def _check_context(config: RunConfig, facts: ModelFacts) -> None:
 
 
 def _examine(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
-    found = tuple(problems(stages, work, devices))
+    candidate = tuple(problems(stages, work, devices))
     return Candidate(
         devices,
         overfull(stages, work, devices),
-        found,
-        0.0 if found else _rough(config, stages, work, devices),
+        candidate,
+        0.0 if candidate else _rough(config, stages, work, devices),
     )
 
 
@@ -106,10 +107,10 @@ def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap
 
 
 def _simulate_candidate(
-    config: RunConfig, stages: Stages, work: Workload, found: Candidate
+    config: RunConfig, stages: Stages, work: Workload, candidate: Candidate
 ) -> Candidate:
     """The candidate with its step, simulated with the scheduler."""
-    devices = found.devices
+    devices = candidate.devices
     simulation = stages.simulation(work, devices, config.simulation)
     bound = config.rollout.max_staleness
     if not devices.of("engine"):
@@ -128,14 +129,15 @@ def _simulate_candidate(
             weight_update=config.weights.update,
         ).run()
     except AgentRLError as error:
-        return replace(found, problems=(f"its simulation ended: {error}",))
+        return replace(candidate, problems=(f"its simulation ended: {error}",))
     seconds = report.step_seconds[bound:]
     train, weights = stages.train(work, devices).total, stages.update_seconds(devices)
     switch = stages.switch_seconds(devices)
     rollout = max(0.0, fmean(seconds) - train - weights - switch)
     rate = max(1, len(devices.of("engine"))) * report.tokens / report.seconds
     return replace(
-        found, step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness)
+        candidate,
+        step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness),
     )
 
 
@@ -160,7 +162,7 @@ def _refusal(
     config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]
 ) -> str:
     """The error message: what does not fit on the closest map, and what would."""
-    closest = min(looked_at, key=lambda found: found.filled)
+    closest = min(looked_at, key=lambda candidate: candidate.filled)
     listed = (
         "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
         or "  a smaller model, or devices with more memory"

@@ -207,13 +207,13 @@ def _bases() -> Iterator[tuple[str, ...]]:
         for base in (own, os.path.dirname(own)):
             if _has_memory(base):
                 yield (base,)
-    old = {
-        controller: _within(mount, root, mine[controller])
-        for mount, root, kind, options in mounts
-        if kind == "cgroup"
-        for controller in {"memory", "cpuacct"} & options & mine.keys()
-    }
-    if (memory := old.get("memory")) and (cpu := old.get("cpuacct")):
+    # Version 1 of control groups has a hierarchy for each controller.
+    folders = {}
+    for mount, root, kind, options in mounts:
+        if kind == "cgroup":
+            for controller in {"memory", "cpuacct"} & options & mine.keys():
+                folders[controller] = _within(mount, root, mine[controller])
+    if (memory := folders.get("memory")) and (cpu := folders.get("cpuacct")):
         yield memory, cpu
 
 

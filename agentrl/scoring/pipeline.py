@@ -103,8 +103,8 @@ class RewardPipeline:
         Raises:
             ConfigError: a part cannot work with such tasks at all.
         """
-        if own := self._by_env.get(trajectory.task.env):
-            return await own.score(trajectory, failed)
+        if pipeline := self._by_env.get(trajectory.task.env):
+            return await pipeline.score(trajectory, failed)
         scores_by_part = await _all(self._ask(part, (trajectory,), failed) for part in self._single)
         return total(self._single, [scores[0] for scores in scores_by_part])
 
@@ -112,8 +112,8 @@ class RewardPipeline:
         """The rewards so far of an unfinished episode's turns, by the parts that score single
         turns.
         """
-        if own := self._by_env.get(trajectory.task.env):
-            return own.score_turns(trajectory)
+        if pipeline := self._by_env.get(trajectory.task.env):
+            return pipeline.score_turns(trajectory)
         played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
         turns = [turn_rewards(part.reward.score_turns(trajectory.unshared())) for part in played]
         return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
@@ -146,8 +146,10 @@ class RewardPipeline:
         """
         found = {"restarts/rules": float(self._pool.died)} if self._pool.died else {}
         for part in self.parts:
-            own = own_metrics(part.owner.metrics()) if hasattr(part.owner, "metrics") else {}
-            found |= {f"scoring/{part.name}/{name}": value for name, value in own.items()}
+            part_metrics = (
+                own_metrics(part.owner.metrics()) if hasattr(part.owner, "metrics") else {}
+            )
+            found |= {f"scoring/{part.name}/{name}": value for name, value in part_metrics.items()}
             if part.watches:
                 found[f"scoring/{part.name}/failed"] = float(self._failed.pop(part, 0))
         for env, pipeline in self._by_env.items():

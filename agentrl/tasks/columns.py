@@ -189,14 +189,15 @@ def _find_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tupl
     """
     columns = dict(row)
     for _ in range(_MAX_DEPTH):
-        for wanted in names:
-            yield from ((path, value) for path, value in columns.items() if _bare(path) == wanted)
-        columns = {
-            f"{outer}.{name}": inside
-            for outer, value in columns.items()
-            if isinstance(value, Mapping)
-            for name, inside in value.items()
-        }
+        for name in names:
+            yield from ((path, value) for path, value in columns.items() if _bare(path) == name)
+        # Breadth first: a column of the row wins over one inside of another.
+        inner_columns = {}
+        for outer, value in columns.items():
+            if isinstance(value, Mapping):
+                for inner, inner_value in value.items():
+                    inner_columns[f"{outer}.{inner}"] = inner_value
+        columns = inner_columns
 
 
 def _bare(path: str) -> str:

@@ -265,19 +265,15 @@ class EpisodeIndex:
                 for place, value in enumerate((row["calls"], row["failed"], row["seconds"])):
                     sums[place] += value
         steps = sorted(set(files.values()))
-        told = [
-            {
-                **row,
-                "by_step": [
-                    [step, *by_step[row["name"], step]]
-                    for step in steps
-                    if (row["name"], step) in by_step
-                ],
-            }
-            for row in whole[:_DRAWN]
-        ]
+        tools = []
+        for place, row in enumerate(whole[:_NAMED]):
+            # Only the tools that are called most are drawn over the steps.
+            curve_steps = steps if place < _DRAWN else []
+            name = row["name"]
+            sums_by_step = [[at, *by_step[name, at]] for at in curve_steps if (name, at) in by_step]
+            tools.append({**row, "by_step": sums_by_step})
         return {
-            "tools": [*told, *({**row, "by_step": []} for row in whole[_DRAWN:_NAMED])],
+            "tools": tools,
             "steps": steps,
             "evaluations": sorted(self._run.evaluations()),
             "unknown": rows is None,

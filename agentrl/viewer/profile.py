@@ -203,15 +203,8 @@ def _shares(window: Window) -> str:
         return sum(seconds for names, seconds in window.busy.items() if name in names) / total
 
     answers = sum(end - begin for begin, end in window.model) / total
-    other = (
-        sum(
-            b - a
-            for name, found in window.lanes.items()
-            if name == "rest of the loop"
-            for a, b in found
-        )
-        / total
-    )
+    other_intervals = window.lanes.get("rest of the loop", ())
+    other = sum(end - begin for begin, end in other_intervals) / total
     return (
         f"\ntokens are sampled in {share('engine'):.1%} of the time ({answers:,.1f} answers at once"
         f" on average), and trained on in {share('trainer'):.1%}; the loop itself (records,"

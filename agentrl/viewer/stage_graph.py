@@ -32,10 +32,13 @@ def stage_graph(
         "environments": window.env,
         "rewards": window.rewards,
     }
-    at_once = {
-        name: sum(min(end, window.end) - max(begin, window.begin) for begin, end in found) / seconds
-        for name, found in played.items()
-    }
+    at_once = {}
+    for name, intervals in played.items():
+        # An episode may begin before the window, or end after it.
+        inside_seconds = [
+            min(end, window.end) - max(begin, window.begin) for begin, end in intervals
+        ]
+        at_once[name] = sum(inside_seconds) / seconds
     nodes = [_episodes(inside, at_once["episodes"], settings)]
     for name in ("engine", "environments", "rewards"):
         if at_once[name] > 0:
