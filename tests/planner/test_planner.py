@@ -440,12 +440,12 @@ def test_a_plan_from_a_run_says_what_the_run_has_read_measurements(run: Path) ->
         10.0,
         150.0,
     )
-    same = with_read_measurements(found.config, found, laptop)
+    same = with_measured(found.config, found, laptop)
     step = make_plan(same, laptop, model_of(same)).step
     assert step.train == pytest.approx(9.0, rel=0.02)
     assert step.weights == pytest.approx(0.02, rel=0.01)
     assert step.rollout == pytest.approx(4.0, rel=0.1)
-    twice = with_read_measurements(
+    twice = with_measured(
         config("frozen_lake", "rollout.groups_per_step=16"), found, laptop
     )
     assert make_plan(twice, laptop, model_of(twice)).step.train == pytest.approx(18.0, rel=0.02)
