@@ -445,9 +445,7 @@ def test_a_plan_from_a_run_says_what_the_run_has_read_measurements(run: Path) ->
     assert step.train == pytest.approx(9.0, rel=0.02)
     assert step.weights == pytest.approx(0.02, rel=0.01)
     assert step.rollout == pytest.approx(4.0, rel=0.1)
-    twice = with_measured(
-        config("frozen_lake", "rollout.groups_per_step=16"), found, laptop
-    )
+    twice = with_measured(config("frozen_lake", "rollout.groups_per_step=16"), found, laptop)
     assert make_plan(twice, laptop, model_of(twice)).step.train == pytest.approx(18.0, rel=0.02)
 
 
