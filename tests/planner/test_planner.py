@@ -431,7 +431,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_plan_from_a_run_says_what_the_run_has_read_measurements(run: Path) -> None:
+def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
     laptop = Inventory(host(cores=2, memory=16 * GIB))
     found = read_measurements(run)
     assert (found.steps, found.work.turns, found.work.sampled, found.work.observed) == (
