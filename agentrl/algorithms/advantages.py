@@ -28,7 +28,7 @@ from agentrl.arrays import (
     scale_of,
     settled,
 )
-from agentrl.protocols import MemberAdvantage
+from agentrl.protocols.algorithm import MemberAdvantage
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation before anything is divided by it."""

@@ -14,7 +14,7 @@ from agentrl.algorithms.critic_based import CriticBased
 from agentrl.algorithms.turns import after_trajectories, turns_of
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers, Estimate, LossOutput, LossTokens
+from agentrl.protocols.algorithm import AlgorithmOffers, Estimate, LossOutput, LossTokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,12 @@ from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.arrays import constant, scale_of, settled
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.protocols import Algorithm, LearnsFromBatches, MeasuresSpread, MemberAdvantage
+from agentrl.protocols.algorithm import (
+    Algorithm,
+    LearnsFromBatches,
+    MeasuresSpread,
+    MemberAdvantage,
+)
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers, MemberAdvantage
+from agentrl.protocols.algorithm import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 

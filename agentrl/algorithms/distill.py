@@ -11,7 +11,7 @@ from agentrl.algorithms.advantages import leave_one_out
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers
+from agentrl.protocols.algorithm import AlgorithmOffers
 from agentrl.trajectory import Group
 
 

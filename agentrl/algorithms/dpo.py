@@ -16,7 +16,7 @@ from pydantic import Field
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import FloatArray, above, constant, floats, ints
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers
+from agentrl.protocols.algorithm import AlgorithmOffers
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]

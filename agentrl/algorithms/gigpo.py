@@ -8,7 +8,7 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import compared_by_state
 from agentrl.algorithms.grpo import Grpo
-from agentrl.protocols import AlgorithmOffers, MemberAdvantage
+from agentrl.protocols.algorithm import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 

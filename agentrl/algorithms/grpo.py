@@ -18,7 +18,7 @@ from agentrl.algorithms.advantages import (
     returns_to_go,
 )
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.protocols import AlgorithmOffers, MemberAdvantage
+from agentrl.protocols.algorithm import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 

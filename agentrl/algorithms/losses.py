@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from agentrl.protocols import LossOutput, LossTokens
+from agentrl.protocols.algorithm import LossOutput, LossTokens
 
 Level = Literal["token", "sequence"]
 

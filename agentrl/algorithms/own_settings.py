@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.arrays import floats, ints
-from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage
+from agentrl.protocols.algorithm import Algorithm, LearnsFromBatches, MemberAdvantage
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 

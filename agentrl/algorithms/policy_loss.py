@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from agentrl.algorithms.surrogates import SURROGATES, SurrogateSettings
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers, LossOutput, LossTokens, MemberAdvantage
+from agentrl.protocols.algorithm import AlgorithmOffers, LossOutput, LossTokens, MemberAdvantage
 from agentrl.trajectory import Failed, Group
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pydantic import Field
 from agentrl.algorithms.grpo import discounted
 from agentrl.algorithms.policy_loss import scored
 from agentrl.algorithms.reinforce import Reinforce
-from agentrl.protocols import MemberAdvantage
+from agentrl.protocols.algorithm import MemberAdvantage
 from agentrl.trajectory import Group
 
 

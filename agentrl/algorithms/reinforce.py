@@ -10,7 +10,7 @@ from agentrl.algorithms.advantages import compared, compared_by_turn, normalised
 from agentrl.algorithms.grpo import discounted
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers, MemberAdvantage
+from agentrl.protocols.algorithm import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
 
 

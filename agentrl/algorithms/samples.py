@@ -13,7 +13,12 @@ from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.errors import TrainingError
-from agentrl.protocols import Algorithm, AlgorithmOffers, MemberAdvantage, NormalizesAdvantages
+from agentrl.protocols.algorithm import (
+    Algorithm,
+    AlgorithmOffers,
+    MemberAdvantage,
+    NormalizesAdvantages,
+)
 from agentrl.trajectory import Group, Score, Trajectory
 
 

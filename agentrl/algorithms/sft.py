@@ -9,7 +9,7 @@ import numpy as np
 from agentrl.algorithms.policy_loss import scored
 from agentrl.arrays import above, at_least, scale_of
 from agentrl.batch import TrainBatch
-from agentrl.protocols import AlgorithmOffers, LossOutput, LossTokens
+from agentrl.protocols.algorithm import AlgorithmOffers, LossOutput, LossTokens
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Group, succeeded
 

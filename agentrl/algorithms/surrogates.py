@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.protocols import LossTokens
+from agentrl.protocols.algorithm import LossTokens
 from agentrl.settings.base import Settings
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import Any
 
 from agentrl.arrays import IntArray, ints
 from agentrl.conversation.harmony import read_harmony
-from agentrl.conversation.reading import Reading, Unread, call_of
+from agentrl.conversation.library_formats import calls_in
+from agentrl.conversation.reading import Reading
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Message, ToolCall
 
@@ -226,19 +227,6 @@ def reading_family(
                 ]:
                     return family
     return None
-
-
-def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[Unread, ...]]:
-    """The calls among what a parser has found, and those that cannot be read."""
-    calls, malformed = [], []
-    for number, one in enumerate(found):
-        call = call_of(one.name, one.arguments, number, one.id) if one.name else None
-        # "Invalid JSON" with arguments are texts between tags.
-        if call is not None and str(one.status) in ("ok", "unknown_tool", "invalid_json"):
-            calls.append(call)
-        else:
-            malformed.append(Unread(one.raw, str(one.status).replace("_", " ")))
-    return tuple(calls), tuple(malformed)
 
 
 def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any:

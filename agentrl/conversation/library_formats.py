@@ -1,11 +1,12 @@
 """Tool formats that the parsers of the library `renderers` read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.conversation.declared import Tools
-from agentrl.conversation.family import calls_in
-from agentrl.conversation.reading import Reading, as_declared
+from agentrl.conversation.reading import Reading, Unread, as_declared, call_of
+from agentrl.trajectory import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +52,16 @@ GLM = LibraryFormat("glm")
 DEEPSEEK_V3 = LibraryFormat("deepseek-v3")
 BUILT_IN = (QWEN3, QWEN35, GLM, DEEPSEEK_V3)
 """The formats in the order in which they are tried."""
+
+
+def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[Unread, ...]]:
+    """The calls among what a parser has found, and those that cannot be read."""
+    calls, malformed = [], []
+    for number, one in enumerate(found):
+        call = call_of(one.name, one.arguments, number, one.id) if one.name else None
+        # "Invalid JSON" with arguments are texts between tags.
+        if call is not None and str(one.status) in ("ok", "unknown_tool", "invalid_json"):
+            calls.append(call)
+        else:
+            malformed.append(Unread(one.raw, str(one.status).replace("_", " ")))
+    return tuple(calls), tuple(malformed)
