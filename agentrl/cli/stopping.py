@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Awaitable
 from typing import Any, Self, TypeVar
 
@@ -35,6 +36,8 @@ class Stopping:
         return self._by or signal.SIGINT
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # the signals of a command that a thread runs are its caller's
         for number in stop_signals_of_process():
             if number is not signal.SIGINT:
                 self._before[number] = signal.signal(number, self._stop)
