@@ -1,6 +1,6 @@
 """The staleness rules by name: those of this project, and those of other packages.
 
-Another package registers a rule by an entry point:
+A package registers a rule by an entry point, as this project registers its own:
 
     [project.entry-points."agentrl.staleness_rules"]
     newest_first = "my_package.rules:NewestFirst"
@@ -12,25 +12,10 @@ from agentrl import plugins
 from agentrl.errors import PluginError
 from agentrl.rollout.staleness import StalenessRule
 
-OWN_RULES = {
-    "deadline_first": "agentrl.rollout.staleness:DeadlineFirst",
-    "segment": "agentrl.rollout.staleness:Segment",
-    "mask": "agentrl.rollout.staleness:Mask",
-    "drop": "agentrl.rollout.staleness:Drop",
-}
-"""The address of each rule of this project that a run can be trained with."""
-RIVAL_RULES = {
-    "wait": "agentrl.simulate.rival_rules:Wait",
-    "gate": "agentrl.simulate.rival_rules:Gate",
-    "drain": "agentrl.simulate.rival_rules:Drain",
-}
-"""The address of each rule of other systems, which simulations alone have."""
-
 
 def installed_rules() -> Mapping[str, str]:
     """The address of each rule by its name, rivals' included."""
-    plugged = {plugin.name: plugin.address for plugin in plugins.installed("staleness_rules")}
-    return {**plugged, **OWN_RULES, **RIVAL_RULES}
+    return {plugin.name: plugin.address for plugin in plugins.installed("staleness_rules")}
 
 
 def load_rule(name: str) -> type[StalenessRule]:
@@ -41,7 +26,7 @@ def load_rule(name: str) -> type[StalenessRule]:
     """
     rules = installed_rules()
     if name not in rules and ":" not in name:
-        offered = [known for known in rules if known not in RIVAL_RULES]
+        offered = [known for known in rules if not load_rule(known).train_with]
         raise PluginError(
             f"there is no staleness rule {name!r}.{plugins.nearest(name, rules)} There is"
             f' {", ".join(offered)}. Another can be given as "package.module:Name", or registered'
