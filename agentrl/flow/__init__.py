@@ -19,7 +19,7 @@ from agentrl.flow.steady_loop import (
 )
 from agentrl.flow.suspicion import Suspect, Suspicion
 from agentrl.flow.turnstile import Turnstile
-from agentrl.flow.wait_reasons import WaitReason, wait_reasons, waiting_for
+from agentrl.flow.waiting import WaitReason, wait_reasons, waiting_for
 
 __all__ = [
     "Channel",

@@ -134,7 +134,7 @@ def test_a_full_server_is_noticed_and_waited_for_outside_of_a_deadline(
         monkeypatch.setattr(choice, "FULL_SECONDS", seconds)
 
     wait_for(PATIENCE_SECONDS)
-    monkeypatch.setattr("agentrl.flow.wait_reasons.LOGGED_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.flow.waiting.LOGGED_AFTER_SECONDS", 0.1)
 
     async def main(url: str) -> None:
         first, second = kind([url]), kind([url])

@@ -81,9 +81,9 @@ def test_who_plays_whom_is_read_from_the_config_and_what_cannot_be_is_said(tmp_p
         ),
         "env.agents.south.model=runs/x": "leave out model",
         "env.agents.south.refreh=1": "Did you mean 'refresh'?",
-        "env.agents.north=frosen": "'policy', 'frozen', 'scripted'",
+        "env.agents.north=frosen": "write one of policy, frozen, scripted",
         "rollout.context.turn=2": "Did you mean 'turns'?",
-        "rollout.context=last_j": "'full', 'last_k', 'scratchpad', 'summary'",
+        "rollout.context=last_j": "write one of full, last_k, scratchpad, summary",
     }.items():
         with pytest.raises(ConfigError) as caught:
             loaded(tmp_path, override)

@@ -19,7 +19,6 @@ COMMANDS = [
     ("eval", "{run}", "--report", "{own}"),
     ("gateway", "{run}", "--record", "{own}"),
     ("model", "init", "{own}"),
-    ("model", "fetch", "smollm2-135m", "{own}"),
 ]
 
 
