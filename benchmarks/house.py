@@ -202,7 +202,7 @@ class House:
             "casts": self.count(is_cast),
             f"functions of a complexity over {COMPLEXITY}": self.complex_functions(),
             "lines with code or text": len(lines),
-            "characters a line": sum(map(len, lines)) / len(lines),
+            "characters a line, unindented": sum(len(line.strip()) for line in lines) / len(lines),
             f"lines over {COLUMNS} columns": sum(len(line) > COLUMNS for line in lines),
             "comments on lines of their own": sum(module.comments for module in modules),
             "comprehensions in 1,000 lines": self.count(is_comprehension) / thousands,
