@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_redirect_is_followed_and_the_token_stays_with_the_first_server() -> N
                 for path, token in (("/ws", b"none"), ("/moved", b"Bearer secret")):
                     notes, url = Notes(), address(first).replace("/ws", path)
                     opened = await connect(url, notes, headers=headers, max_bytes=1000)
-                    await notes.wait(lambda notes=notes: bool(notes.messages))
+                    await notes.wait(partial(bool, notes.messages))
                     assert notes.messages == [token]
                     await opened.close()
                 url = address(first).replace("/ws", "/ring")
