@@ -192,8 +192,10 @@ def scale_of(numbers: Iterable[float]) -> float:
 
 
 def constant(numbers: Sequence[float], scale: float = 0.0, rounding: float = ROUNDING) -> bool:
-    """Whether all numbers are equal, as none at all and a single one are. `scale`: of what they are
-    sums of, if larger than they are.
+    """True if all numbers are equal up to rounding, as none at all and a single one are.
+
+    Args:
+        scale: the size of the terms that the numbers are sums of, if larger than the numbers
     """
     if not numbers:
         return True
@@ -207,12 +209,12 @@ def settled(total: float, scale: float) -> float:
 
 
 def above(number: float, other: float, scale: float = 0.0) -> bool:
-    """Whether a number is larger than another one by more than rounding."""
+    """True if a number is larger than another one by more than rounding."""
     return number > other and not constant((number, other), scale)
 
 
 def at_least(number: float, bound: float, scale: float = 0.0) -> bool:
-    """Whether a number reaches a bound, but for rounding."""
+    """True if a number reaches a bound, up to rounding."""
     return not above(bound, number, scale)
 
 

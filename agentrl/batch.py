@@ -98,11 +98,11 @@ class TrainingSample:
     rewards: FloatArray | None = field(default=None, metadata=_PER_TOKEN)
     """[T] Rewards earned right after a token, such as a turn's at its last token; None for none."""
     truncated: bool = False
-    """Whether it ends a truncated trajectory."""
+    """True if it ends a truncated trajectory."""
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
     """The tokens after the end of a truncated trajectory (`Trajectory.tail_ids`)."""
     continues: bool = False
-    """Whether it continues the trajectory of the sample before it, which forked."""
+    """True if it continues the trajectory of the sample before it, which forked."""
     group: int = 0
     """The number of its group in the batch."""
     credits: Credits | None = None
@@ -157,11 +157,11 @@ class Column:
     dtype: type[np.generic] = np.int32
     """The type of an entry, or of the values in a row."""
     ragged: bool = False
-    """Whether the entries are rows of different lengths."""
+    """True if the entries are rows of different lengths."""
     source: str = ""
     """The field of `TrainingSample` that it is collected from; "" if it is computed."""
     inherits: bool = False
-    """Whether a new loss token has the entry of the loss token before it, rather than 0."""
+    """True if a new loss token has the entry of the loss token before it, rather than 0."""
 
     def zeros(self, count: int) -> Any:
         """`count` entries of which nothing is known."""

@@ -107,8 +107,8 @@ class EngineDeadError(EngineError):
 
 
 class CompletionError(EngineError, ValueError):
-    """What an engine has sampled does not fit together: a token without a logprob, or ids that are
-    no integers.
+    """The parts of a sampled completion contradict each other: a token without a logprob, or ids
+    that are no integers.
     """
 
 
@@ -141,7 +141,7 @@ class RewardError(RolloutError):
 
 
 class ScoreError(RewardError):
-    """What a reward has returned is no score. The message says what it is, and what to return."""
+    """A reward returned something that is no score. The message names it, and what to return."""
 
 
 class RuleLimitError(RewardError):
@@ -246,8 +246,8 @@ _LIBRARIES = tuple(f"{folder}/" for path in _FOLDERS for folder in (path, path.r
 
 
 RAISED_BY_CODE = (Exception, SystemExit, asyncio.CancelledError)
-"""What the user's code may raise as its own failure. Only `KeyboardInterrupt` is the user's own
-wish.
+"""Exceptions that count as a failure of the user's code. `KeyboardInterrupt` is none: it is the
+user's own wish.
 
 `sys.exit()` in a game (pygame, argparse) or a `CancelledError` that a library lets out must not end
 a run.
@@ -255,7 +255,7 @@ a run.
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Whether a caught error means that this task is being cancelled, and must be raised on.
+    """True if a caught error means that this task is being cancelled, and must be raised on.
 
     Otherwise a `CancelledError` is one that the awaited code has raised by itself.
     """

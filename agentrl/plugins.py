@@ -327,7 +327,7 @@ def _origin(point: EntryPoint) -> str:
 
 
 def unbound(function: Any) -> Any:
-    """What a `functools.partial` is of; anything else itself."""
+    """The function inside a `functools.partial`; anything else unchanged."""
     while isinstance(function, partial):
         function = function.func
     return function

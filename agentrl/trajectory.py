@@ -117,8 +117,10 @@ _LAST_NOTE = re.compile(r'<tool_call>\n(?:\[\]|\{"unreadable": [^\n]*\})\n</tool
 
 
 def unreadable(why: str) -> str:
-    """What stands in the canonical form for a call that cannot be read. `why`: what the model is
-    told of it.
+    """The canonical form of a call that cannot be read.
+
+    Args:
+        why: the explanation that the model gets
     """
     return f"<tool_call>\n{json.dumps({'unreadable': why})}\n</tool_call>"
 
@@ -162,7 +164,7 @@ class ToolCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every reader of JSON can read it, also inside a message.
+        """True if every reader of JSON can read it, also inside a message.
 
         A model may write infinite numbers, halves of surrogate pairs, and deep nesting, which
         readers refuse.
@@ -211,7 +213,7 @@ class Message:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the model said it in this episode."""
+        """True if the model said it in this episode."""
         return self.role == "assistant" and not self.given
 
     def unshared(self) -> "Message":
@@ -341,9 +343,9 @@ class Turn:
     completion: Completion
     """The model's answer."""
     reward: float
-    """What the environment paid for it."""
+    """The environment's reward for it."""
     info: Mapping[str, Any]
-    """What else the environment said of the step."""
+    """The environment's info of the step."""
     forked: bool = False
     """The prompt could not extend the turn before it token for token."""
     generate_seconds: float = 0.0
@@ -423,11 +425,11 @@ class Trajectory:
     turns: tuple[Turn, ...]
     """The conversation as exact tokens."""
     status: Status
-    """How it ended."""
+    """The way it ended."""
     messages: tuple[Message, ...] = ()
     """The conversation as text."""
     seconds: float = 0.0
-    """How long the episode ran."""
+    """Seconds that the episode ran."""
     agent: str = ""
     """The agent's name, with several agents."""
     head_start: float = 0.0
@@ -436,7 +438,7 @@ class Trajectory:
     """The tokens of a truncated episode that follow its last turn: what the model would have
     answered next."""
     trained_turns: int = 0
-    """How many turns have been trained on before, in segments; here they are only context."""
+    """Number of turns that were trained on before, in segments; here they are only context."""
     opponent: int | None = None
     """The version of the policy that played the other agents, where that was an earlier one
     (self-play)."""
@@ -541,7 +543,7 @@ class Score:
     """The parts by name, unweighted."""
     status: Scored | Failed | Unscored = field(default_factory=Scored)
     turns: tuple[float, ...] = ()
-    """What single turns contributed to the value; the last turn gets the rest
+    """The contributions of single turns to the value; the last turn gets the rest
     (`Group.turn_rewards_G`)."""
     worked: tuple[tuple[float, float], ...] = field(default=(), compare=False)
     """From when to when rewards worked on it, in seconds of the loop's clock."""
@@ -603,7 +605,7 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether some agent's reward differs between episodes, by more than rounding
+        """True if some agent's reward differs between episodes, by more than rounding
         (`agentrl/arrays.py`).
 
         Algorithms that compare whole rewards learn nothing from other groups.
@@ -612,8 +614,8 @@ class Group:
 
     @property
     def begins_alike(self) -> bool:
-        """Whether all episodes began with the same: the environment heeds its seed. True where it
-        is unknown.
+        """True if all episodes began with the same observation, as those of one seed should, or if
+        that is unknown.
         """
         return len({t.beginning for t in self.trajectories if t.beginning}) <= 1
 
@@ -634,8 +636,8 @@ class Group:
 
 
 def succeeded(trajectory: Trajectory, score: Score) -> bool | None:
-    """Whether an episode reached its goal; `None` if nothing tells. All that depends on success
-    asks here.
+    """The success of an episode: True if it reached its goal, None if nothing tells. The only
+    reader of success.
 
     The environment's verdict (`Trajectory.success`) counts, or else the reward's (`Score.success`).
     If neither gives one, an episode with a score above zero succeeded. A score that failed, or was
@@ -657,6 +659,6 @@ def _by_turn(score: Score, count: int) -> list[float]:
 
 
 def staleness(group: Group, step: int) -> int:
-    """How many versions the oldest token of `group` is behind the weights that `step` trains."""
+    """Versions by which the oldest token of `group` is behind the weights that `step` trains."""
     versions = (trajectory.oldest_version for trajectory in group.trajectories)
     return step - min((version for version in versions if version is not None), default=step)

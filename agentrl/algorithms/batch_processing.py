@@ -160,7 +160,7 @@ class BatchProcessing:
         return reasons
 
     def teaches(self, group: Group) -> bool:
-        """Whether some advantage of a whole group is not 0: `rollout.filter_zero_variance`."""
+        """True if some advantage of a whole group is not 0: `rollout.filter_zero_variance`."""
         algorithm = self._of(group)
         if algorithm is None:
             return group.mixed

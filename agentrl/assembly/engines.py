@@ -46,7 +46,7 @@ async def engine_router(
 
 
 def _supervised(cluster: Cluster) -> Supervision:
-    """How the cluster's settings want a router to look after its engines."""
+    """The settings of a router's care for its engines, from those of the cluster."""
     config = cluster.config
     return {
         "lease": config.lease,

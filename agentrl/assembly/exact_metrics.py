@@ -97,8 +97,8 @@ class ExactMetrics:
         groups: Sequence[Group],
         batch: TrainBatch,
     ) -> Mapping[str, float]:
-        """How far the trained advantages lie from the exact ones, and the critic's values from the
-        exact values.
+        """The distances of the trained advantages from the exact ones, and of the critic's values
+        from the exact values.
         """
         trajectories = [
             one for group in groups for part in group.by_agent() for one in part.trajectories

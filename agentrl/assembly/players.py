@@ -85,8 +85,8 @@ async def episode_player(
 ) -> AsyncIterator[
     Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]
 ]:
-    """What makes the episodes' runner of a policy, and of the roles of the agents that it does not
-    play.
+    """A factory of the episodes' runner, from a policy and from the roles of the agents that it
+    does not play.
     """
     rollout = config.rollout
     if config.env.is_agent:

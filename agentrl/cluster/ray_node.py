@@ -120,7 +120,7 @@ class RayNode:
 
 
 def _listens(address: str) -> bool:
-    """Whether a process of this machine has the socket open. To connect to it would make it log
+    """True if a process of this machine has the socket open. To connect to it would make it log
     that.
     """
     if not _SOCKETS.exists():

@@ -160,7 +160,7 @@ class ClusterSettings(Settings):
 
     @property
     def has_others(self) -> bool:
-        """Whether it has machines that other people set up: what is installed here says nothing of
+        """True if it has machines that other people set up: what is installed here says nothing of
         those.
         """
         return False
@@ -188,7 +188,7 @@ class Cluster(Protocol):
 
     @property
     def spans_machines(self) -> bool:
-        """Whether a worker may run on a machine other than this one."""
+        """True if a worker may run on a machine other than this one."""
         ...
 
     async def __aenter__(self) -> Self: ...

@@ -60,7 +60,7 @@ class ConfiguredRun:
 
     @cached_property
     def own_algorithm(self) -> bool:
-        """Whether the recipe brings its algorithm, so that the section is not used."""
+        """True if the recipe brings its algorithm, so that the section is not used."""
         return brings_algorithm(self.config.recipe)
 
     @cached_property
@@ -77,7 +77,7 @@ class ConfiguredRun:
         return self.config.recipe.settings
 
     def has_recipe(self, *names: str) -> bool:
-        """Whether its recipe is one of these, which agentrl has."""
+        """True if its recipe is one of these, which agentrl has."""
         function = self.config.recipe.factory
         places = {(f"agentrl.recipes.{name}", name) for name in names}
         return (function.__module__, getattr(function, "__name__", "")) in places
@@ -370,7 +370,7 @@ def program_keeps_its_conversations(run: ConfiguredRun) -> str:
 
 
 def _contains_programs(run: ConfiguredRun) -> bool:
-    """Whether the run keeps programs from the network that do not contain themselves."""
+    """True if the run keeps programs from the network that do not contain themselves."""
     config = run.config
     is_contained = config.gateway.network == "open" or config.env.name.startswith("agent:command ")
     return config.env.is_agent and not is_contained

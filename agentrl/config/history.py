@@ -41,7 +41,7 @@ class SettingChange:
 
     @property
     def defines_the_run(self) -> bool:
-        """Whether another value would make another run of it."""
+        """True if another value would make another run of it."""
         return _DEFINING.fullmatch(self.key) is not None
 
 

@@ -238,5 +238,5 @@ def unused_by(recipe: Component) -> tuple[str, ...]:
 
 
 def brings_algorithm(recipe: Component) -> bool:
-    """Whether a recipe has an algorithm of its own, and does not use the section `algorithm`."""
+    """True if a recipe has an algorithm of its own, and does not use the section `algorithm`."""
     return RecipeOffers.of(recipe.settings).own_algorithm

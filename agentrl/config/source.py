@@ -25,7 +25,7 @@ _MIXTURE, _SUITES = LISTS = (("env", "mixture"), ("evaluation", "suites"))
 
 
 def _is_named(path: tuple[str, ...]) -> bool:
-    """Whether a name alone may stand for the section at `path`."""
+    """True if a name alone may stand for the section at `path`."""
     if len(path) == 1:
         return path[0] in _NAMED
     if path[:2] == _SUITES:
@@ -141,7 +141,7 @@ def _is_template(path: Sequence[str]) -> bool:
 
 
 def _is_part(path: tuple[str, ...]) -> bool:
-    """Whether this is the path of a tracker, or of a part of a reward: `reward.1`,
+    """True if this is the path of a tracker, or of a part of a reward: `reward.1`,
     `env.mixture.0.reward.1`.
     """
     inside = len(path) == 2 or (len(path) == 5 and path[:2] in LISTS)
@@ -150,7 +150,7 @@ def _is_part(path: tuple[str, ...]) -> bool:
 
 
 def _is_tasks(path: tuple[str, ...]) -> bool:
-    """Whether this is the path of a section that says where tasks come from."""
+    """True if this is the path of a section that says where tasks come from."""
     return path == ("tasks",) or (len(path) == 4 and path[:2] == _MIXTURE and path[3] == "tasks")
 
 

@@ -358,7 +358,7 @@ class ChatTemplate:
         )
 
     def _places(self, roles: str, can: Abilities, *, described: bool = False) -> bool:
-        """Whether it shows all texts of a conversation, in order; of an answer with calls in any
+        """True if it shows all texts of a conversation, in order; of an answer with calls in any
         order.
 
         `described`: with a tool, though no one calls it.
@@ -560,7 +560,7 @@ def not_in(text: str, messages: Sequence[Message]) -> int | None:
 
 
 def _beside_calls_not_in(text: str, messages: Sequence[Message]) -> bool:
-    """Whether the text of an answer with calls is missing."""
+    """True if the text of an answer with calls is missing."""
     return any(message.tool_calls and message.said.strip() not in text for message in messages)
 
 

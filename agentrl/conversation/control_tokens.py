@@ -35,7 +35,7 @@ _PLAIN_ELEMENT = re.compile(
 
 
 def is_control(token: Any, template: str) -> bool:
-    """Whether an added token of a tokenizer steers the model.
+    """True if an added token of a tokenizer steers the model.
 
     Others are pieces of plain text that a tokenizer has been given besides its vocabulary: white
     space, letters, HTML.

@@ -211,7 +211,7 @@ class TemplateRenderer:
 
     @property
     def reasons(self) -> bool:
-        """Whether an answer may begin with reasoning, which environments do not get."""
+        """True if an answer may begin with reasoning, which environments do not get."""
         return self._marks is not None or self._family is not None
 
     @property
@@ -351,7 +351,7 @@ class TemplateRenderer:
         return ids if ids is not None and self._shows(ids, messages) else None
 
     def _shows(self, ids: IntArray, messages: Sequence[Message]) -> bool:
-        """Whether all that others wrote is in these tokens, as the tokenizer can say it."""
+        """True if all that others wrote is in these tokens, as the tokenizer can say it."""
         text = self.decode(ids)
         if not_in(text, messages) is None:
             return True
@@ -443,7 +443,7 @@ class TemplateRenderer:
             )
 
     def _shows_call(self, text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a text that no parser can read may hold a call: something that stands before a
+        """True if a text that no parser can read may hold a call: something that stands before a
         call's name, or the name of a tool.
         """
         written = self._template.calls([PROBE_CALL]) if tools else ""

@@ -114,7 +114,7 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
 
 
 def _begins_reasoning(renderer: TemplateRenderer, marks: Marks) -> bool:
-    """Whether the template has begun the reasoning where an answer begins."""
+    """True if the template has begun the reasoning where an answer begins."""
     return renderer.template.header.rstrip().endswith(marks.begin.strip())
 
 

@@ -51,7 +51,7 @@ def parse_tool_calls(text: str) -> ParsedReply:
 
 
 def holds_calls(text: str) -> bool:
-    """Whether `parse_tool_calls` may find calls in a text, or errors of such, or a tag that is
+    """True if `parse_tool_calls` may find calls in a text, or errors of such, or a tag that is
     marked as quoted.
     """
     return _OPEN.removesuffix(">") in text or not all(
@@ -159,7 +159,7 @@ def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
 
 
 def is_quoted(text: str, at: int, begun: int = 0) -> bool:
-    """Whether what stands there is quoted: in a fenced block of code that begins after `begun`, or
+    """True if what stands there is quoted: in a fenced block of code that begins after `begun`, or
     after a backtick.
     """
     return text.count("```", begun, at) % 2 == 1 or text.endswith("`", begun, at)

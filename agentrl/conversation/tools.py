@@ -196,7 +196,7 @@ def how_to_call(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_refusal(observation: str) -> bool:
-    """Whether the answer to a call says that it was refused."""
+    """True if the answer to a call says that it was refused."""
     return observation.startswith("Error:")
 
 

@@ -39,7 +39,7 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True)
 class CriticTraining:
-    """How a critic is trained beside the policy: `updates` times in each step, each time with new
+    """The training of a critic beside the policy: `updates` times in each step, each time with new
     targets.
 
     With a `buffer`, it learns from episodes of earlier steps too. In the first `warmup` steps it

@@ -25,7 +25,7 @@ def _named(value: Any) -> Any:
 
 
 class TeacherConfig(Settings):
-    """Which model teaches, and the engine that serves it."""
+    """The model that teaches, and the engine that serves it."""
 
     model: Path | None = None
     """Folder of the teacher, with the same tokenizer; by default the model that the run began with.

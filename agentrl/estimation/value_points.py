@@ -1,5 +1,5 @@
-"""Where a critic is asked about a batch: before its loss tokens, after its answers, and at the ends
-of episodes.
+"""The points of a batch at which a critic is asked: before its loss tokens, after its answers, and
+at the ends of episodes.
 
      prompt ▸ answer ▸ prompt ▸ answer ▸ tail ▸
             V        Q        V        Q      end
@@ -83,6 +83,6 @@ def _added(tails_M: Ragged, cut_M: MaskArray, *, answers: bool) -> Ragged:
 
 
 def _ends_a_turn(batch: TrainBatch) -> MaskArray:
-    """Whether each loss token is the last one of its turn."""
+    """[N] True for loss tokens that are the last of their turn."""
     samples_N = np.repeat(np.arange(batch.num_samples), batch.loss_tokens_M)
     return np.append((np.diff(samples_N) != 0) | (np.diff(batch.turns_N) != 0), True)

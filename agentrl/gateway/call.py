@@ -50,7 +50,7 @@ class RequestOptions:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     may_call: bool = True
-    """Whether an answer may call tools; else what looks like a call stays text."""
+    """True if an answer may call tools; else what looks like a call stays text."""
     format: AnswerFormat | None = None
 
     def applied(self, sampling: SamplingParams, *, trained: bool) -> SamplingParams:
@@ -102,12 +102,12 @@ class AgentCall:
     episode: str = ""
     """Identifies its episode in what programs get: no two answers of a run have the same id."""
     by_name: bool = True
-    """Whether it asked for the policy by its name."""
+    """True if it asked for the policy by its name."""
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     """When it was asked, as programs are told: in seconds since 1970."""
     answers: list["AgentAnswer"] = field(default_factory=list)
     delivered: bool = False
-    """Whether the program has received all answers."""
+    """True if the program has received all answers."""
     error: Exception | None = None
     prompt_length: int = field(init=False)
     """How many tokens the whole prompt has."""
@@ -153,7 +153,7 @@ class AgentAnswer:
     """The text of the program's that it stopped at, which is not in the message."""
     reward: float = 0.0
     rewarded: bool = False
-    """Whether a reward came for it."""
+    """True if a reward came for it."""
 
     @property
     def end(self) -> int:
@@ -162,7 +162,7 @@ class AgentAnswer:
 
     @property
     def seen(self) -> bool:
-        """Whether the program has seen it. Others are not trained on, because nothing followed from
+        """True if the program has seen it. Others are not trained on, because nothing followed from
         them.
         """
         return self.call.delivered or self.returned

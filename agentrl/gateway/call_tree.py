@@ -178,7 +178,7 @@ class CallTree:
         return "edit" if earlier else "subagent"
 
     def _quotes_answer(self, messages: Sequence[Message]) -> bool:
-        """Whether an earlier answer stands in a message that is not an answer."""
+        """True if an earlier answer stands in a message that is not an answer."""
         given = [message.content for message in messages if message.role != "assistant"]
         texts = {answer.message.said.strip() for answer in self.answers()}
         return any(len(text) >= _QUOTE and text in content for text in texts for content in given)

@@ -82,7 +82,7 @@ class PostedReward(BaseModel):
     call: str | None = None
     success: bool | None = None
     done: bool = False
-    """Whether the episode is over. Only agents elsewhere say so; of others, the end of the program
+    """True if the episode is over. Only agents elsewhere say so; of others, the end of the program
     does.
     """
 

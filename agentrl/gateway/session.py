@@ -75,12 +75,12 @@ class _Pending:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended without its answers."""
+        """True if it has ended without its answers."""
         return self.under_way is None and self.call.error is not None
 
     @property
     def lost(self) -> bool:
-        """Whether its answer was lost on the way: a program may also ask the same again to get
+        """True if its answer was lost on the way: a program may also ask the same again to get
         another answer.
         """
         return not (self.call.delivered or any(is_there() for is_there in self.listeners))
@@ -268,7 +268,7 @@ class AgentSession:
         return next((one for one in same if one.lost and not one.failed), None)
 
     def _is_by_name(self, request: ChatRequest) -> bool:
-        """Whether a request names the policy, or no model at all. Some libraries put a provider
+        """True if a request names the policy, or no model at all. Some libraries put a provider
         before the name.
         """
         return not request.model or request.model.rpartition("/")[2] == self.model

@@ -66,7 +66,7 @@ def _told_apart(union: Schema, defined: Mapping[str, Schema]) -> Schema:
 
 
 def _is_object(schema: Schema) -> bool:
-    """Whether it is a class of the vendor's, or a choice among such."""
+    """True if it is a class of the vendor's, or a choice among such."""
     if schema["type"] == "tagged-union":
         return all(map(_is_object, schema["choices"].values()))
     if schema["type"] == "union":

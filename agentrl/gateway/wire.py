@@ -98,7 +98,7 @@ class WireProtocol:
     reader: Callable[[Json, Json], WireRequest]
     typed: Callable[[Json, AgentSession], Json] = lambda body, session: body
     loaded: bool = False
-    """Whether the type has been imported, so that reading a request does not."""
+    """True if the type has been imported, so that reading a request does not."""
 
     def load(self) -> None:
         """Import the type."""

@@ -100,7 +100,7 @@ def marked_options(shape: type[Settings]) -> set[str]:
 
 
 def names_code(value: Any) -> bool:
-    """Whether a text in this JSON value, at any depth, is the address of code."""
+    """True if a text in this JSON value, at any depth, is the address of code."""
     match value:
         case str():
             return _CODE.fullmatch(value) is not None

@@ -81,7 +81,7 @@ class ForkServer:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the fork server has ended, for example because it was killed."""
+        """True if the fork server has ended, for example because it was killed."""
         return self._process.poll() is not None
 
     def _call(self, request: Mapping[str, Any], *fds: int) -> int:

@@ -49,9 +49,9 @@ class Host(Protocol):
     name: str
     """The environment's name, for messages."""
     answers_at_once: bool
-    """Whether `reset` and `step` return without awaiting anything."""
+    """True if `reset` and `step` return without awaiting anything."""
     broken: bool
-    """Whether a call has failed. The environment may still be inside that call, so a broken
+    """True if a call has failed. The environment may still be inside that call, so a broken
     instance is closed and never called again.
     """
 
@@ -130,7 +130,7 @@ def inner_env(env: Env) -> Env:
 
 
 def has_async(env: Env, method: str) -> bool:
-    """Whether this method of the environment, or of the one inside its wrappers, is async."""
+    """True if this method of the environment, or of the one inside its wrappers, is async."""
     return any(
         inspect.iscoroutinefunction(getattr(layer, method)) for layer in (env, inner_env(env))
     )

@@ -70,7 +70,7 @@ class LiveEnv:
 
     @property
     def broken(self) -> bool:
-        """Whether the instance must be closed and not used again."""
+        """True if the instance must be closed and not used again."""
         return self._host.broken
 
     @broken.setter
@@ -79,7 +79,7 @@ class LiveEnv:
 
     @property
     def answers_at_once(self) -> bool:
-        """Whether its calls return without awaiting: it is sync, and runs on the event loop."""
+        """True if its calls return without awaiting: it is sync, and runs on the event loop."""
         return self._host.answers_at_once
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:

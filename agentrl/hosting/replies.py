@@ -99,7 +99,7 @@ def _text(where: str, observation: Any) -> str:
 
 
 def _holds_image(observation: Any) -> bool:
-    """Whether this is an array of pixels, a picture of Pillow, or a message's content that has an
+    """True if this is an array of pixels, a picture of Pillow, or a message's content that has an
     image among it.
     """
     if isinstance(observation, Mapping):

@@ -233,9 +233,7 @@ _TALLY = {
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """How many tasks or episodes have each fate; `open` ones have none yet. The counts sum to
-    `total`.
-    """
+    """Numbers of tasks or episodes by fate, which sum to `total`; `open` ones have none yet."""
 
     total: int
     open: int
@@ -364,8 +362,8 @@ class LedgerReader:
         return self._fates("episodes")
 
     def unused_answers(self) -> Mapping[str, tuple[int, int]]:
-        """What was sampled in episodes that ended, and is in none of their turns: by reason,
-        answers and tokens.
+        """Answers and tokens, by reason, that were sampled in episodes that ended and are in none
+        of their turns.
         """
         if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'unused'").fetchone():
             return {}  # it was written before there was such a table
@@ -683,9 +681,7 @@ def _copied(path: Path, into: Path) -> Path:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a process of this machine has a ledger open, as far as is known. SQLite locks its
-    file then.
-    """
+    """True if a process of this machine is known to have a ledger open: SQLite locks its file."""
     try:
         locks = Path("/proc/locks").read_text()
     except OSError:  # not Linux

@@ -243,7 +243,7 @@ def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a row has the results of an evaluation of the weights after its number of steps."""
+    """True if a row has the results of an evaluation of the weights after its number of steps."""
     return any(name.startswith("eval/") for name in row)
 
 

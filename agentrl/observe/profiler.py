@@ -146,7 +146,7 @@ class _Recording:
 
     @property
     def is_over(self) -> bool:
-        """Whether its time has come."""
+        """True if its time has come."""
         return self._until is not None and time.monotonic() >= self._until
 
     def write(self, phases: Iterable[tuple[str, float, float]] = ()) -> None:

@@ -25,7 +25,7 @@ class Condition:
     steps: int = IN_A_ROW
     """Steps in a row after which to tell it."""
     blames_tasks: bool = False
-    """Whether it is no news where success has just been lost, and blames the tasks for that."""
+    """True if it is no news where success has just been lost, and blames the tasks for that."""
 
 
 def conditions(

@@ -430,7 +430,7 @@ def _experiment_id(mlflow: Any, project: str | None) -> str | None:
 
 
 def _has_run(mlflow: Any, run_id: str) -> bool:
-    """Whether there is such a run still: somebody may have deleted it."""
+    """True if there is such a run still: somebody may have deleted it."""
     try:
         return bool(mlflow.get_run(run_id).info.lifecycle_stage == "active")
     except mlflow.MlflowException as error:

@@ -86,7 +86,7 @@ class Mesh:
         return rank
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which part of a batch a rank computes.
+        """The number of the part of a batch that a rank computes.
 
         Raises:
             ValueError: there is no such rank.

@@ -94,7 +94,7 @@ class Loss(Protocol):
 
 
 def uses_entropy(loss: Loss) -> bool:
-    """Whether a loss, or the algorithm whose method it is, asks for entropies."""
+    """True if a loss, or the algorithm whose method it is, asks for entropies."""
     plugin = loss.__self__ if isinstance(loss, MethodType) else loss
     return AlgorithmOffers.of(plugin).uses_entropy
 
@@ -208,7 +208,7 @@ class ActorCritic(Algorithm, Protocol):
 
     @property
     def bootstraps(self) -> bool:
-        """Whether `estimate` needs the critic's values after truncated episodes."""
+        """True if `estimate` needs the critic's values after truncated episodes."""
         ...
 
     def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:

@@ -277,6 +277,6 @@ class EngineOffers(Offers):
 
 
 def _has_own(kind: type, method: str) -> bool:
-    """Whether a class has this method, other than as `Engine` has it by default."""
+    """True if a class has this method, other than as `Engine` has it by default."""
     inherited = vars(Engine)[method]
     return getattr(kind, method, None) not in (None, inherited)

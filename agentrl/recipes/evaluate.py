@@ -215,7 +215,7 @@ def check_best(run: Run, step: int, evaluation: Evaluation) -> None:
 
 
 def _all_above_zero(scored: Iterable[tuple[Trajectory, Score]]) -> bool:
-    """Whether all episodes succeeded for no other reason than a score above zero, and the scores
+    """True if all episodes succeeded for no other reason than a score above zero, and the scores
     differ.
     """
     scored = list(scored)

@@ -109,7 +109,7 @@ _COLUMNS = ["id", "agent", "task", "env", "seed", "detail", "score", "messages",
 
 
 def same_tokens(trajectories: Iterable[Trajectory], renderer: TemplateRenderer) -> bool:
-    """Whether tokens mean to `renderer` what was said: whether most answers with a text are decoded
+    """True if tokens mean to `renderer` what was said: whether most answers with a text are decoded
     to that text.
     """
     alike = [

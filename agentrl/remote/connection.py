@@ -35,7 +35,7 @@ class LostConnectionError(Exception):
     closing: str = ""
     """The close frames of both sides, in words."""
     is_closed_by_server: bool = False
-    """Whether the server sent a close frame. One that dies sends none."""
+    """True if the server sent a close frame. One that dies sends none."""
 
 
 class Dialect(Protocol):
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent."""
+        """True if messages can be sent."""
         transport = self._transport
         return (
             transport is not None and not transport.is_closing() and self._wire.state is State.OPEN

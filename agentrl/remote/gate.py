@@ -179,7 +179,7 @@ class RequestGate:
 
 
 def _is_address(host: bytes) -> bool:
-    """Whether a `Host` header is empty, an IP address or localhost: no name that someone else could
+    """True if a `Host` header is empty, an IP address or localhost: no name that someone else could
     point here.
     """
     try:

@@ -270,7 +270,7 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent."""
+        """True if messages can be sent."""
         return self.connection.is_open
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> ReplyFrame:

@@ -124,13 +124,13 @@ class Sessions:
         return session_id in self._sessions
 
     def answers_at_once(self, session_id: str) -> bool:
-        """Whether a request to this session is answered without waiting."""
+        """True if a request to this session is answered without waiting."""
         session = self._sessions.get(session_id)
         return session is None or (session.env.answers_at_once and not session.lock.locked())
 
     @property
     def busy(self) -> bool:
-        """Whether an episode or a call is running."""
+        """True if an episode or a call is running."""
         return any(session.playing or session.lock.locked() for session in self._sessions.values())
 
     @contextmanager

@@ -146,7 +146,7 @@ def earnings(
 
 
 def success_of(info: Mapping[str, Any], agent: str) -> bool | None:
-    """Whether the agent reached its goal: `info["success"]`, one value for all or one per agent;
+    """True if the agent reached its goal: `info["success"]`, one value for all or one per agent;
     None if missing.
     """
     success = info.get("success")

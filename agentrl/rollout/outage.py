@@ -36,7 +36,7 @@ class Outages:
     _why: str = ""
 
     def caused(self, failed: Failed, started: float) -> bool:
-        """Whether an outage failed an attempt that began at `started`: such a failure counts in no
+        """True if an outage failed an attempt that began at `started`: such a failure counts in no
         retry budget.
 
         A server that is back has lost its sessions, so a failure of the environment also counts as

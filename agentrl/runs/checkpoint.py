@@ -47,9 +47,9 @@ class Checkpoints:
 
     folder: Path
     keep: int = 1
-    """How many of the newest checkpoints to keep."""
+    """Number of the newest checkpoints to keep."""
     keep_best: int = 0
-    """How many of the checkpoints with the largest values to keep besides."""
+    """Number of the checkpoints with the largest values to keep besides."""
     awaited: set[int] = field(default_factory=set)
     """Steps whose value is still to come: their checkpoints are kept too."""
 

@@ -57,7 +57,7 @@ class EvaluationLog:
         return sorted(self._pending)
 
     def is_finished(self, step: int, suite: str) -> bool:
-        """Whether the weights after `step` steps have a result of this suite."""
+        """True if the weights after `step` steps have a result of this suite."""
         return suite in self._finished.get(step, {})
 
     def values(self, metric: str) -> dict[int, float]:

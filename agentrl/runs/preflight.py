@@ -244,7 +244,7 @@ def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> No
 
 
 def _same_shape(checkpoint: Path, config: RunConfig) -> bool:
-    """Whether the configured model, which is another than that of a checkpoint, has weights of the
+    """True if the configured model, which is another than that of a checkpoint, has weights of the
     same shapes.
     """
     if config.model.name in SIZES:
@@ -279,7 +279,7 @@ def model_revision(config: RunConfig) -> str | None:
 
 
 def was_begun(loaded: LoadedConfig, *, change: bool = False) -> bool:
-    """Whether the run of this config has begun already.
+    """True if the run of this config has begun already.
 
     Raises:
         ConfigError: its folder holds a run of another config, and `change` does not allow that.

@@ -67,7 +67,7 @@ def held_out_tasks(config: RunConfig, count: int) -> list[Task]:
 
 
 def fingerprints(config: RunConfig) -> Mapping[str, str]:
-    """What the tasks of a run are, by split, where they come from data. All data is read and
+    """Descriptions of the tasks of a run that come from data, by split. All data is read and
     checked for it.
 
     Raises:

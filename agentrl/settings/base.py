@@ -68,7 +68,7 @@ class Settings(BaseModel):
 
     @classmethod
     def _is_section(cls, key: str) -> bool:
-        """Whether a setting is a mapping of others, and cannot be null."""
+        """True if a setting is a mapping of others, and cannot be null."""
         field = cls.model_fields.get(key)
         kind = None if field is None else get_origin(field.annotation) or field.annotation
         return isinstance(kind, type) and issubclass(kind, Settings | Mapping)
@@ -103,7 +103,7 @@ class Settings(BaseModel):
 
 
 def _is_free(annotation: Any) -> bool:
-    """Whether a setting of this type may hold values of any kind."""
+    """True if a setting of this type may hold values of any kind."""
     return annotation is Any or any(map(_is_free, get_args(annotation)))
 
 

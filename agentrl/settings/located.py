@@ -93,7 +93,7 @@ def _meant(problems: Sequence[Located], level: int) -> Iterator[Located]:
 
 
 def _is_of_type(problem: Located, place: tuple[str, ...]) -> bool:
-    """Whether the value at `place` has the type of the problem's branch, and something else is
+    """True if the value at `place` has the type of the problem's branch, and something else is
     wrong with it.
     """
     if len(problem.keys) > len(place):

@@ -37,7 +37,7 @@ class SamplingParams(Settings):
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens of the vocabulary may be left out."""
+        """True if some tokens of the vocabulary may be left out."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def with_bounded_support(self) -> "SamplingParams":

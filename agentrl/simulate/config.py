@@ -19,7 +19,7 @@ class SimulatedOutage(Settings):
     """How long it lasts; 0 is a crash of all live episodes."""
 
     def hits(self, began: float, when: float) -> bool:
-        """Whether it breaks off an episode that began at `began` and is called at `when`."""
+        """True if it breaks off an episode that began at `began` and is called at `when`."""
         return began < self.at + self.seconds and when >= self.at
 
 
@@ -140,6 +140,6 @@ class SimulationConfig(Settings):
     update_seconds: Latency = Constant(value=0.0)
     """Seconds to transfer new weights to the engines."""
     time_shared: bool = False
-    """Whether the engines sleep while the trainer works, as they do if both share devices."""
+    """True if the engines sleep while the trainer works, as they do if both share devices."""
     switch_seconds: float = Field(0.0, ge=0)
     """Seconds per step for both switches between engines and trainer."""

@@ -471,7 +471,7 @@ class SimulatedEngine(Engine):
         )
 
     def _fits(self, live: _Live) -> bool:
-        """Whether there is room for the request and one more token per request: else it would be
+        """True if there is room for the request and one more token per request: else it would be
         preempted at once.
         """
         capacity = self._config.kv_tokens
@@ -480,8 +480,8 @@ class SimulatedEngine(Engine):
         return self._held() + live.prompt + live.made + len(self._running) + 1 <= capacity
 
     def _take_cached(self, live: _Live) -> int:
-        """How much of its context the session left in the cache. From now on, that part belongs to
-        the request.
+        """Tokens of its context that the session left in the cache. From now on, that part belongs
+        to the request.
         """
         session = live.request.session
         if not session or session not in self._cached:

@@ -233,8 +233,8 @@ class _Files(Mapping[str, "Tensor"]):
 
 @dataclass(frozen=True, slots=True)
 class BundlePlace:
-    """Where to write a version, and the size of its buckets. It pickles, so another process may
-    write there.
+    """The place to write a version to, and the size of its buckets. It pickles, so another process
+    may write there.
 
     As a context manager, it removes what was written if the block raises.
     """

@@ -1,4 +1,4 @@
-"""Whether the weights in a model's folder have the shapes that its config describes."""
+"""A check that the weights in a model's folder have the shapes that its config describes."""
 
 from pathlib import Path
 

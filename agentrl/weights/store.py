@@ -84,7 +84,7 @@ class WeightStore:
             self._lock.release()
 
     def place(self, version: int) -> BundlePlace:
-        """Where to write a version; a new place each time."""
+        """A new place to write a version to."""
         return BundlePlace(
             self.folder / f"v{version}-{next(self._numbers)}", version, self._bucket_bytes
         )

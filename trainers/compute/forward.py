@@ -224,7 +224,7 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
 
 
 def _scales_so(model: Any, scaling: Scaling) -> bool:
-    """Whether the logits of a few tokens are the head's outputs with this scaling."""
+    """True if the logits of a few tokens are the head's outputs with this scaling."""
     tokens_S = torch.arange(8, device=model.device) % model.config.get_text_config().vocab_size
     segments, rest = Segments.of([8], model.device), without_router_logits(model.config)
     with torch.no_grad():

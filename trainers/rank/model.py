@@ -129,7 +129,7 @@ class ValuePredictor(Predictor):
 
 
 def in_bfloat16(settings: TrainerSettings, device: torch.device) -> bool:
-    """Whether a trainer computes in bfloat16 on this device: by its settings, else wherever a GPU
+    """True if a trainer computes in bfloat16 on this device: by its settings, else wherever a GPU
     has it.
     """
     if settings.dtype is not None:

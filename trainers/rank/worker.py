@@ -183,7 +183,7 @@ class TrainerRank:
         self._copying, self._snapshot = copying, snapshot
 
     def saved(self) -> bool:
-        """Whether what `begin_save` began is written.
+        """True if what `begin_save` began is written.
 
         Raises:
             OSError: it cannot be written.
@@ -310,7 +310,7 @@ class TrainerRank:
 
     @property
     def _balances(self) -> bool:
-        """Whether the routers of a mixture of experts are balanced by a loss."""
+        """True if the routers of a mixture of experts are balanced by a loss."""
         return self._spec.head == "policy" and self._spec.config.router_aux_loss_coef > 0
 
     def _balance_totals(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:

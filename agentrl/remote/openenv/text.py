@@ -29,7 +29,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 def has_tools(action_schema: Schema) -> bool:
-    """Whether actions are calls of tools that the environment lists."""
+    """True if actions are calls of tools that the environment lists."""
     return action_schema.get("title") in TOOL_ACTIONS
 
 
@@ -163,7 +163,7 @@ def _fields(action_schema: Schema) -> dict[str, Any]:
 
 
 def _takes_text(field: Mapping[str, Any]) -> bool:
-    """Whether a field is, or may be, free text; an enumeration is not."""
+    """True if a field is, or may be, free text; an enumeration is not."""
     if "enum" in field or "const" in field:
         return False
     options = field.get("anyOf") or field.get("oneOf") or ()

@@ -77,7 +77,7 @@ class RayReceiver:
         self._here: dict[str, WeightBundle] = {}
 
     def missing(self, bundle: WeightBundle) -> bool:
-        """Whether a bundle must be sent here."""
+        """True if a bundle must be sent here."""
         return bundle.manifest.checksum not in self._here and not bundle.folder.is_dir()
 
     def local(self, weights: Mapping[str, "Tensor"]) -> Shipment:
