@@ -23,9 +23,7 @@ INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(P
 CHAT_TEMPLATES = trl==1.16.0
 
 # Tests run in so many processes at a time; those that take both cores one after another, in one of them.
-# Marked tests wait for the processes that they start for two fifths of their time, so there is one more for them.
 WORKERS ?= 2
-WAITING ?= $(shell expr $(WORKERS) + 1)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config --durations=10"
 
@@ -66,7 +64,7 @@ fast: install
 # Properties are tried with the slow tests, on more examples than the fast ones have time for.
 test: install
 	$(PYTEST) -m "not vllm and not slow and not long and not chaos and not hypothesis"
-	$(PYTEST) -n $(WAITING) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
+	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
 
 # A pretrained model learns, on two cores: three seeds, and a table of success before and after. Not in CI.
 SEEDS ?= 1 2 3

