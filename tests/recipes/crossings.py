@@ -420,6 +420,9 @@ class Runs:
         weights = _weights(folder)
         back = ["--step", "1"] if (folder / "run" / "checkpoints" / "step_000001").is_dir() else []
         resumed = self._train(folder, "--resume", "run", *back)
+        # Which groups are compared depends on what takes how long.
+        if resumed.kind == "ended":
+            return resumed
         if resumed.kind != "accepted":
             return Outcome("wrong", f"resumed: {resumed.said}")
         # Which members come first depends on what takes how long, and so does what is stale.
@@ -439,8 +442,10 @@ class Runs:
         said = sorted(folder.glob("*.log"))[-1].read_text()
         if status is None:
             return Outcome("wrong", f"hangs or dies: {said[-3000:]}")
-        if status == 1 and said.splitlines()[-1].startswith("FilterBudgetError:"):
-            return Outcome("ended", said.splitlines()[-1])
+        # The sentence is followed by one that names the way to go on.
+        errors = [line for line in said.splitlines() if line.startswith("FilterBudgetError:")]
+        if status == 1 and errors and "Traceback" not in said:
+            return Outcome("ended", errors[-1])
         if "Traceback" in said or "never retrieved" in said or status not in (0, 2):
             return Outcome("wrong", f"exit {status}: {said[-3000:]}")
         if status == 0:
