@@ -420,11 +420,10 @@ class Runs:
         weights = _weights(folder)
         back = ["--step", "1"] if (folder / "run" / "checkpoints" / "step_000001").is_dir() else []
         resumed = self._train(folder, "--resume", "run", *back)
-        # Which groups are compared depends on what takes how long.
-        if resumed.kind == "ended":
-            return resumed
         if resumed.kind != "accepted":
-            return Outcome("wrong", f"resumed: {resumed.said}")
+            # Which groups are compared, and filtered, depends on what takes how long.
+            ended = resumed.kind == "ended"
+            return resumed if ended else Outcome("wrong", f"resumed: {resumed.said}")
         # Which members come first depends on what takes how long, and so does what is stale.
         same = row["staleness"] == "none" and row["members"] == "exact"
         if same and (distance := _distance(weights, _weights(folder))) > 0.01:
@@ -612,12 +611,13 @@ def _distance(first: Mapping[str, FloatArray], second: Mapping[str, FloatArray])
 
 @dataclass
 class Tally:
-    """How many runs were accepted, or ended by a filter; the refusals with their choices; and what
-    was wrong.
+    """How many runs were accepted, or ended by a filter; the rows of all; the refusals with their
+    choices; and what was wrong.
     """
 
     accepted: int = 0
     ended: int = 0
+    rows: list[Row] = field(default_factory=list)
     refused: list[tuple[Row, str]] = field(default_factory=list)
     wrong: list[tuple[Row, str]] = field(default_factory=list)
 
@@ -648,6 +648,7 @@ def crossed(runs: Runs, coverage: Coverage, done: Path, *, most: int | None = No
                 file.write(json.dumps([row, told.kind, told.said]) + "\n")
         number += 1
         coverage.accept(row)
+        tally.rows.append(row)
         tally.accepted += told.kind == "accepted"
         tally.ended += told.kind == "ended"
         if told.kind not in ("accepted", "ended"):
