@@ -140,9 +140,11 @@ def gateway(  # noqa: PLR0917  typer calls it by name
     is said.
     """
 
+    from agentrl.gateway.server import check_packages
     from agentrl.recipes.serve_policy import serve_policy
     from agentrl.remote.http_server import check_reach
 
+    check_packages()  # before the model is loaded
     record = output(record)
     given = {"gateway.port": port, "gateway.host": host}
     chosen = [

@@ -193,6 +193,19 @@ class GatewayServer(uvicorn.Server):
             server.close()
 
 
+def check_packages() -> None:
+    """Refuse to serve without the packages whose types the gateway answers with.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
+        raise ConfigError(
+            f"the gateway needs {' and '.join(missing)}, not installed here: "
+            f"{install_command('gateway')}"
+        )
+
+
 @asynccontextmanager
 async def serving(
     registry: SessionRegistry, agents: RemoteAgents | None = None
@@ -204,11 +217,7 @@ async def serving(
     Raises:
         ConfigError: it cannot listen there, or the packages of the protocols are missing.
     """
-    if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
-        raise ConfigError(
-            f"the gateway needs {' and '.join(missing)}, not installed here: "
-            f"{install_command('gateway')}"
-        )
+    check_packages()
     config = registry.config
     app = create_app(registry, agents, _token(config, agents))
     listener = _listener(config)

@@ -63,9 +63,10 @@ async def reward_model(run: Run, settings: RewardModelSettings) -> None:
     rng = Random(derive_seed(run.config.seed, "preferences"))
     pairs = read_preferences(config, rng)
     base = await base_model(run)
-    training, held_out = (
-        _tokens(run, base, part, config) for part in split(pairs, config.held_out, rng)
-    )
+    training, held_out = [
+        await asyncio.to_thread(_tokens, run, base, part, config)
+        for part in split(pairs, config.held_out, rng)
+    ]
     if not training:
         raise ConfigError(
             f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out"

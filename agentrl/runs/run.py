@@ -60,7 +60,7 @@ from agentrl.flow import Flow, run_to_completion
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.source import commit_of, model_folder
 from agentrl.observe.curve import draw_curve
-from agentrl.observe.ending import ending_of, how_to_go_on
+from agentrl.observe.ending import ending_of, how_to_go_on, resume_command
 from agentrl.observe.launches import record_launch
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.protocols import Savable
@@ -176,6 +176,11 @@ class Run:
             self.display.say(f"resuming after {start} steps with changes:")
             for change in self._changes:
                 self.display.say(f"  {escape(str(change))}")
+        if start and start >= self.config.steps:
+            self.display.say(
+                f"all {self.config.steps} steps are done; `{resume_command(self.folder)}"
+                f" steps={2 * start}` goes on"
+            )
         if self._new_model:
             self._set_aside_models()
         history = ConfigHistory(self.folder)

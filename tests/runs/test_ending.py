@@ -16,6 +16,7 @@ from agentrl.config import load_config
 from agentrl.errors import RetriesExhaustedError
 from agentrl.protocols import Savable
 from agentrl.runs.run import Run
+from agentrl.trajectory import Task
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report import write_report
 
@@ -27,10 +28,12 @@ class Nothing(Savable):
         await asyncio.to_thread(folder.mkdir)
 
 
-def run_in(folder: Path, *, resume: bool = False) -> Run:
+def run_in(
+    folder: Path, *, resume: bool = False, steps: int = 10, said: StringIO | None = None
+) -> Run:
     config = folder.with_suffix(".yaml")
-    config.write_text(f"env: frozen_lake\nrun_dir: {folder}\ntrackers: []\n")
-    return Run(load_config(config), Console(file=StringIO()), resume=resume)
+    config.write_text(f"env: frozen_lake\nrun_dir: {folder}\nsteps: {steps}\ntrackers: []\n")
+    return Run(load_config(config), Console(file=said or StringIO(), width=200), resume=resume)
 
 
 def ended(folder: Path, name: str) -> dict[str, Any]:
@@ -148,3 +151,20 @@ def test_a_report_says_why_the_run_ended(tmp_path: Path) -> None:
         "The run failed: 5 tasks failed: the server is away. To go on: agentrl train --resume"
         in text
     )
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_resumed_run_that_is_complete_names_the_way_to_more_steps(
+    tmp_path: Path, steps: int
+) -> None:
+    said = StringIO()
+    with run_in(tmp_path / "run", steps=steps) as run:
+        run.metrics.append({"step": 0, **ROW})
+        run.ledger.admit(0, Task("frozen_lake", 1), 0)
+        run.ledger.trained(0, {0: [1.0]})
+        asyncio.run(run.save_checkpoint(1, Nothing()))
+    with run_in(tmp_path / "run", resume=True, steps=steps, said=said):
+        pass
+    complete = "all 1 steps are done; `agentrl train --resume" in said.getvalue()
+    assert complete == (steps == 1)
+    assert ("steps=2` goes on" in " ".join(said.getvalue().split())) == (steps == 1)
