@@ -272,9 +272,10 @@ class GroupTrainer(Trainer):
         await self._ask(lambda ranks: ranks.all("load", folder))
         self._log.begin_at(checkpoint)
 
-    async def sleep(self) -> None:
-        """Free the memory of all ranks' devices."""
-        await self._ask(lambda ranks: ranks.all("sleep"))
+    async def sleep(self) -> int | None:
+        """Free the memory of all ranks' devices. See `Trainer.sleep`."""
+        freed_bytes: Sequence[int | None] = await self._ask(lambda ranks: ranks.all("sleep"))
+        return max((freed for freed in freed_bytes if freed is not None), default=None)
 
     async def wake(self) -> None:
         """Move all ranks' state back to their devices."""

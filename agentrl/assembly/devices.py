@@ -56,31 +56,29 @@ async def device_sharing(
     """
     plan = placed.plan
     time_shared = plan is not None and plan.devices.time_shared
+    sharing = (
+        _time_sharing(placed, plan, engines, trainers)
+        if plan is not None and time_shared
+        else NoSharing()
+    )
     async with AsyncExitStack() as entered:
-        for engine in engines if time_shared else ():
-            await engine.sleep()  # the devices have room for one side only
-        for trainer in trainers:
-            await entered.enter_async_context(trainer)
-            if time_shared:
-                await trainer.sleep()
-        for engine in engines if time_shared else ():
-            await engine.wake()
-        yield (
-            NoSharing()
-            if plan is None or not time_shared
-            else _time_sharing(placed, plan, engines, trainers)
-        )
+        async with sharing.starting():  # the devices have room for one side only
+            for trainer in trainers:
+                await entered.enter_async_context(trainer)
+                if time_shared:
+                    await trainer.sleep()
+        yield sharing
 
 
 def _time_sharing(
     placed: PlacedCluster, plan: Plan, engines: Sequence[Router], trainers: Sequence[Trainer]
 ) -> TimeSharing:
-    def needs(role: str) -> int:
-        return max(load.awake[role].total for load in plan.loads if role in load.awake)
+    def planned(role: str) -> int:
+        return max(load.awake[role].to_wake for load in plan.loads if role in load.awake)
 
     return TimeSharing(
-        Tenant("engine", engines, needs("engine")),
-        Tenant("trainer", trainers, needs("trainer")),
+        Tenant("engine", engines, planned("engine")),
+        Tenant("trainer", trainers, planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
     )

@@ -118,8 +118,8 @@ class _EngineHost:
         await self._receiver.keep_only(here)
         return self._report()
 
-    async def sleep(self) -> None:
-        await self._engine.sleep()
+    async def sleep(self) -> int | None:
+        return await self._engine.sleep()
 
     async def wake(self) -> None:
         await self._engine.wake()
@@ -245,9 +245,10 @@ class RayEngine(Engine):
         await forward(shipment_of(weights), self._call)
         self._latest = await _answer_of(self._running.update_weights.remote(weights, version))
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """See `Sleeper`."""
-        await _answer_of(self._running.sleep.remote())
+        freed_bytes: int | None = await _answer_of(self._running.sleep.remote())
+        return freed_bytes
 
     async def wake(self) -> None:
         """See `Sleeper`."""

@@ -287,16 +287,18 @@ class LocalEngine(Engine):
         """
         return self._entered().weights
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is in
         progress.
         """
         model = self._entered()
+        was_awake = self._awake.is_set()
         self._awake.clear()
         self._slots.forget_parked()
         for live in self._running.values():
             live.cached, live.stale = 0, False  # all its tokens are recomputed
-        model.sleep()
+        freed_bytes = model.sleep()
+        return freed_bytes if was_awake else None
 
     async def wake(self) -> None:
         """See `Sleeper`."""

@@ -406,13 +406,20 @@ class PackedModel:
             for name, tensor in self._names.own(weights):
                 own[name].copy_(tensor)
 
-    def sleep(self) -> None:
-        """Free the KV cache, and move the weights to host memory."""
+    def sleep(self) -> int:
+        """Free the KV cache, and move the weights to host memory; returns the bytes freed on the
+        device.
+        """
+        on_gpu = self._device.type == "cuda"
+        freed_bytes = self.kv_bytes
+        if on_gpu:
+            freed_bytes += sum(weight.nbytes for weight in self._model.parameters())
         self._layers = [_SlotKv() for _ in self._layers]
         self._capacity = (0, 0)
         self._model.to("cpu")
-        if self._device.type == "cuda":
+        if on_gpu:
             torch.cuda.empty_cache()
+        return freed_bytes
 
     def wake(self) -> None:
         """Move the weights back to the device; the KV cache grows again on demand."""

@@ -308,9 +308,15 @@ class Router(Engine):
         finally:
             self._open.set()
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """See `Engine.sleep`. Applies to all live replicas."""
-        await self._everywhere("sleep", lambda engine: engine.sleep())
+        freed_bytes: list[int | None] = []
+
+        async def sleep(engine: Engine) -> None:
+            freed_bytes.append(await engine.sleep())
+
+        await self._everywhere("sleep", sleep)
+        return max((freed for freed in freed_bytes if freed is not None), default=None)
 
     async def wake(self) -> None:
         """See `Engine.wake`."""

@@ -323,7 +323,7 @@ class VllmEngine(Engine):
                         raise EngineDeadError(f"the engine is lost: {self._closed}") from error
                     raise
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """See `Sleeper` (agentrl/placement/time_share.py). Weights move to host memory; the KV
         cache is dropped.
 
@@ -336,9 +336,13 @@ class VllmEngine(Engine):
                 raise ConfigError(
                     "engine.sleep_mode is off, so vLLM cannot sleep: write engine.sleep_mode=true"
                 )
-            if not self._asleep:
-                await self._unless_dead(llm, llm.sleep(level=1, mode="keep"))
-                self._asleep = True
+            if self._asleep:
+                return None
+            sleepable = llm.collective_rpc("sleepable_bytes")
+            freed_bytes: list[int] = await self._unless_dead(llm, sleepable)
+            await self._unless_dead(llm, llm.sleep(level=1, mode="keep"))
+            self._asleep = True
+            return max(freed_bytes)
 
     async def wake(self) -> None:
         """See `Sleeper`."""

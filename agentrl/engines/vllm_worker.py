@@ -224,6 +224,12 @@ class WorkerExtension:
         """Read a whole bundle, check it, and return its checksum."""
         return WeightBundle.open(Path(folder)).manifest.checksum
 
+    def sleepable_bytes(self) -> int:
+        """Bytes on this worker's GPU that vLLM's sleep frees: weights, KV cache and scratch."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return int(CuMemAllocator.get_instance().get_current_usage())
+
 
 class Counters(StatLoggerBase):  # type: ignore[misc]
     """Sums up the statistics that vLLM reports after every step."""

@@ -128,6 +128,11 @@ class Footprint:
         """All bytes on the device."""
         return sum(self.parts.values())
 
+    @property
+    def to_wake(self) -> int:
+        """Bytes that must be free on the device before it wakes."""
+        return sum(size for use, size in self.parts.items() if use != "workspace")
+
 
 def trainer_footprint(
     facts: ModelFacts, layout: TrainerLayout, ranks: int, micro_batches: float = 1, longest: int = 0

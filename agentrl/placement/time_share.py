@@ -8,6 +8,10 @@
 Both are never awake at once. A failed switch is undone. If a role misses its deadline, or can
 neither sleep nor wake, its state is unknown: the sharing is `lost`, and every later switch is
 refused.
+
+A role needs the memory that its sleep has freed, as it measured it itself: what it keeps while it
+sleeps (its CUDA context, NCCL's buffers, CUDA graphs) is there already. Until it has slept, the
+plan's figure counts.
 """
 
 import re
@@ -46,8 +50,11 @@ class Sleeper(Protocol):
     sleeping trainer can still provide its weights.
     """
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """Release all memory that can be released. If this raises, the object is awake as before.
+
+        Returns the bytes of its own that this freed, on the device where it freed most; None if it
+        cannot tell, or was asleep already.
 
         Raises:
             ConfigError: it has no way to sleep here.
@@ -79,16 +86,23 @@ class NoSharing:
         """Changes nothing."""
         yield
 
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Changes nothing."""
+        yield
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One side of a share: all its replicas, and the bytes that must be free on each device before
-    it wakes.
-    """
+    """One side of a share."""
 
     name: str
+    """Its role."""
     sleepers: Sequence[Sleeper]
-    needs: int
+    """Its parts, each on all of its devices."""
+    planned: int
+    """Bytes that must be free on each device before it wakes, as planned: they count until its
+    sleep has been measured."""
 
 
 class TimeSharing:
@@ -103,7 +117,23 @@ class TimeSharing:
         self._trainer = trainer
         self._free = free
         self._seconds = seconds
+        self._freed: dict[str, int] = {}
         self.state: State = "generating"
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """The engine is asleep inside, where the trainer starts and goes to sleep; afterwards the
+        engine is awake. If the block fails, the engine stays asleep.
+
+        Raises:
+            TimeShareError: the engine cannot sleep, or cannot wake beside the sleeping trainer.
+        """
+        self.state = "switching"
+        await self._fall_asleep(self._engine)
+        yield
+        await self._check_memory(self._engine)
+        await self._call(self._engine, "wake")
+        self.state = "generating"
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -124,7 +154,7 @@ class TimeSharing:
             raise TimeShareError(f"cannot go from {before} to {after}: the state is {self.state}")
         self.state = "switching"
         try:
-            await self._call(tired, "sleep")
+            await self._fall_asleep(tired)
         except TimeShareError as error:
             await self._undo(before, (tired, "wake"))
             raise self._with_state(error) from error
@@ -157,28 +187,41 @@ class TimeSharing:
     def _is_lost(self) -> bool:
         return self.state == "lost"
 
+    async def _fall_asleep(self, turn: Tenant) -> None:
+        """Put a side to sleep, and note how much memory that has freed."""
+        freed_bytes = await self._call(turn, "sleep")
+        measured = [freed for freed in freed_bytes if freed is not None]
+        if measured and len(measured) == len(freed_bytes):
+            self._freed[turn.name] = sum(measured)
+
     async def _check_memory(self, turn: Tenant) -> None:
         free = await self._free()
-        if free < turn.needs:
+        measured = self._freed.get(turn.name)
+        needs = turn.planned if measured is None else measured
+        if free < needs:
+            origin = "planned" if measured is None else "measured when it slept"
             raise TimeShareError(
-                f"the {turn.name} needs {turn.needs / 2**30:.2f} GiB to wake, and"
-                f" {free / 2**30:.2f} are free on a device that it shares: another process uses it,"
-                " or the sleeping side keeps more than planned. Lower engine.memory_fraction, or"
-                " give them devices of their own (placement=disaggregated)"
+                f"the {turn.name} needs {needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are"
+                f" free on a device that it shares (its need was {origin}): another process uses"
+                " it, or the sleeping side keeps more than planned. Lower engine.memory_fraction,"
+                " or give them devices of their own (placement=disaggregated)"
             )
 
-    async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> None:
-        """Call `method` on all replicas at the same time.
+    async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> list[int | None]:
+        """Call `method` on all parts at the same time; returns their answers.
 
         Raises:
-            TimeShareError: a replica failed, or did not answer in time; in the latter case the
+            TimeShareError: a part failed, or did not answer in time; in the latter case the
             sharing is lost.
         """
         try:
             with deadline("engine", f"{turn.name}.{method}", self._seconds):
                 async with Flow(f"{turn.name}.{method}") as flow:
-                    for number, sleeper in enumerate(turn.sleepers):
+                    calls = [
                         flow.start(getattr(sleeper, method)(), name=str(number))
+                        for number, sleeper in enumerate(turn.sleepers)
+                    ]
+            return [call.result() for call in calls]
         except DeadlineError as error:
             self.state = "lost"
             raise TimeShareError(

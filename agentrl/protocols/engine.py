@@ -227,9 +227,12 @@ class Engine(Protocol):
         """
         return
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """Release all memory that can be released. Repeating it changes nothing. If this raises,
         the engine is awake as before.
+
+        Returns the bytes of its own that this freed, on the device where it freed most; None if it
+        cannot tell, or was asleep already.
 
         A sleeping engine answers no requests: new ones wait, and those in flight continue when it
         wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile.

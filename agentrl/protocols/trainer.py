@@ -140,9 +140,12 @@ class Trainer(Savable, Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         """Release all device memory that can be released. A sleeping trainer can still provide its
         weights. Repeating it changes nothing. If this raises, the trainer is awake as before.
+
+        Returns the bytes of its own that this freed, on the device where it freed most; None if it
+        cannot tell, or was asleep already.
 
         Raises:
             ConfigError: it has no way to sleep here, as by default.

@@ -54,7 +54,7 @@ class SleepyTrainer:
 
 def placed(time_shared: bool) -> PlacedCluster:
     """A plan of two roles of 100 and 200 bytes."""
-    awake = {"engine": SimpleNamespace(total=100), "trainer": SimpleNamespace(total=200)}
+    awake = {"engine": SimpleNamespace(to_wake=100), "trainer": SimpleNamespace(to_wake=200)}
     plan = SimpleNamespace(
         devices=SimpleNamespace(time_shared=time_shared), loads=(SimpleNamespace(awake=awake),)
     )

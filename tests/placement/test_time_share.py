@@ -66,8 +66,8 @@ class Device:
 
 @dataclass
 class Fake:
-    """A `Sleeper` that takes memory of a device while it is awake; `wrong` says what goes wrong at
-    which call.
+    """A `Sleeper` that takes memory of a device while it is awake, and keeps some asleep; `wrong`
+    says what goes wrong at which call. It measures itself unless it is `silent`.
     """
 
     name: str
@@ -76,8 +76,11 @@ class Fake:
     wrong: dict[tuple[str, int], str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     seconds: float = 1
+    kept: int = 0
+    silent: bool = True
 
     def __post_init__(self) -> None:
+        self.device.taken[f"{self.name} asleep"] = self.kept
         if self.name == "engine":
             self.device.taken[self.name] = self.size
 
@@ -85,9 +88,10 @@ class Fake:
     def awake(self) -> bool:
         return self.name in self.device.taken
 
-    async def sleep(self) -> None:
+    async def sleep(self) -> int | None:
         await self._called("sleep")
-        self.device.taken.pop(self.name, None)
+        freed = self.device.taken.pop(self.name, None)
+        return None if self.silent else freed
 
     async def wake(self) -> None:
         await self._called("wake")
@@ -155,6 +159,97 @@ def test_a_switch_whose_memory_is_taken_by_another_is_refused_and_undone() -> No
         assert (engine.awake, trainer.awake) == (True, False)
 
     run_virtual(main)
+
+
+DRIVER, TRAINER_ASLEEP = 0.5, 2.0
+"""GiB that an idle GPU's driver takes, and a sleeping trainer."""
+
+
+def on_an_h100(engine_keeps: float, trainer_asleep: float) -> tuple[TimeSharing, Fake, Fake]:
+    """An engine with 0.9 of 79.1 GiB, of which it keeps some while it sleeps, and a trainer of
+    Qwen3-8B; both measure what their sleep frees. The plan knows of no such figure.
+    """
+    device = Device(round(79.1 * GIB), {"driver": round(DRIVER * GIB)})
+    kept = round(engine_keeps * GIB)
+    weights_and_kv = round(0.9 * 79.1 * GIB) - kept
+    engine = Fake("engine", device, weights_and_kv, kept=kept, silent=False)
+    trainer = Fake("trainer", device, 32 * GIB, kept=round(trainer_asleep * GIB), silent=False)
+    nothing_planned = 100 * GIB
+    share = TimeSharing(
+        Tenant("engine", [engine], nothing_planned),
+        Tenant("trainer", [trainer], 32 * GIB),
+        device.free,
+        DEADLINE,
+    )
+    return share, engine, trainer
+
+
+@pytest.mark.parametrize("engine_keeps", [2.0, 3.5, 5.0, 7.0])
+def test_an_engine_wakes_if_what_its_sleep_freed_is_free(engine_keeps: float) -> None:
+    share, engine, trainer = on_an_h100(engine_keeps, TRAINER_ASLEEP)
+
+    async def main() -> None:
+        async with share.starting():
+            assert not engine.awake
+            await trainer.wake()  # as it starts
+            await trainer.sleep()
+        for _ in range(2):
+            async with share.training():
+                assert (engine.awake, trainer.awake) == (False, True)
+            assert (engine.awake, trainer.awake, share.state) == (True, False, "generating")
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("at_start", [True, False])
+def test_an_engine_stays_asleep_if_a_byte_of_its_weights_or_kv_is_taken(
+    missing: int, at_start: bool
+) -> None:
+    share, engine, trainer = on_an_h100(3.5, TRAINER_ASLEEP)
+    device = engine.device
+
+    def take_the_rest() -> None:
+        left = device.total - sum(device.taken.values()) - engine.size
+        device.taken["somebody else"] = left + missing
+
+    async def main() -> None:
+        async with share.starting():
+            await trainer.sleep()
+            if at_start:
+                take_the_rest()
+        async with share.training():
+            if not at_start:
+                device.taken.pop("trainer")
+                take_the_rest()
+        assert engine.awake
+
+    if missing:
+        with pytest.raises(
+            TimeShareError, match=r"engine needs 67.69 GiB to wake, and .* \(its need was measured"
+        ):
+            run_virtual(main)
+        assert not engine.awake or not at_start
+    else:
+        run_virtual(main)
+
+
+def test_the_parts_of_a_side_that_share_devices_need_the_sum_of_what_they_freed() -> None:
+    device = Device(20 * GIB)
+    policy = Fake("engine", device, 6 * GIB, silent=False)
+    teacher = Fake("engine of the teacher", device, 5 * GIB, silent=False)
+    trainer = Fake("trainer", device, 8 * GIB)
+    device.taken[teacher.name] = teacher.size
+    share = TimeSharing(
+        Tenant("engine", [policy, teacher], 0), Tenant("trainer", [trainer], 0), device.free, 60
+    )
+
+    async def main() -> None:
+        async with share.training():
+            device.taken["somebody else"] = 10 * GIB
+
+    with pytest.raises(TimeShareError, match=r"engine needs 11.00 GiB to wake, and 10.00 are free"):
+        run_virtual(main)
 
 
 WRONG = st.dictionaries(

@@ -200,10 +200,18 @@ class TrainerRank:
         self._finish_copying()
         self._steps_done = checkpoint.load(self.sharding, self.sharding.trainable, folder)
 
-    def sleep(self) -> None:
-        """Free the device's memory."""
+    def sleep(self) -> int | None:
+        """Free the device's memory; returns the bytes freed there, None on a CPU, or if it was
+        freed already.
+        """
         self._finish_copying()
+        device = self.sharding.device
+        if device.type != "cuda":
+            self.sharding.sleep()
+            return None
+        before = torch.cuda.memory_reserved(device)
         self.sharding.sleep()
+        return before - torch.cuda.memory_reserved(device) or None
 
     def wake(self) -> None:
         """Move everything back to the device."""
