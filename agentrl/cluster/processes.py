@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from agentrl.cluster.call_sender import CallSender
+from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
@@ -97,13 +99,14 @@ _hosted: list[Any] = []
 
 
 class ProcessWorker:
-    """An object in its own process. Tensors are passed in shared memory."""
+    """An object in its own process. Tensors and arrays are passed in shared memory."""
 
     def __init__(self, role: str, rank: int, lease: float) -> None:
         self.role = role
         self.rank = rank
         self.pid = 0
         self._lease = lease
+        self._calls = CallSender(role, rank)
         context = _context()
         # The monotonic clock is the machine's, so processes can compare its values.
         self._beat = context.RawValue("d", time.monotonic() + PLACE_SECONDS)
@@ -146,14 +149,25 @@ class ProcessWorker:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
+        self._calls.stop()
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
         try:
-            answer = asyncio.wrap_future(self._executor.submit(work, *args))
+            answer = asyncio.wrap_future(await self._calls.send(self._submit, work, args))
             return await under_lease(answer, self.check, self._lease)
         except BrokenProcessPool as error:
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended") from error
+
+    def _submit(self, work: Callable[..., Any], args: tuple[Any, ...]) -> "Future[Any]":
+        parcel = Parcel.of(args)
+        try:
+            answer = self._executor.submit(_work_on, work, parcel)
+        except BaseException:
+            parcel.close()
+            raise
+        answer.add_done_callback(lambda _: parcel.close())
+        return answer
 
     async def check(self) -> None:
         """See `Worker.check`."""
@@ -207,6 +221,10 @@ def _keep_beating(beat: Any) -> None:
     while True:
         beat.value = time.monotonic()
         never.wait(_BEAT_SECONDS)
+
+
+def _work_on(work: Callable[..., Any], parcel: Parcel) -> Any:
+    return work(*parcel.open())
 
 
 def _host(make: Make, rank: int) -> None:

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.cluster.call_sender import CallSender
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
@@ -83,6 +84,10 @@ class RayWorker:
     lease: float
     process: RayProcess | None = None
     made: bool = False
+    calls: CallSender = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.calls = CallSender(self.role, self.rank)
 
     @property
     def pid(self) -> int:
@@ -90,8 +95,8 @@ class RayWorker:
         return self.process.pid if self.process else 0
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the object in the actor."""
-        return await self.ask(self.actor.call.remote(method, *args))
+        """Call a method of the object in the actor. Ray pickles the arguments where it is asked."""
+        return await self.ask(await self.calls.send(self.actor.call.remote, method, *args))
 
     async def ask(self, answer: Any) -> Any:
         """Wait for the value of a Ray reference.
@@ -135,4 +140,5 @@ class RayWorker:
 
     async def stop(self) -> None:
         """Kill the actor."""
+        self.calls.stop()
         await end(self.actor, self.process)

@@ -7,9 +7,11 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
+import numpy as np
 import psutil
 import pytest
 
@@ -45,6 +47,10 @@ class Counter:
     def pid(self) -> int:
         return os.getpid()
 
+    def look_at(self, array: np.ndarray[Any, Any]) -> tuple[float, bool]:
+        """The sum of an array, and whether it lies in memory that is this process's own."""
+        return float(array.sum()), bool(array.flags.writeable)
+
 
 class Broken:
     def __init__(self, rank: int) -> None:
@@ -75,6 +81,20 @@ def test_calls_reach_all_workers_and_answers_come_by_rank(start: StartWorkers, c
             assert await group.one("add", 5, rank=count - 1) == (count - 1, 6 + 10 * (count - 1))
         finally:
             await group.stop()
+            await group.stop()
+
+    asyncio.run(main())
+
+
+def test_arrays_reach_other_processes_in_shared_memory_which_is_free_after_the_call(
+    start: StartWorkers,
+) -> None:
+    async def main() -> None:
+        group = await start("counter", Counter, 2)
+        try:
+            assert await group.all("look_at", np.ones(10**6, np.int8)) == [(1e6, False)] * 2
+            assert await asyncio.to_thread(_open_calls) == 0
+        finally:
             await group.stop()
 
     asyncio.run(main())
@@ -188,6 +208,12 @@ def test_a_process_that_hangs_in_its_start_is_given_up_and_killed() -> None:
 
     asyncio.run(main())
     assert [child for child in psutil.Process().children() if "env-3" in child.name()] == []
+
+
+def _open_calls() -> int:
+    """Memory of calls that this process keeps."""
+    links = [link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(name.startswith("memfd:agentrl-call") for name in links)
 
 
 def _hang(rank: int) -> None:
