@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
 
 from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.worker_registry import register_workers
-from agentrl.cluster.workers import Cluster
+from agentrl.cluster.workers import Cluster, EngineFactory
 from agentrl.config.components import component_like
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
@@ -18,14 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
-
-
-class Supervision(TypedDict):
-    """The settings of a `Router` that say how it looks after its engines."""
-
-    lease: float
-    restarts: int
-    start_seconds: float
+from agentrl.weights.config import WeightUpdate
 
 
 @asynccontextmanager
@@ -34,25 +26,31 @@ async def engine_router(
 ) -> AsyncIterator[Router]:
     """Start the engine's replicas, and a router over them. `role`: what displays call them."""
     factories = cluster.engines(config.engine, model)
-    router = Router(
-        [make() for make in factories],
-        update=config.weights.update,
-        factory=lambda number: factories[number](),
-        **_supervised(cluster),
-    )
+    router = _router_over(factories, config, cluster, model, config.weights.update)
     with register_workers(partial(router.worker_count, role)):
         async with router:
             yield router
 
 
-def _supervised(cluster: Cluster) -> Supervision:
-    """The settings of a router's care for its engines, from those of the cluster."""
-    config = cluster.config
-    return {
-        "lease": config.lease,
-        "restarts": config.restarts,
-        "start_seconds": config.start_seconds,
-    }
+def _router_over(
+    factories: Sequence[EngineFactory],
+    config: RunConfig,
+    cluster: Cluster,
+    model: Path,
+    update: WeightUpdate = "keep",
+) -> Router:
+    """A router over new engines that serve `model`, supervised as the cluster's settings say."""
+    return Router(
+        [make() for make in factories],
+        update=update,
+        factory=lambda number: factories[number](),
+        lease=cluster.config.lease,
+        restarts=cluster.config.restarts,
+        start_seconds=cluster.config.start_seconds,
+        update_seconds=config.weights.for_model(model).seconds,
+        nodes=[factory.node for factory in factories],
+        starts_per_node=cluster.config.starts_per_node,
+    )
 
 
 @asynccontextmanager
@@ -88,11 +86,7 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
     factories = [
         factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)
     ]
-    router = Router(
-        [make() for make in factories],
-        factory=lambda number: factories[number](),
-        **_supervised(placed.cluster),
-    )
+    router = _router_over(factories, config, placed.cluster, model)
     with register_workers(partial(router.worker_count, "evaluation engine")):
         async with router:
             yield router

@@ -2,18 +2,17 @@
 machine.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from agentrl.cluster.processes import ProcessWorker, start_local
-from agentrl.cluster.workers import ClusterSettings
+from agentrl.cluster.workers import ClusterSettings, EngineFactory
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
-from agentrl.protocols import Engine
 
 
 class LocalCluster:
@@ -43,9 +42,9 @@ class LocalCluster:
     async def __aexit__(self, *exc: object) -> None:
         """Nothing to do: workers are ended by the code that started them."""
 
-    def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
+    def engines(self, chosen: Component, model: Path) -> list[EngineFactory]:
         """See `Cluster`."""
-        return [partial(chosen.make, model)] * self.config.engines
+        return [EngineFactory(partial(chosen.make, model))] * self.config.engines
 
     def gpus(self) -> Inventory | None:
         """None: everything runs on the first device."""

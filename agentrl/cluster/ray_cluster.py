@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,13 @@ from typing import Any, Self
 from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_node import RayNode, watched
-from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, reserved
-from agentrl.cluster.workers import ClusterSettings, StartWorker
+from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, node_of, reserved
+from agentrl.cluster.workers import ClusterSettings, EngineFactory, StartWorker
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError, StallError
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
-from agentrl.protocols import Engine
 
 
 class RayCluster:
@@ -81,12 +80,13 @@ class RayCluster:
         """End the watch. Ray stays until this process ends."""
         await self._open.__aexit__(*exc)
 
-    def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
+    def engines(self, chosen: Component, model: Path) -> list[EngineFactory]:
         """See `Cluster`."""
         count = self._placement.count("engine") or self.config.engines
+        places = [self._placement.options("engine", number) for number in range(count)]
         return [
-            partial(RayEngine, chosen, model, self._placement.options("engine", number))
-            for number in range(count)
+            EngineFactory(partial(RayEngine, chosen, model, options), node_of(options))
+            for options in places
         ]
 
     def gpus(self) -> Inventory | None:

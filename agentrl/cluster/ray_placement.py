@@ -111,6 +111,17 @@ class PlacementGroup:
         return sum(replica.role == role for replica in self.devices.replicas)
 
 
+def node_of(options: Mapping[str, Any]) -> str:
+    """The node of an actor with these options of a `RayPlacement`: equal for two that share one."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = options["scheduling_strategy"]
+    if isinstance(strategy, PlacementGroupSchedulingStrategy):
+        # A group has one bundle on each node.
+        return f"bundle {strategy.placement_group_bundle_index}"
+    return str(strategy.node_id)
+
+
 @asynccontextmanager
 async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
     """Reserve the GPUs of a map while the block lasts.

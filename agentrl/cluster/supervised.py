@@ -19,6 +19,9 @@ START_SECONDS = 1800.0
 """How long an engine, a worker or a trainer may take to start, by default: a large model takes
 minutes to load."""
 
+STARTS_PER_NODE = 8
+"""How many engines start at the same time on a machine, by default: one for each GPU of most."""
+
 START_ATTEMPTS = 8
 """How often one restart is tried, which takes about a minute with the pauses: the machine may be
 lost too, which takes a while to notice."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.cluster.supervised import RESTARTS, START_SECONDS
+from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE
 from agentrl.errors import AgentRLError, WorkerDiedError
 from agentrl.flow import Flow, span
 from agentrl.placement.device_map import DeviceMap
@@ -157,6 +157,9 @@ class ClusterSettings(Settings):
     that, the run ends with the reason."""
     start_seconds: float = Field(default=START_SECONDS, gt=0)
     """Seconds that an engine, a worker or a rank may take to start, in which it loads its model."""
+    starts_per_node: int = Field(default=STARTS_PER_NODE, ge=1)
+    """How many engines may start at the same time on a machine, each of which reads its model from
+    the same disk. The others wait, and their `start_seconds` begin after that."""
 
     @property
     def has_others(self) -> bool:
@@ -164,6 +167,19 @@ class ClusterSettings(Settings):
         those.
         """
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFactory:
+    """Makes a replica of an engine, and again when it has died."""
+
+    make: Callable[[], Engine]
+    """Makes the engine, which is not entered yet."""
+    node: str = ""
+    """The machine that it will run on. Equal for two that share one."""
+
+    def __call__(self) -> Engine:
+        return self.make()
 
 
 class Cluster(Protocol):
@@ -195,7 +211,7 @@ class Cluster(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
-    def engines(self, chosen: Component, model: Path) -> Sequence[Callable[[], Engine]]:
+    def engines(self, chosen: Component, model: Path) -> Sequence[EngineFactory]:
         """A factory for each replica of an engine that serves `model`; it is called again when a
         replica has died.
         """

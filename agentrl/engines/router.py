@@ -2,9 +2,11 @@
 
 An episode stays on one replica, which caches the prefix of its next turn, unless that replica is
 far busier than the least busy one. A replica that dies, or gives no sign of life, is replaced; its
-replacement loads the current weights before it gets requests. Requests of a dead replica are sent
-to another one, or wait for the replacement; one that two replicas have died of is set aside
-(`agentrl/flow/suspicion.py`). New weights go to all replicas in one of three ways:
+replacement loads the current weights before it gets requests. While a replica starts, or takes new
+weights, it may be too busy for a sign of life: then the deadline of the start or of the update
+counts. Requests of a dead replica are sent to another one, or wait for the replacement; one that
+two replicas have died of is set aside (`agentrl/flow/suspicion.py`). New weights go to all replicas
+in one of three ways:
 
 - `keep`: at once; turns in flight continue under the new weights.
 - `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new
@@ -16,8 +18,9 @@ With `keep` and `abort_resume`, no token is sampled twice, except tokens lost wi
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -25,10 +28,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from agentrl.arrays import Ragged
-from agentrl.cluster.supervised import RESTARTS, START_SECONDS, Supervised
+from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
-from agentrl.flow import Flow, Suspect, Suspicion, pause_deadlines, span, waiting_for
+from agentrl.flow import Flow, Suspect, Suspicion, now, pause_deadlines, span, waiting_for
 from agentrl.protocols import (
     Engine,
     EngineOffers,
@@ -59,29 +62,50 @@ _CLOSE_SECONDS = 30.0
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A call to an engine. `request`: what it is about, if the engine may die of that. `death`:
-    that of the engine, if `_evict` cancelled the call for it.
-    """
+    """A call to an engine."""
 
     request: Suspect | None = None
+    """The content of the call, if the engine may die of that."""
     death: EngineDeadError | None = None
+    """The engine's death, if `_evict` cancelled the call for it."""
 
 
 @dataclass(eq=False, slots=True)
 class _Replica:
-    """One engine.
-
-    `calls` are those of the tasks that wait for its answers. `dead` is the reason why it gets no
-    more requests.
-    """
+    """One engine."""
 
     number: int
+    """Its place among the replicas, from 0."""
     engine: Engine
+    """The engine, or its last replacement."""
     supervised: Supervised
+    """Its restarts."""
     calls: dict[asyncio.Task[Any], _Call] = field(default_factory=dict)
+    """The calls of the tasks that wait for its answers."""
     dead: EngineDeadError | None = None
+    """The reason why it gets no more requests."""
     answers: int = 0
+    """Answers to requests so far."""
     seen: tuple[int, int] = (-1, -1)
+    """Generated tokens and answers when `evict_unresponsive` last looked."""
+    occupations: int = 0
+    """Present calls that change the whole engine: new weights, sleep, wake, interrupt."""
+    free_since: float = 0.0
+    """When the last of these ended, in seconds of loop time."""
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """Inside the block, a call changes the whole engine."""
+        self.occupations += 1
+        try:
+            yield
+        finally:
+            self.occupations -= 1
+            self.free_since = now()
+
+    def was_free(self, since: float) -> bool:
+        """True if no such call has been there since then."""
+        return not self.occupations and self.free_since <= since
 
 
 class Router(Engine):
@@ -91,7 +115,10 @@ class Router(Engine):
     least busy one, and over eight more. `factory` makes the replacement of a dead engine; without
     it, the other replicas carry on. `lease`: seconds that a replica with a method `probe`
     may go without a sign of life. `restarts`: how often in a row a replica may be replaced without
-    an answer in between. `start_seconds`: how long a replica may take to start.
+    an answer in between. `start_seconds`: how long a replica may take to start. `update_seconds`:
+    how long it may take to stage weights, and to commit them; then it is evicted. Without it, the
+    caller's deadline counts. `nodes`: the machine of each replica, by default the same. At most
+    `starts_per_node` replicas start there at the same time.
 
     Raises:
         EngineDeadError: while the router is open: a dead replica could not be replaced, or its
@@ -109,6 +136,9 @@ class Router(Engine):
         lease: float | None = None,
         restarts: int = RESTARTS,
         start_seconds: float = START_SECONDS,
+        update_seconds: float | None = None,
+        nodes: Sequence[str] = (),
+        starts_per_node: int = STARTS_PER_NODE,
     ) -> None:
         if not engines:
             raise ValueError("a router needs at least one engine")
@@ -134,6 +164,11 @@ class Router(Engine):
         self._alive = self._replicas
         self._factory = factory
         self._lease = lease
+        self._update_seconds = update_seconds
+        self._nodes = nodes or [""] * len(engines)
+        self._starts = defaultdict[str, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(starts_per_node)
+        )
         self._revived = asyncio.Event()
         self._max_context = 0
         self._published: tuple[Mapping[str, Tensor], int] | None = None
@@ -162,8 +197,9 @@ class Router(Engine):
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
         try:
-            for replica in self._replicas:
-                await self._start(replica)
+            async with Flow("starting engines") as flow:
+                for replica in self._replicas:
+                    flow.start(self._start_first(replica), name=str(replica.number))
             self._max_context = min(replica.engine.max_context for replica in self._replicas)
         except BaseException:
             await self.__aexit__()
@@ -260,13 +296,22 @@ class Router(Engine):
         await self._everywhere("interrupt", lambda engine: engine.interrupt())
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.stage_weights`. Replicas that cannot stage weights are skipped."""
+        """See `Engine.stage_weights`. Replicas that cannot stage weights are skipped. When this
+        returns, all live replicas have staged them.
+        """
+        staged: list[Engine] = []
+
+        def has_staged(engine: Engine) -> bool:
+            return any(engine is other for other in staged)
 
         async def stage(engine: Engine) -> None:
-            if EngineOffers.of(engine).stages_weights:
+            if not has_staged(engine) and EngineOffers.of(engine).stages_weights:
                 await engine.stage_weights(weights, version)
+            staged.append(engine)
 
-        await self._everywhere("stage", stage)
+        # The replacements of replicas that died meanwhile stage them too.
+        while not self._alive or not all(has_staged(replica.engine) for replica in self._alive):
+            await self._everywhere("stage", stage, self._update_seconds)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`. A replica that fails it is dropped, or replaced by one with
@@ -277,9 +322,7 @@ class Router(Engine):
         published, self._published = self._published, (weights, version)
         try:
             if self._update == "keep":
-                await self._everywhere(
-                    "update", lambda engine: engine.update_weights(weights, version)
-                )
+                await self._commit(weights, version)
             else:
                 await self._update_between_turns(weights, version)
         except (EngineError, WeightsError) as error:
@@ -304,9 +347,14 @@ class Router(Engine):
                 await self.interrupt()
             else:
                 await self._no_calls()
-            await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
+            await self._commit(weights, version)
         finally:
             self._open.set()
+
+    async def _commit(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        await self._everywhere(
+            "update", lambda engine: engine.update_weights(weights, version), self._update_seconds
+        )
 
     async def sleep(self) -> int | None:
         """See `Engine.sleep`. Applies to all live replicas."""
@@ -449,8 +497,9 @@ class Router(Engine):
         """Probe a replica repeatedly, and evict it when it is dead or does not answer."""
         while True:
             await asyncio.sleep(min(_PROBE_SECONDS, lease / 3))
-            engine = replica.engine
-            if replica.dead is not None or not EngineOffers.of(engine).probes:
+            engine, asked = replica.engine, now()
+            offers = EngineOffers.of(engine)
+            if replica.dead is not None or not offers.probes:
                 continue
             death: EngineDeadError | None = None
             try:
@@ -459,6 +508,9 @@ class Router(Engine):
             except EngineDeadError as error:
                 death = error
             except TimeoutError:
+                # The probe may have waited behind new weights, which have a deadline of their own.
+                if not offers.probes_while_busy and not replica.was_free(asked):
+                    continue
                 death = EngineDeadError(f"it gave no sign of life for {lease:g} s (cluster.lease)")
             if death is not None and replica.engine is engine:
                 self._evict(replica, death)
@@ -485,27 +537,42 @@ class Router(Engine):
         replica.engine = factory(replica.number)
         try:
             await self._start(replica)
-            await self._catch_up(replica.engine)
+            await self._catch_up(replica)
         except EngineError as error:
             replica.dead = EngineDeadError(
                 f"engine {replica.number} could not be restarted: {error}"
             )
             raise replica.dead from error
 
+    async def _start_first(self, replica: _Replica) -> None:
+        """Start a replica beside the others; its error ends their start, and names it."""
+        try:
+            await self._start(replica)
+        except Exception as error:
+            if len(self._replicas) == 1:
+                raise
+            which = f"engine {replica.number} of {len(self._replicas)} did not start"
+            if isinstance(error, EngineError):
+                raise type(error)(f"{which}: {error}") from error
+            error.add_note(which)
+            raise
+
     async def _start(self, replica: _Replica) -> None:
-        """Enter a replica's engine.
+        """Enter a replica's engine, when few enough others start on its machine.
 
         Raises:
             StallError: it takes too long.
         """
-        async with replica.supervised.starting():
+        async with self._starts[self._nodes[replica.number]], replica.supervised.starting():
             await replica.engine.__aenter__()
         self._entered.append(replica)
 
-    async def _catch_up(self, engine: Engine) -> None:
-        # It may change meanwhile.
+    async def _catch_up(self, replica: _Replica) -> None:
+        """Give a new engine the published weights, which may change meanwhile."""
+        engine = replica.engine
         while self._published is not None and engine.policy_version != self._published[1]:
-            await engine.update_weights(*self._published)
+            async with _limit("update", self._update_seconds):
+                await engine.update_weights(*self._published)
 
     async def _close(self, replica: _Replica) -> None:
         """Let a dead engine free its resources. A failure to do so is only logged."""
@@ -520,15 +587,22 @@ class Router(Engine):
                 "engine %d did not close: %s", replica.number, error or type(error).__name__
             )
 
-    async def _everywhere(self, what: str, act: Callable[[Engine], Awaitable[None]]) -> None:
+    async def _everywhere(
+        self, what: str, act: Callable[[Engine], Awaitable[None]], seconds: float | None = None
+    ) -> None:
         """Run `act` to its end on all live replicas, then raise the first error that is not a
-        death.
+        death. A replica on which it takes longer than `seconds` is dead.
         """
         refused: list[EngineError | WeightsError] = []
 
         async def on(replica: _Replica, engine: Engine) -> None:
             try:
-                await self._ask(replica, act(engine))
+                with replica.occupied():
+                    async with _limit(what, seconds):
+                        await self._ask(replica, act(engine))
+            except _TooLateError as error:
+                if replica.engine is engine:
+                    self._evict(replica, error, suspects=False)
             except EngineDeadError as error:
                 self._mark_dead(replica, engine, error)
             except (EngineError, WeightsError) as error:
@@ -538,9 +612,11 @@ class Router(Engine):
                     )
                 )
 
-        async with Flow(what) as flow:
-            for replica in self._alive:
-                flow.start(on(replica, replica.engine), name=str(replica.number))
+        # Each replica has this deadline, so the caller's would only end what some can do.
+        with nullcontext() if seconds is None else pause_deadlines():
+            async with Flow(what) as flow:
+                for replica in self._alive:
+                    flow.start(on(replica, replica.engine), name=str(replica.number))
         if refused:
             raise refused[0]
         await self._wait_for_a_replica()
@@ -549,6 +625,28 @@ class Router(Engine):
         while any(replica.calls for replica in self._alive):
             self._idle.clear()
             await self._idle.wait()
+
+
+class _TooLateError(EngineDeadError):
+    """An engine did not take weights in time. It may still work on the requests that it has."""
+
+
+@asynccontextmanager
+async def _limit(what: str, seconds: float | None) -> AsyncIterator[None]:
+    """The deadline of a call that changes a whole engine.
+
+    Raises:
+        EngineDeadError: it takes longer than `seconds`.
+    """
+    try:
+        async with asyncio.timeout(seconds) as clock:
+            yield
+    except TimeoutError as error:
+        if not clock.expired():
+            raise
+        raise _TooLateError(
+            f"it did not {what} weights within {seconds:g} s (weights.deadline)"
+        ) from error
 
 
 def _requests(replica: _Replica) -> set[Suspect]:

@@ -133,7 +133,7 @@ class Engine(Protocol):
     engine step.
 
     The methods from `score` on are optional: an engine that lacks one does not offer it
-    (`EngineOffers`). Two more facts are its class attribute `offers`.
+    (`EngineOffers`). Three more facts are its class attribute `offers`.
     """
 
     @property
@@ -222,6 +222,11 @@ class Engine(Protocol):
         """Return as soon as an engine in another process or on another machine answers; the caller
         sets the deadline. One in this process needs no probe.
 
+        An answer that does not wait behind its work, as from a thread of its own, is a sign of life
+        at any time (`EngineOffers.probes_while_busy`); such a method may be called on the event
+        loop of any thread. Any other answer may have to wait for new weights, so its absence proves
+        nothing before the engine has taken them.
+
         Raises:
             EngineDeadError: it is not running.
         """
@@ -251,7 +256,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineOffers(Offers):
-    """The abilities of an engine beyond `generate`. A class states the first two in its attribute
+    """The abilities of an engine beyond `generate`. A class states the first three in its attribute
     `offers`; the others follow from its methods.
     """
 
@@ -259,6 +264,8 @@ class EngineOffers(Offers):
     """It keeps the experts that a mixture of experts chose (`GenerateRequest.keep_experts`)."""
     scores_at_one_only: bool = False
     """It scores given tokens only at temperature 1."""
+    probes_while_busy: bool = False
+    """Its `probe` is answered whatever it works on, also while it takes new weights or sleeps."""
     scores: bool = False
     """It has a method `score`."""
     stages_weights: bool = False

@@ -24,7 +24,7 @@ class WeightsConfig(Settings):
     the update (`drain`)."""
     deadline: float | None = Field(default=None, gt=0)
     """Seconds that each phase of an update, staging and committing, may take on an engine; an
-    engine that misses it ends the run. By default 600, and 20 for each GB of the model's files."""
+    engine that misses it is replaced. By default 600, and 20 for each GB of the model's files."""
 
     transport: str = "auto"
     """Where weights are stored on the way: in this machine's shared memory, or on the disk of

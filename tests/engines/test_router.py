@@ -11,10 +11,16 @@ import pytest
 
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.engines.router import Router
-from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, StallError
-from agentrl.flow import Flow, now, run_virtual
+from agentrl.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    LethalRequestError,
+    StallError,
+)
+from agentrl.flow import Flow, deadline, now, run_virtual
 from agentrl.flow.suspicion import LETHAL_DEATHS
-from agentrl.protocols import AnswerFormat, GenerateRequest, ScoreRequest, Scores
+from agentrl.protocols import AnswerFormat, EngineOffers, GenerateRequest, ScoreRequest, Scores
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.weights.config import WeightUpdate
@@ -628,3 +634,209 @@ def test_an_engine_that_is_killed_twice_while_all_ask_the_same_loses_no_request(
         assert router.worker_count().set_aside == 0
 
     run_virtual(main)
+
+
+class Core(ScriptedEngine):
+    """An engine with one queue for all work, as vLLM's core has: a probe waits behind new weights.
+
+    `hangs_at`: the version whose staging never ends.
+    """
+
+    offers = EngineOffers(probes_while_busy=False)
+
+    def __init__(self, stage_seconds: float = 0.0, hangs_at: int = -1) -> None:
+        super().__init__(lambda tokens: [1.0], seconds_per_token=lambda request: 1.0)
+        self._stage_seconds = stage_seconds
+        self._hangs_at = hangs_at
+        self._queue = asyncio.Lock()
+        self.staged: list[int] = []
+
+    async def stage_weights(self, weights: object, version: int) -> None:
+        async with self._queue:
+            await asyncio.sleep(1e9 if version == self._hangs_at else self._stage_seconds)
+        self.staged.append(version)
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        async with self._queue:
+            await asyncio.sleep(self._stage_seconds)
+        await super().update_weights(weights, version)
+
+    async def probe(self) -> None:
+        async with self._queue:
+            pass
+
+
+class BesideCore(Core):
+    """The same, with a thread that answers probes whatever the queue does, until `stops_at`."""
+
+    offers = EngineOffers(probes_while_busy=True)
+    stops_at = math.inf
+
+    async def probe(self) -> None:
+        await asyncio.sleep(1e9 if now() >= self.stops_at else 0.0)
+
+
+@pytest.mark.parametrize("kind", [Core, BesideCore])
+def test_engines_that_take_new_weights_for_longer_than_their_lease_are_not_replaced(
+    kind: type[Core],
+) -> None:
+    engines = [kind(stage_seconds=100.0) for _ in range(2)]
+
+    async def main() -> None:
+        async with Router(engines, factory=lambda number: kind(), lease=5.0) as router:
+            for version in (1, 2):
+                await router.stage_weights({}, version)
+                await router.update_weights({}, version)
+                assert now() == pytest.approx(200.0 * version)
+            await asyncio.sleep(100)
+            assert router.worker_count() == WorkerCount("engine", 2, 2, restarts=0)
+            assert router.policy_version == 2
+
+    run_virtual(main)
+    assert [engine.staged for engine in engines] == [[1, 2], [1, 2]]
+
+
+def test_an_engine_that_hangs_as_it_stages_is_replaced_at_the_updates_own_deadline() -> None:
+    engines, spare = [Core(100.0), Core(100.0, hangs_at=1)], Core(100.0)
+
+    async def main() -> None:
+        async with (
+            Router(engines, factory=lambda number: spare, lease=5.0, update_seconds=300) as router,
+            Flow("requests") as flow,
+        ):
+            asked = [
+                flow.start(router.generate(request(str(n), tokens=400)), name=str(n))
+                for n in range(2)
+            ]
+            # The publisher's deadline is as long as the router's.
+            with deadline("engine", "update_weights", 300):
+                await router.stage_weights({}, 1)
+            # The replacement, which is there at once, has staged them too.
+            assert now() == pytest.approx(400.0)
+            assert spare.staged == [1]
+            await router.update_weights({}, 1)
+            assert router.worker_count() == WorkerCount("engine", 2, 2, restarts=1)
+            assert router.policy_version == 1
+            # What the lost engine worked on is answered too.
+            assert [len((await task).token_ids) for task in asked] == [400, 400]
+
+    run_virtual(main)
+
+
+def test_a_sign_of_life_that_stops_in_the_middle_of_an_update_is_missed_within_the_lease() -> None:
+    stopped, healthy = BesideCore(100.0), BesideCore(100.0)
+    stopped.stops_at = 20.0
+    replaced_at: list[float] = []
+
+    def again(number: int) -> Core:
+        replaced_at.append(now())
+        return BesideCore(100.0)
+
+    async def main() -> None:
+        async with Router([stopped, healthy], factory=again, lease=5.0) as router:
+            await router.stage_weights({}, 1)
+            await router.update_weights({}, 1)
+            assert router.worker_count() == WorkerCount("engine", 2, 2, restarts=1)
+
+    run_virtual(main)
+    assert replaced_at == [pytest.approx(20 + 5, abs=2)]
+
+
+def test_staging_that_all_engines_died_of_is_done_by_their_replacements() -> None:
+    class Dying(Core):
+        async def stage_weights(self, weights: object, version: int) -> None:
+            raise EngineDeadError("its machine is lost")
+
+    spares: list[Core] = []
+
+    def again(number: int) -> Core:
+        spares.append(Core(1.0))
+        return spares[-1]
+
+    async def main() -> None:
+        async with Router([Dying(), Dying()], factory=again, lease=5.0) as router:
+            await router.stage_weights({}, 1)
+            assert [spare.staged for spare in spares] == [[1], [1]]
+
+    run_virtual(main)
+
+
+class Starting(ScriptedEngine):
+    """It takes `seconds` to start, and raises `error` then if there is one."""
+
+    def __init__(self, seconds: float, error: Exception | None = None) -> None:
+        super().__init__(lambda tokens: [1.0])
+        self._seconds = seconds
+        self._error = error
+        self.ended = ""
+
+    async def __aenter__(self) -> "Starting":
+        try:
+            await asyncio.sleep(self._seconds)
+        except asyncio.CancelledError:
+            self.ended = "cancelled"
+            raise
+        if self._error is not None:
+            raise self._error
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.ended = "closed"
+        await super().__aexit__(*exc)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, 60),
+        ({"starts_per_node": 3}, 3 * 60),
+        ({"starts_per_node": 1}, 8 * 60),
+        ({"starts_per_node": 1, "nodes": ["a", "b"] * 4}, 4 * 60),
+    ],
+)
+def test_engines_start_side_by_side_a_few_at_a_time_on_each_machine(
+    settings: dict[str, Any], seconds: float
+) -> None:
+    async def main() -> None:
+        engines = [Starting(60.0) for _ in range(8)]
+        # The wait for others is no part of a start.
+        async with Router(engines, start_seconds=90, **settings) as router:
+            assert now() == pytest.approx(seconds)
+            assert router.worker_count() == WorkerCount("engine", 8, 8)
+
+    run_virtual(main)
+
+
+def test_engines_that_died_together_are_started_again_side_by_side() -> None:
+    async def main() -> None:
+        engines = [Starting(60.0) for _ in range(8)]
+        async with Router(
+            engines, factory=lambda number: Starting(60.0), starts_per_node=4
+        ) as router:
+            for replica in router._replicas:
+                router._evict(replica, EngineDeadError("its rack lost power"))
+            await asyncio.sleep(119)
+            assert router.worker_count().alive == 4
+            await asyncio.sleep(2)
+            assert router.worker_count() == WorkerCount("engine", 8, 8, restarts=8)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    "error", [EngineError("no memory"), ConfigError("no such dtype"), RuntimeError("CUDA error")]
+)
+def test_an_engine_that_does_not_start_ends_the_start_of_the_others_and_is_named(
+    error: Exception,
+) -> None:
+    engines = [Starting(60.0 * (1 + n), error if n == 3 else None) for n in range(6)]
+
+    async def main() -> None:
+        async with Router(engines):
+            raise AssertionError("it has started")
+
+    with pytest.raises(type(error), match=str(error)) as raised:
+        run_virtual(main)
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "engine 3 of 6 did not start" in told
+    assert [engine.ended for engine in engines] == ["closed"] * 3 + [""] + ["cancelled"] * 2
