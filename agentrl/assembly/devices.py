@@ -10,7 +10,6 @@ from typing import Any
 
 from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.workers import Cluster
-from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.placement.device_map import DeviceMap
@@ -34,11 +33,11 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
     Raises:
         ConfigError: there is no such cluster, or nothing fits on its devices.
     """
-    engine = in_dtype_of(config.engine, config.trainer)
-    config = _trusting(config.model_copy(update={"engine": engine}))
+    config = _trusting(config)
     made: Cluster = config.cluster.make()
     async with made as cluster:
-        inventory = None if config.placement.name == "local" else cluster.gpus()
+        places = config.placement.name != "local"
+        inventory = await asyncio.to_thread(cluster.gpus) if places else None
         if inventory is None:
             yield PlacedCluster(config, cluster)
             return

@@ -27,16 +27,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl.engines.vllm_reload import Reload
-from agentrl.engines.vllm_settings import BACKENDS, DRIVER_PID
 from agentrl.weights.bundle import WeightBundle
 
+BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
+"""vLLM's names of the weight transfer backends, by ours (`engine.weight_transfer`)."""
 _GLOO_SECONDS = 300.0
+DRIVER_PID = "agentrl_driver_pid"
+"""Key in vLLM's `additional_config`: the process whose death must end the workers."""
 
 
 @dataclass
@@ -92,12 +96,8 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
         """Nothing to release."""
 
 
-class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate
-    gloo group.
-    """
-
-    group: Any = None
+class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's NCCL engine, in a process that ends with the driver."""
 
     def __init__(
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
@@ -115,6 +115,14 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """See `Reload`."""
         self._reload.finish()
+
+
+class GlooWeights(NcclWeights):
+    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate
+    gloo group.
+    """
+
+    group: Any = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Connect to the sender and the other workers."""
@@ -142,6 +150,27 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leave the group."""
         self.group = None
+
+
+class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's IPC engine, in a process that ends with the driver."""
+
+    def __init__(
+        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._reload = Reload(model, self.model_config)
+        _begin_worker(vllm_config)
+
+    def start_weight_update(self) -> None:
+        """See `Reload`."""
+        self._reload.begin()
+        # vLLM's engine calls its `load_weights`, and forgets it when the update ends.
+        self.model = self._reload
+
+    def finish_weight_update(self) -> None:
+        """See `Reload`."""
+        self._reload.finish()
 
 
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
@@ -244,7 +273,9 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Nothing to log."""
 
 
-for _kind, _engine in zip(BACKENDS, (BundledWeights, GlooWeights), strict=True):
+for _kind, _engine in zip(
+    BACKENDS, (BundledWeights, GlooWeights, NcclWeights, IpcWeights), strict=True
+):
     WeightTransferEngineFactory.register_engine(BACKENDS[_kind], _engine)
 
-__all__ = ["BundledWeights", "Counters", "WorkerExtension"]
+__all__ = ["BACKENDS", "DRIVER_PID", "BundledWeights", "Counters", "WorkerExtension"]

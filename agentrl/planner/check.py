@@ -5,8 +5,10 @@ from dataclasses import replace
 from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.placement.devices import GIB, Inventory, visible
+from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import USABLE_SHARE, trainer_footprint
+from agentrl.placement.inventory import Inventory
+from agentrl.placement.probe import visible
 from agentrl.planner.advice import what_fits
 from agentrl.planner.run_facts import layouts, model_of, placement_request_of, with_defaults
 from agentrl.protocols.component_settings import (
@@ -37,7 +39,7 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
 
 def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     facts, kind = model_of(config), inventory.kind
-    config = with_defaults(config, facts, kind)
+    config = with_defaults(config, facts, gpu=kind.is_gpu)
     (engine, trainer), request = layouts(config), placement_request_of(config)
     # Without GPUs, what is offloaded lies in the same memory.
     size = trainer_footprint(

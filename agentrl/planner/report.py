@@ -33,9 +33,6 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
     if len(plan.considered) > 1:
         console.print(_candidates_table(plan.considered))
-    if plan.chosen:
-        chosen = " ".join(f"{key}={value}" for key, value in plan.chosen.items())
-        console.print(f"chosen       {chosen}", highlight=False, soft_wrap=True)
     if settings := plan.devices.settings():
         written = " ".join(f"{key}={value}" for key, value in settings.items())
         console.print(f"as settings  {written}", highlight=False, soft_wrap=True)
@@ -131,8 +128,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": {"name": plan.facts.name, "parameters": plan.facts.parameters},
         "devices": {
             "kind": plan.devices.inventory.kind.name,
-            "per_node": plan.devices.inventory.per_node,
-            "nodes": plan.devices.inventory.nodes,
+            "nodes": list(plan.devices.inventory.sizes),
         },
         "mode": plan.devices.mode,
         "time_shared": plan.devices.time_shared,

@@ -2,7 +2,7 @@
 step, and the reasons.
 
     facts = model_of(config)
-    plan = make_plan(config, Inventory(gpu_named("H100"), per_node=8), facts)
+    plan = make_plan(config, Inventory.uniform(gpu_named("H100"), per_node=8), facts)
 
 Nothing is loaded: memory and times are computed from the model's shape, and the rollout is
 simulated.
@@ -15,17 +15,11 @@ from agentrl.config.run_config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap, device_maps
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import loads, overfull, problems
 from agentrl.planner.plan import Candidate, Plan, StepEstimate
-from agentrl.planner.run_facts import (
-    chosen_settings,
-    layouts,
-    placement_request_of,
-    stages_of,
-    with_defaults,
-)
+from agentrl.planner.run_facts import layouts, placement_request_of, stages_of, with_defaults
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
@@ -43,7 +37,8 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
             engine's context is longer than the model's.
     """
     _check_context(config, facts)
-    written, config = config, with_defaults(config, facts, inventory.kind)
+    config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
+    inventory = inventory.with_rates(config.placement.device.stated)
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
         _examine(config, stages, work, devices)
@@ -74,7 +69,6 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         chosen.step,
         _reason(config, simulated, len(fitting), len(looked_at)),
         (*simulated, *fitting[_MAX_SIMULATED_CANDIDATES:], *unfit),
-        chosen_settings(written, config),
     )
 
 
