@@ -77,12 +77,15 @@ def _time_sharing(
     def planned(role: str) -> int:
         return max(load.awake[role].to_wake for load in plan.loads if role in load.awake)
 
-    return TimeSharing(
+    sharing = TimeSharing(
         Tenant("engine", engines, planned("engine")),
         Tenant("trainer", trainers, planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
     )
+    for trainer in trainers:
+        trainer.take_turns(sharing.training)
+    return sharing
 
 
 def _trusting(config: RunConfig) -> RunConfig:
