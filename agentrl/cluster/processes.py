@@ -188,6 +188,9 @@ class ProcessWorker:
         """See `Worker.check`."""
         if self.pid and _has_ended(self.pid):
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended")
+        if time.monotonic() - self._beat.value > self._lease:
+            # Perhaps all processes of the run were stopped, and it has had no time yet.
+            await asyncio.sleep(2 * _BEAT_SECONDS)
         silent = time.monotonic() - self._beat.value
         if silent > self._lease:
             raise WorkerDiedError(

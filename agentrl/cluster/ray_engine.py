@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _CALLS = 100_000
 """Most concurrent requests of an actor. Ray requires a number; the engine has a limit of its own.
 """
+_BESIDE = "beside"
+"""The actor's calls that run in another thread than its engine. It has an event loop of its own."""
+_BESIDE_CALLS = 100
+"""Most concurrent ones of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class _Report:
 
 
 class _EngineHost:
-    """The actor: an engine on the event loop of its process. Most answers include the engine's
-    state.
+    """The actor: an engine on the event loop of its process, which stands still while an engine
+    computes there. Most answers include the engine's state.
     """
 
     async def where(self) -> RayProcess:
@@ -124,8 +128,14 @@ class _EngineHost:
     async def wake(self) -> None:
         await self._engine.wake()
 
-    async def probe(self) -> _Report:
-        if EngineOffers.of(self._engine).probes:
+    async def beat(self) -> None:
+        """Return as a sign of life of the actor, and of its engine's own processes."""
+        if EngineOffers.of(self._engine).probes_while_busy:
+            await self._engine.probe()
+
+    async def report(self) -> _Report:
+        offers = EngineOffers.of(self._engine)
+        if offers.probes and not offers.probes_while_busy:
             await self._engine.probe()
         return self._report()
 
@@ -154,6 +164,13 @@ class RayEngine(Engine):
         self._prompts = SentPrompts()
         self._numbers = count()
         self._asked: set[int] = set()
+        self._reporting: asyncio.Future[_Report] | None = None
+
+    @property
+    def offers(self) -> EngineOffers:
+        """The signs of life are those of the actor, and of an engine that has processes itself."""
+        inner = EngineOffers.of(self._chosen.factory)
+        return EngineOffers(probes_while_busy=inner.probes_while_busy or not inner.probes)
 
     @property
     def policy_version(self) -> int:
@@ -169,7 +186,9 @@ class RayEngine(Engine):
         import ray
 
         named = type("engine", (_EngineHost,), {})
-        self._actor = ray.remote(named).options(**self._options, max_concurrency=_CALLS).remote()
+        remote: Any = ray.remote
+        host = remote(concurrency_groups={_BESIDE: _BESIDE_CALLS})(named)
+        self._actor = host.options(**self._options, max_concurrency=_CALLS).remote()
         try:
             self._process = await self._placed()
             self._max_context, self._latest = await _answer_of(
@@ -255,8 +274,20 @@ class RayEngine(Engine):
         await _answer_of(self._running.wake.remote())
 
     async def probe(self) -> None:
-        """See `Engine.probe`."""
-        self._latest = await _answer_of(self._running.probe.remote())
+        """See `Engine.probe`. A thread of the actor answers, and the engine's state follows as soon
+        as the engine has time.
+        """
+        await _answer_of(self._running.beat.options(concurrency_group=_BESIDE).remote())
+        if not self.offers.probes_while_busy:
+            self._latest = await _answer_of(self._running.report.remote())
+        elif self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.wrap_future(self._running.report.remote().future())
+            self._reporting.add_done_callback(self._take_report)
+
+    def _take_report(self, reporting: "asyncio.Future[_Report]") -> None:
+        # Calls that wait for an answer tell of a death.
+        if not reporting.cancelled() and reporting.exception() is None:
+            self._latest = reporting.result()
 
     def stats(self) -> EngineStats:
         """See `Engine`."""

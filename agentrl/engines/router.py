@@ -105,6 +105,7 @@ class _Replica:
         finally:
             self.occupations -= 1
             self.free_since = now()
+            self.seen = (-1, -1)  # so that `evict_unresponsive` begins anew
 
     def was_free(self, since: float) -> bool:
         """True if no such call has been there since then."""
@@ -401,20 +402,27 @@ class Router(Engine):
 
     def evict_unresponsive(self) -> bool:
         """Evict replicas that have requests but made no progress since the last call; return
-        whether there was one.
+        whether there was one, or one that has something else to do first.
 
-        If dead replicas are not replaced, the last live one is kept, because no other could take
-        its requests.
+        A replica that starts, sleeps or takes new weights has the deadline of that. If dead
+        replicas are not replaced, the last live one is kept, because no other could take its
+        requests.
         """
-        found = False
+        helped = False
         for replica in self._replicas:
+            if replica.dead is not None:
+                helped |= self._factory is not None
+                continue
+            if not self._awake.is_set() or replica.occupations:
+                helped = True
+                continue
             now_seen = (replica.answers, replica.engine.stats().generated_tokens)
-            silent = replica.calls and replica.seen == now_seen and replica.dead is None
+            silent = replica.calls and replica.seen == now_seen
             replica.seen = now_seen
             if silent and (self._factory or len(self._living()) > 1):
-                found = True
+                helped = True
                 self._evict(replica, EngineDeadError(f"engine {replica.number} stopped answering"))
-        return found
+        return helped
 
     async def _until_served(self) -> None:
         """Wait while an update holds requests back, or no replica is alive."""
@@ -525,7 +533,8 @@ class Router(Engine):
                 death = error
             except TimeoutError:
                 # The probe may have waited behind new weights, which have a deadline of their own.
-                if not offers.probes_while_busy and not replica.was_free(asked):
+                is_free = replica.was_free(asked) and self._awake.is_set()
+                if not is_free and not offers.probes_while_busy:
                     continue
                 death = EngineDeadError(f"it gave no sign of life for {lease:g} s (cluster.lease)")
             if death is not None and replica.engine is engine:

@@ -19,6 +19,7 @@ from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.cluster.environment import LOOPBACK, stay_on_loopback
 from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
+from agentrl.engines.heartbeat import Heartbeat
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
 from agentrl.models.attention_check import check_context, context_limit, rotations
@@ -72,8 +73,10 @@ class VllmEngine(Engine):
     A request's tokens depend only on its seed and the logits, not on the rest of the batch.
     """
 
-    offers: ClassVar[EngineOffers] = EngineOffers(scores_at_one_only=True)
-    """vLLM does not divide the logits of given tokens by a temperature."""
+    offers: ClassVar[EngineOffers] = EngineOffers(
+        scores_at_one_only=True,  # it does not divide the logits of given tokens by a temperature
+        probes_while_busy=True,
+    )
 
     class Config(Settings):
         """Settings of `engine=vllm`. Settings shared with `engine=local` have the same names."""
@@ -159,6 +162,7 @@ class VllmEngine(Engine):
         self._stream: WeightStream | None = None
         self._updating = asyncio.Lock()
         self._asleep = False
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def policy_version(self) -> int:
@@ -182,6 +186,8 @@ class VllmEngine(Engine):
         await llm.update_weight_version(str(self._version))
         # Else the first request asks, and a dead core never answers.
         await llm.get_supported_tasks()
+        self._heartbeat = Heartbeat()
+        await llm.collective_rpc("begin_beating", args=(self._heartbeat.path,))
         self._closed = None
         return self
 
@@ -202,6 +208,8 @@ class VllmEngine(Engine):
             await asyncio.sleep(0)  # the thread left closing the sockets to the event loop
             # vLLM leaves its ZeroMQ threads to the GC.
             llm.engine_core.resources.ctx.destroy(linger=0)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason
@@ -353,14 +361,12 @@ class VllmEngine(Engine):
                 self._asleep = False
 
     async def probe(self) -> None:
-        """See `Engine.probe`: vLLM's core answers between two steps."""
-        llm = self._entered()
-        try:
-            await self._unless_dead(llm, llm.is_sleeping())
-        except Exception as error:
-            raise EngineDeadError(
-                f"vLLM's core stopped answering: {type(error).__name__}: {error}"
-            ) from error
+        """See `Engine.probe`. A thread of each of vLLM's processes answers: the core's queue stands
+        still while it stages and commits weights.
+        """
+        self._entered()
+        assert self._heartbeat is not None
+        await self._heartbeat.next(self._entered)
 
     def stats(self) -> EngineStats:
         """What the engine is doing now. The counts are vLLM's own, as of its last step."""
@@ -416,7 +422,7 @@ class VllmEngine(Engine):
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            from agentrl.engines.vllm_worker import Counters
+            from agentrl.engines.vllm_worker import DRIVER_PID, Counters
         except ImportError as error:
             raise ConfigError(
                 f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. "
@@ -434,6 +440,7 @@ class VllmEngine(Engine):
                 "engine.sleep_mode=true, but vLLM for CPUs cannot sleep: remove the setting, or use"
                 " engine=local to take turns with the trainer"
             )
+        os.environ[DRIVER_PID] = str(os.getpid())
         counters = self._counters = Counters()
         try:
             return AsyncLLM.from_engine_args(
@@ -448,7 +455,7 @@ class VllmEngine(Engine):
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
 
-        from agentrl.engines.vllm_worker import BACKENDS, DRIVER_PID, WorkerExtension
+        from agentrl.engines.vllm_worker import BACKENDS, WorkerExtension
 
         self._refuse_other_models(on_cpu)
         config = self._config
@@ -480,7 +487,6 @@ class VllmEngine(Engine):
                 backend=BACKENDS[config.weight_transfer]
             ),
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-            "additional_config": {DRIVER_PID: os.getpid()},
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }

@@ -33,14 +33,17 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from agentrl.engines.heartbeat import BeginBeating, begin_beating
 from agentrl.engines.vllm_reload import Reload
 from agentrl.weights.bundle import WeightBundle
 
 BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
 """vLLM's names of the weight transfer backends, by ours (`engine.weight_transfer`)."""
 _GLOO_SECONDS = 300.0
-DRIVER_PID = "agentrl_driver_pid"
-"""Key in vLLM's `additional_config`: the process whose death must end the workers."""
+DRIVER_PID = "AGENTRL_VLLM_DRIVER"
+"""The environment variable that names the process whose death must end vLLM's processes. It is not
+a setting of vLLM's, since those choose the cache of compiled code, which processes share.
+"""
 
 
 @dataclass
@@ -196,7 +199,7 @@ def _begin_worker(vllm_config: Any) -> None:
         torch._dynamo.config.disable = (
             True  # else vLLM still compiles its sampler, which takes seconds
         )
-    _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+    _die_with(int(os.environ[DRIVER_PID]))
 
 
 def _die_with(driver: int) -> None:
@@ -219,6 +222,16 @@ def _die_with(driver: int) -> None:
 
 class WorkerExtension:
     """Methods that agentrl adds to vLLM's workers; passed to vLLM as `worker_extension_cls`."""
+
+    parallel_config: Any
+    """The worker's own attribute."""
+
+    def begin_beating(self, path: str) -> BeginBeating | None:
+        """Let this process and the engine core give signs of life at a `Heartbeat.path`."""
+        begin_beating(path)
+        # "uni": this process is the core.
+        is_core = self.parallel_config.distributed_executor_backend == "uni"
+        return None if is_core else BeginBeating(path)
 
     def verify_weights(self, folder: str) -> str:
         """Read a whole bundle, check it, and return its checksum."""

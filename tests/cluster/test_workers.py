@@ -186,6 +186,22 @@ def test_a_cancellation_that_comes_with_a_sign_of_life_is_none_the_less() -> Non
     assert set(outcomes) == {False, True}
 
 
+def test_a_worker_is_alive_that_was_stopped_together_with_the_run_and_went_on_with_it() -> None:
+    async def main() -> None:
+        worker = ProcessWorker("env", 0, LEASE)
+        worker._beat.value = time.monotonic() - 600
+        asyncio.get_running_loop().call_later(
+            0.5, lambda: setattr(worker._beat, "value", time.monotonic())
+        )
+        await worker.check()
+        worker._beat.value = time.monotonic() - 600
+        with pytest.raises(WorkerDiedError, match=r"no sign of life for 60\d s"):
+            await worker.check()
+        await worker.stop()
+
+    asyncio.run(main())
+
+
 def test_a_worker_that_hangs_in_its_start_is_given_up_at_the_deadline() -> None:
     released = threading.Event()
 

@@ -7,12 +7,14 @@ The truth is a plain forward pass of the same weights over the whole sequence, w
 import asyncio
 import copy
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import AsyncMock
 
 import numpy as np
 import psutil
@@ -21,8 +23,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentrl.cluster.ray_engine import RayEngine
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
+from agentrl.engines.router import Router
+from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import EngineDeadError, EngineError, FormatError
 from agentrl.plugins import Component
 from agentrl.protocols import (
@@ -37,6 +42,7 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion
+from agentrl.weights.bundle import BundlePlace, WeightBundle
 from tests.processes import still_alive, title
 
 T = TypeVar("T")
@@ -259,13 +265,16 @@ class Served:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():  # engines have no event for what tests wait for
             await asyncio.sleep(0.001)
-            await self.probe()  # its stats are as fresh as its last answer
+            await self.catch_up()  # its stats are as fresh as its last answer
         # What was asked of it before this is there now, and not only counted here.
-        await self.probe()
+        await self.catch_up()
 
-    async def probe(self) -> None:
-        if EngineOffers.of(self.engine).probes:
-            await self.engine.probe()
+    async def catch_up(self) -> None:
+        """Wait for an answer that comes after those to all that was asked before."""
+        if isinstance(self.engine, RayEngine):
+            self.engine._latest = await self.engine._call("report")
+        elif isinstance(self.engine, VllmEngine):
+            await self.engine._entered().is_sleeping()
 
     def assert_true(
         self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3
@@ -328,8 +337,6 @@ def truth_of(engine: Callable[..., Any], folder: Path) -> Truth:
 
 
 def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
-    from agentrl.engines.vllm import VllmEngine
-
     config = VllmEngine.Config(
         max_batch=MAX_BATCH, max_context=MAX_CONTEXT, structured_outputs=True, **settings
     )
@@ -337,7 +344,6 @@ def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
 
 
 def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
-    from agentrl.cluster.ray_engine import RayEngine
     from agentrl.cluster.ray_placement import Unplaced
     from tests.cluster.shared_ray import join_shared_ray
 
@@ -1211,6 +1217,96 @@ def test_tokens_that_cannot_be_scored_are_refused(served: Served, wrong: str) ->
         served.run(
             served.engine.score(ScoreRequest("wrong", tokens.get(wrong, prompt_of(9)), start))
         )
+
+
+@asynccontextmanager
+async def slow_to_read(
+    bundle: WeightBundle,
+) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
+    """Inside the block, whoever checks the bundle's bytes waits, as on a slow disk. The value waits
+    until somebody does.
+    """
+    assert bundle.shapes()  # it is read here before
+    path = bundle.folder / bundle.manifest.buckets[0].file
+    content = path.read_bytes()
+    pipes: list[int] = []
+    path.unlink()
+    os.mkfifo(path)
+
+    async def until_read() -> None:
+        while not pipes:
+            with suppress(OSError):  # nobody reads it yet
+                pipes.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            await asyncio.sleep(0.01)
+
+    def deliver() -> None:
+        path.unlink()
+        path.write_bytes(content)
+        for pipe in pipes:
+            os.set_blocking(pipe, True)
+            with open(pipe, "wb") as file, suppress(BrokenPipeError):
+                file.write(content)
+
+    try:
+        yield until_read
+    finally:
+        await asyncio.to_thread(deliver)
+
+
+@owns_its_weights
+def test_an_engine_lives_while_it_stages_weights_for_longer_than_its_lease_unless_it_is_stopped(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, offers = served.engine, EngineOffers.of(served.engine)
+    if not offers.stages_weights:
+        pytest.skip("it does not stage weights")
+    lease = 4.0 if offers.probes else 0.1
+    for method in ("__aenter__", "__aexit__"):  # the engine has been entered, and stays so
+        monkeypatch.setattr(engine, method, AsyncMock())
+
+    def bundle(seed: int) -> WeightBundle:
+        place = BundlePlace(tmp_path / str(seed), engine.policy_version + 1, 1 << 30)
+        return place.write(served.truth.other(seed))
+
+    async def main() -> None:
+        version = engine.policy_version + 1
+        weights = bundle(1)
+        async with Router([engine], lease=lease) as router, asyncio.TaskGroup() as tasks:
+            async with slow_to_read(weights) as until_read:
+                staging = tasks.create_task(router.stage_weights(weights, version))
+                await until_read()
+                await asyncio.sleep(1.5 * lease)
+                assert not staging.done()
+            await staging
+            await router.update_weights(weights, version)
+            assert router.worker_count().alive == 1
+        served.by_version[version] = served.truth.other(1)
+
+    async def is_missed_when_stopped() -> None:
+        weights = bundle(2)
+        async with (
+            slow_to_read(weights) as until_read,
+            Router([engine], lease=lease) as router,
+            asyncio.TaskGroup() as tasks,
+        ):
+
+            async def stop_as_it_reads() -> None:
+                await until_read()
+                for process in served.processes:
+                    process.suspend()
+
+            tasks.create_task(stop_as_it_reads())
+            try:
+                with pytest.raises(EngineDeadError, match="it gave no sign of life for 4 s"):
+                    await router.stage_weights(weights, engine.policy_version + 1)
+            finally:
+                for process in served.processes:
+                    process.resume()
+
+    served.run(main())
+    if served.processes:
+        served.run(is_missed_when_stopped())
+        served.run(served.catch_up())
 
 
 # How an engine ends. These tests are the last ones: they use up the engine that the others were

@@ -17,7 +17,10 @@ BOTH = {"scores": True, "stages_weights": True}
     ("engine", "offers"),
     [
         (LocalEngine, EngineOffers(reports_experts=True, **BOTH)),
-        (VllmEngine, EngineOffers(scores_at_one_only=True, probes=True, **BOTH)),
+        (
+            VllmEngine,
+            EngineOffers(scores_at_one_only=True, probes=True, probes_while_busy=True, **BOTH),
+        ),
         (Router, EngineOffers(**BOTH)),
         (OpenAIEngine, EngineOffers()),
         (ScriptedEngine, EngineOffers(scores=True)),

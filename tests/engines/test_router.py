@@ -20,7 +20,14 @@ from agentrl.errors import (
 )
 from agentrl.flow import Flow, deadline, now, run_virtual
 from agentrl.flow.suspicion import LETHAL_DEATHS
-from agentrl.protocols import AnswerFormat, EngineOffers, GenerateRequest, ScoreRequest, Scores
+from agentrl.protocols import (
+    AnswerFormat,
+    EngineOffers,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+)
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.weights.config import WeightUpdate
@@ -650,6 +657,11 @@ class Core(ScriptedEngine):
         self._hangs_at = hangs_at
         self._queue = asyncio.Lock()
         self.staged: list[int] = []
+        self.frozen = False
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        return replace(stats, generated_tokens=0) if self.frozen else stats
 
     async def stage_weights(self, weights: object, version: int) -> None:
         async with self._queue:
@@ -757,6 +769,45 @@ def test_staging_that_all_engines_died_of_is_done_by_their_replacements() -> Non
         async with Router([Dying(), Dying()], factory=again, lease=5.0) as router:
             await router.stage_weights({}, 1)
             assert [spare.staged for spare in spares] == [[1], [1]]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("busy_with", ["sleep", "weights", "start"])
+def test_the_watchdog_spares_engines_that_cannot_answer_for_now(busy_with: str) -> None:
+    class Frozen(Core):
+        async def sleep(self) -> None: ...
+
+    engines = [Frozen(5000.0), Frozen(5000.0)]
+
+    async def main() -> None:
+        router = Router(
+            engines,
+            factory=lambda number: Starting(5000.0),
+            start_seconds=9000,
+            update_seconds=9000,
+        )
+        async with router, Flow("requests") as flow:
+            answers = [
+                flow.start(router.generate(request(str(n), tokens=20_000)), name=str(n))
+                for n in range(2)
+            ]
+            await asyncio.sleep(1)
+            for engine in engines:
+                engine.frozen = True
+            if busy_with == "sleep":
+                await router.sleep()
+            elif busy_with == "weights":
+                flow.start(router.stage_weights({}, 1), name="stage")
+            else:
+                for replica in router._replicas:
+                    router._evict(replica, EngineDeadError("killed"))
+            for _ in range(3):
+                await asyncio.sleep(1200)
+                assert router.evict_unresponsive()
+            assert router.worker_count().restarts == (2 if busy_with == "start" else 0)
+            for task in answers:
+                task.cancel()
 
     run_virtual(main)
 
