@@ -35,15 +35,19 @@ if TYPE_CHECKING:
     from agentrl.errors import EnvError as EnvError
     from agentrl.hosting.wrappers import Wrapper as Wrapper
     from agentrl.protocols import Algorithm as Algorithm
+    from agentrl.protocols import AlgorithmOffers as AlgorithmOffers
     from agentrl.protocols import Curriculum as Curriculum
     from agentrl.protocols import Engine as Engine
+    from agentrl.protocols import EngineOffers as EngineOffers
     from agentrl.protocols import Enumerable as Enumerable
     from agentrl.protocols import Env as Env
     from agentrl.protocols import GroupReward as GroupReward
     from agentrl.protocols import LossOutput as LossOutput
     from agentrl.protocols import LossTokens as LossTokens
     from agentrl.protocols import Reward as Reward
+    from agentrl.protocols import RewardOffers as RewardOffers
     from agentrl.protocols import Rule as Rule
+    from agentrl.protocols import Stateful as Stateful
     from agentrl.protocols import StepResult as StepResult
     from agentrl.protocols import TaskSource as TaskSource
     from agentrl.protocols import Tracker as Tracker
@@ -79,8 +83,9 @@ _HOMES = {
     "agentrl.errors": "AgentRLError ConfigError EnvError",
     "agentrl.hosting.wrappers": "Wrapper",
     "agentrl.protocols": (
-        "Algorithm Curriculum Engine Enumerable Env GroupReward LossOutput LossTokens Reward Rule"
-        " StepResult TaskSource Tracker Trainer"
+        "Algorithm AlgorithmOffers Curriculum Engine EngineOffers Enumerable Env GroupReward"
+        " LossOutput LossTokens Reward RewardOffers Rule Stateful StepResult TaskSource Tracker"
+        " Trainer"
     ),
     "agentrl.recipes.lineage": "verified_lineage",
     "agentrl.runs.train": "train",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +34,13 @@ from agentrl.trajectory import Trajectory, Truncated, Turn
 N = TypeVar("N", bound=np.generic)
 
 
-class Credits(Protocol):
-    """The source of a batch's advantages: its groups, and the algorithm that compares their
-    members.
+Credits = Callable[[Mapping[int, Sequence[float]]], Sequence[float | Sequence[float]]]
+"""The source of a batch's advantages: its groups, and the algorithm that compares their members.
+Returns the advantages of all members of all groups, by their number, for these costs of turns: of
+each turn of a member, by its number; others cost nothing.
 
-    A batch has it where its tokens cost something that is known only later, such as the distance
-    from a reference, and that has to be taken off the rewards before these are compared.
-    """
-
-    def advantages(self, costs: Mapping[int, Sequence[float]]) -> Sequence[float | Sequence[float]]:
-        """The advantages of all members of all groups, by their number, for these costs of turns.
-
-        `costs`: of each turn of a member, by its number; others cost nothing.
-        """
-        ...
+A batch has it where its tokens cost something that is known only later, such as the distance from a
+reference, and that has to be taken off the rewards before these are compared."""
 
 
 _PER_TOKEN = {"axis": "T"}
@@ -288,7 +281,7 @@ class TrainBatch:
             count, width
         )
         members = self.members_J.tolist()
-        found = self.credits.advantages(dict(zip(members, costs_JK.tolist(), strict=True)))
+        found = self.credits(dict(zip(members, costs_JK.tolist(), strict=True)))
         advantages_JK = np.zeros((count, width))
         for row, advantage in zip(
             advantages_JK, (found[member] for member in members), strict=True

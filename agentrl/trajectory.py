@@ -534,7 +534,7 @@ class Score:
 
     Example: a rule pays 1 and a judge 0.8, with weights 1 and 0.5:
 
-        Score(1.4, {"math": 1.0, "judge": 0.8}, words={"judge": "correct, but hard to follow"})
+        Score(1.4, {"math": 1.0, "judge": 0.8}, explanations={"judge": "correct, but terse"})
     """
 
     value: float
@@ -545,12 +545,12 @@ class Score:
     turns: tuple[float, ...] = ()
     """The contributions of single turns to the value; the last turn gets the rest
     (`Group.turn_rewards_G`)."""
-    worked: tuple[tuple[float, float], ...] = field(default=(), compare=False)
-    """From when to when rewards worked on it, in seconds of the loop's clock."""
-    words: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Explanations by part: what a judge says of its verdict, for people who read the episode."""
+    scoring_spans: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    """(began, ended) of the work of rewards on it, in seconds of the loop's clock."""
+    explanations: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The reasons of a judge by part, for people who read the episode."""
     success: bool | None = None
-    """The episode reached its goal. None: a value above zero says so (`succeeded`)."""
+    """The episode reached its goal. None: it did if the value is above zero (`succeeded`)."""
 
     @staticmethod
     def failed(error: str, layer: Layer = "reward", *, final: bool = False) -> "Score":
@@ -604,7 +604,7 @@ class Group:
         ]
 
     @property
-    def mixed(self) -> bool:
+    def has_signal(self) -> bool:
         """True if some agent's reward differs between episodes, by more than rounding
         (`agentrl/arrays.py`).
 

@@ -69,7 +69,9 @@ class RubricJudge:
         parts = {name: level / self._config.levels for name, level in levels.items()}
         weights = {name: criterion.weight for name, criterion in self._config.criteria.items()}
         value = sum(weights[name] * part for name, part in parts.items()) / sum(weights.values())
-        return Score(value, parts, words={"": answered["reason"]} if self._config.reasons else {})
+        return Score(
+            value, parts, explanations={"": answered["reason"]} if self._config.reasons else {}
+        )
 
     def prompt(self, trajectory: Trajectory) -> JudgePrompt:
         """The question to the judge about a trajectory."""

@@ -92,14 +92,15 @@ class PairwiseJudge:
                     choice = self._choose(trajectories[i], trajectories[j])
                     verdicts[i, j] = tasks.create_task(choice)
         points_by_order: dict[tuple[int, int], float] = {}
-        words: list[dict[str, str]] = [{} for _ in range(size)]
+        explanations: list[dict[str, str]] = [{} for _ in range(size)]
         for (i, j), task in verdicts.items():
             answer = task.result()
             if isinstance(answer, AgentRLError):
                 raise answer
             points_by_order[i, j], reason = answer
             if reason:
-                words[i][f"shown before member {j}"] = words[j][f"shown after member {i}"] = reason
+                explanations[i][f"shown before member {j}"] = reason
+                explanations[j][f"shown after member {i}"] = reason
         self._orders.pairs += len(pairs)
         self._orders.swayed += sum(
             points_by_order[i, j] != 1.0 - points_by_order[j, i] for i, j in pairs
@@ -109,8 +110,8 @@ class PairwiseJudge:
             size,
         )
         return [
-            Score(share, {"win_share": share}, words=own)
-            for share, own in zip(shares, words, strict=True)
+            Score(share, {"win_share": share}, explanations=own)
+            for share, own in zip(shares, explanations, strict=True)
         ]
 
     async def _choose(

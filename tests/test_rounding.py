@@ -66,8 +66,8 @@ def test_what_is_equal_but_for_rounding_is_equal_and_what_is_not_finite_is_not()
 
 def test_a_group_whose_rewards_differ_by_rounding_is_not_mixed_and_gives_no_pair() -> None:
     noisy, true = group(*NOISY), group(0.3, 0.3 + 1e-6, 0.3, 0.3)
-    assert not noisy.mixed
-    assert true.mixed
+    assert not noisy.has_signal
+    assert true.has_signal
     assert Grpo().advantages(noisy) == [0.0] * 4
     for which in ("best_worst", "all"):
         assert ranked_pairs(list(NOISY), which, "hard") == []

@@ -9,8 +9,8 @@ Dimension suffixes: G members of a group, M trajectories of a batch.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, pvariance
 from types import MappingProxyType
 from typing import Any
@@ -21,10 +21,11 @@ from agentrl.arrays import constant, scale_of, settled
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols.algorithm import (
     Algorithm,
-    LearnsFromBatches,
-    MeasuresSpread,
+    AlgorithmOffers,
     MemberAdvantage,
 )
+from agentrl.protocols.metrics import Metrics, merge_metrics
+from agentrl.protocols.state import Stateful
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 
@@ -43,11 +44,13 @@ class BatchProcessing:
     ) -> None:
         self._config = config
         self._algorithm, self._by_env = algorithm, by_env
-        learners = {"": algorithm, **{f"envs/{env}/": own for env, own in by_env.items()}}
-        self._learners = {
-            prefix: one for prefix, one in learners.items() if isinstance(one, LearnsFromBatches)
-        }
-        """What learns from batches, by the prefix of its metrics."""
+        algorithms = {"": algorithm, **{f"envs/{env}/": own for env, own in by_env.items()}}
+        self._learners: dict[str, _Learner] = {}
+        """The algorithms that learn from batches, by the prefix of their metrics."""
+        for prefix, learner in algorithms.items():
+            learn = AlgorithmOffers.of(learner).learn
+            if learn is not None:
+                self._learners[prefix] = _Learner.of(learner, learn)
         self.multipliers = {
             constraint.part: constraint.initial for constraint in config.constraints
         }
@@ -55,7 +58,7 @@ class BatchProcessing:
 
     def state(self) -> Mapping[str, Any]:
         """The multipliers, and the states of the algorithms that learn from batches."""
-        learners = {prefix: learner.state() for prefix, learner in self._learners.items()}
+        learners = {prefix: learner.memory.state() for prefix, learner in self._learners.items()}
         return {"multipliers": self.multipliers, "learners": learners}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -66,7 +69,7 @@ class BatchProcessing:
             self.multipliers[part] = state["multipliers"].get(part, self.multipliers[part])
         for prefix, learner in self._learners.items():
             if prefix in state["learners"]:
-                learner.restore(state["learners"][prefix])
+                learner.memory.restore(state["learners"][prefix])
 
     def scores(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with length penalties and the constraints' terms added to their scores; parts
@@ -163,7 +166,7 @@ class BatchProcessing:
         """True if some advantage of a whole group is not 0: `rollout.filter_zero_variance`."""
         algorithm = self._of(group)
         if algorithm is None:
-            return group.mixed
+            return group.has_signal
         return any(
             any(numbers_in(algorithm.advantages(part))) for part in self._changed(group).by_agent()
         )
@@ -191,11 +194,14 @@ class BatchProcessing:
         m <- min(largest, max(0, m + rate * (mean cost - at_most))): Tessler et al., "Reward
         Constrained Policy Optimization" (arXiv:1805.11074).
         """
-        metrics: dict[str, float] = {}
+        reported: dict[str, Metrics] = {}
         parts = [part for group in self.scores(groups) for part in group.by_agent()]
         for prefix, learner in self._learners.items():
             own = [part for part in parts if self._prefix(part.task.env) == prefix]
-            metrics |= {f"{prefix}{name}": value for name, value in learner.learn(own).items()}
+            learned = learner.learn(own)
+            whose = f"the algorithm of {prefix}" if prefix else "the algorithm"
+            reported[whose] = {f"{prefix}{name}": value for name, value in learned.items()}
+        metrics: dict[str, float] = {}
         if self._config.keep_variance < 1:
             metrics["informative_groups"] = fmean(self.informative(parts))
         for constraint in self._config.constraints:
@@ -206,15 +212,43 @@ class BatchProcessing:
             self.multipliers[constraint.part] = min(constraint.largest, max(0.0, moved))
             metrics[f"constraints/rate/{constraint.part}"] = rate
             metrics[f"constraints/multiplier/{constraint.part}"] = self.multipliers[constraint.part]
-        return metrics
+        return merge_metrics({**reported, "batch_processing": metrics})
+
+
+@dataclass(frozen=True, slots=True)
+class _Learner:
+    """An algorithm that learns from batches."""
+
+    learn: Callable[[Sequence[Group]], Mapping[str, float]]
+    """`AlgorithmOffers.learn`."""
+    memory: Stateful
+    """The algorithm itself."""
+
+    @staticmethod
+    def of(
+        algorithm: object, learn: Callable[[Sequence[Group]], Mapping[str, float]]
+    ) -> "_Learner":
+        """The learner that an algorithm is.
+
+        Raises:
+            ConfigError: a resumed run could not continue from what it has learned.
+        """
+        if not isinstance(algorithm, Stateful):
+            raise ConfigError(
+                f"the algorithm {type(algorithm).__name__} has the method `learn`, and a resumed"
+                " run would forget what it has learned: write its methods `state` and `restore`"
+                " too (agentrl.Stateful)"
+            )
+        return _Learner(learn, algorithm)
 
 
 def _spread(group: Group, algorithm: Algorithm | None) -> float:
     """How much the members of a group differ in what the algorithm compares; by default, in their
     whole rewards.
     """
-    if isinstance(algorithm, MeasuresSpread):
-        return algorithm.spread(group)
+    measure = AlgorithmOffers.of(algorithm).spread
+    if measure is not None:
+        return measure(group)
     return 0.0 if constant(group.rewards_G) else pvariance(group.rewards_G)
 
 

@@ -69,6 +69,6 @@ class Distill(PolicyAlgorithm):
         return [self.config.reward_weight * advantage for advantage in leave_one_out(scored(group))]
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
-        """See `PreparesBatch`: the teacher's verdict on each token is added."""
+        """The batch with the teacher's verdict on each token added to its advantages."""
         verdict_N = batch.reference_logprobs_N - batch.rollout_logprobs_N
         return super().prepared(replace(batch, advantages_N=floats(batch.advantages_N + verdict_N)))

@@ -128,15 +128,15 @@ class OnlineDpo(PolicyAlgorithm):
         return advantages_G
 
     def spread(self, group: Group) -> float:
-        """See `MeasuresSpread`: the variance of the rewards, which order the members. 0 if there is
-        no pair.
+        """The variance of the rewards, which order the members (`AlgorithmOffers.spread`). 0 if
+        there is no pair.
         """
         rewards_G = scored(group)
         return 0.0 if constant(rewards_G) else pvariance(rewards_G)
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
-        """See `PreparesBatch`: each pair gets its weight, if none of its halves is too old to be
-        trained on.
+        """The batch with the weights of its pairs: 0 if one of the halves is too old to be trained
+        on.
         """
         labels_J = _of_trajectories(batch, batch.advantages_N) / np.maximum(
             1, batch.tokens_of_trajectories

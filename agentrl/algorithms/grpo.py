@@ -94,7 +94,7 @@ class Grpo(PolicyAlgorithm):
         return compared(returns_G, own.advantage, deviation=own.std)
 
     def spread(self, group: Group) -> float:
-        """See `MeasuresSpread`."""
+        """The mean square of the advantages before they are divided (`AlgorithmOffers.spread`)."""
         undivided = copy(self)
         undivided.config = self.config.model_copy(update={"advantage": "group_mean"})
         found = numbers_in(undivided.advantages(group))

@@ -1,15 +1,15 @@
-"""Which settings of an algorithm an environment of a mixture can have of its own: those of its
+"""The settings of an algorithm that an environment of a mixture can have of its own: those of its
 groups' advantages.
 
-The loss is one for a whole batch. Which settings the advantages depend on is found out by asking
-for some.
+The loss is one for a whole batch. The settings that the advantages depend on are found by asking
+for some advantages.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.arrays import floats, ints
-from agentrl.protocols.algorithm import Algorithm, LearnsFromBatches, MemberAdvantage
+from agentrl.protocols.algorithm import Algorithm, AlgorithmOffers, MemberAdvantage
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
@@ -38,27 +38,33 @@ def without_effect(
     try:
         algorithm = factory(_watched(own, read.add))
         in_constructor = set(read)
+        learn = AlgorithmOffers.of(algorithm).learn  # its offers follow from all settings
         read.clear()
-        found = _asked(algorithm)
-        unread = [name for name in differing if name not in read]
-        return [
-            name
-            for name in unread
-            if name not in in_constructor
-            or found == _asked(factory(_with(own, name, of_run[name])))
-        ]
+        answers = _answers(algorithm, learn)
+        ineffective: list[str] = []
+        for name in differing:
+            if name in read:
+                continue
+            if name in in_constructor:  # the advantages may depend on what was made of it there
+                other = factory(_with(own, name, of_run[name]))
+                if answers != _answers(other, AlgorithmOffers.of(other).learn):
+                    continue
+            ineffective.append(name)
+        return ineffective
     except Exception:  # the user's code, which may need what these groups do not have
         return []
 
 
-def _asked(algorithm: Algorithm) -> list[list[Sequence[MemberAdvantage]]]:
+def _answers(
+    algorithm: Algorithm, learn: Callable[[Sequence[Group]], object] | None
+) -> list[list[Sequence[MemberAdvantage]]]:
     """The advantages of two groups, before and after the algorithm has learned from them."""
     groups = [_group(f"{number}", rewards) for number, rewards in enumerate(_REWARDS)]
-    found = [[algorithm.advantages(group) for group in groups]]
-    if isinstance(algorithm, LearnsFromBatches):
-        algorithm.learn(groups)
-        found.append([algorithm.advantages(group) for group in groups])
-    return found
+    answers = [[algorithm.advantages(group) for group in groups]]
+    if learn is not None:
+        learn(groups)
+        answers.append([algorithm.advantages(group) for group in groups])
+    return answers
 
 
 def _group(name: str, rewards_G: Sequence[Sequence[float]]) -> Group:

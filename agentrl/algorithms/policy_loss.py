@@ -164,7 +164,7 @@ class PolicyAlgorithm:
         return self.config.normalizer
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
-        """See `PreparesBatch`: the weights of tokens, and the cost of leaving the reference."""
+        """The batch with the weights of its tokens, and the cost of leaving the reference."""
         if self.config.normalizer == "trajectories":
             weights_N = 1 / batch.tokens_of_trajectories[batch.trajectories_N]
             batch = replace(batch, weights_N=floats(weights_N))

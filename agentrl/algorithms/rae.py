@@ -71,11 +71,11 @@ class RoleAdvantage(Reinforce):
         return {f"baseline/{key}": value for key, value in sorted(self.baselines.items())}
 
     def state(self) -> Mapping[str, Any]:
-        """The baselines. See `LearnsFromBatches`."""
+        """The baselines. See `Stateful`."""
         return {"baselines": self.baselines}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the baselines of an earlier launch. See `LearnsFromBatches`."""
+        """Continue with the baselines of an earlier launch. See `Stateful`."""
         self.baselines = dict(state["baselines"])
 
     def _key(self, group: Group) -> str:

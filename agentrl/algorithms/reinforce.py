@@ -84,13 +84,13 @@ class ReinforcePlusPlus(Reinforce):
     def normalized(
         self, advantages: Sequence[Sequence[MemberAdvantage]]
     ) -> Sequence[Sequence[MemberAdvantage]]:
-        """See `NormalizesAdvantages`."""
+        """The advantages of a batch, normalised together (`AlgorithmOffers.normalized`)."""
         if self.config.statistics == "tokens":
             return advantages  # `prepared` knows how many tokens each has
         return normalised(advantages, [""] * len(advantages))
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
-        """See `PreparesBatch`."""
+        """The batch to train on (`AlgorithmOffers.prepared`)."""
         batch = super().prepared(batch)
         if self.config.statistics == "trajectories":
             return batch

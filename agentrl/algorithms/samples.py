@@ -17,7 +17,6 @@ from agentrl.protocols.algorithm import (
     Algorithm,
     AlgorithmOffers,
     MemberAdvantage,
-    NormalizesAdvantages,
 )
 from agentrl.trajectory import Group, Score, Trajectory
 
@@ -154,7 +153,7 @@ def _traced_samples(
     numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]
     charged = credits_ if AlgorithmOffers.of(algorithm).charges_rewards else None
     for member, (number, trajectory, advantage, earned, why) in enumerate(
-        zip(numbers, trajectories, credits_.advantages({}), rewards, left_out, strict=True)
+        zip(numbers, trajectories, credits_({}), rewards, left_out, strict=True)
     ):
         if why:
             lossless.append((trajectory, why))
@@ -189,8 +188,8 @@ class GroupCredits:
     algorithms: Sequence[Algorithm]
     processing: BatchProcessing
 
-    def advantages(self, costs: Mapping[int, Sequence[float]]) -> list[MemberAdvantage]:
-        """See `Credits`."""
+    def __call__(self, costs: Mapping[int, Sequence[float]]) -> list[MemberAdvantage]:
+        """The advantages of all members, for these costs of their turns."""
         first, charged = 0, []
         for part in self.parts:
             of_part = [costs.get(first + place, ()) for place in range(len(part.trajectories))]
@@ -199,8 +198,9 @@ class GroupCredits:
         by_group: Sequence[Sequence[MemberAdvantage]] = [
             own.advantages(part) for own, part in zip(self.algorithms, charged, strict=True)
         ]
-        if isinstance(self.algorithm, NormalizesAdvantages):
-            by_group = self.algorithm.normalized(by_group)
+        normalize = AlgorithmOffers.of(self.algorithm).normalized
+        if normalize is not None:
+            by_group = normalize(by_group)
         return list(chain(*self.processing.advantages(charged, by_group)))
 
 

@@ -36,8 +36,7 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
     config = _trusting(config)
     made: Cluster = config.cluster.make()
     async with made as cluster:
-        places = config.placement.name != "local"
-        inventory = await asyncio.to_thread(cluster.gpus) if places else None
+        inventory = None if config.placement.name == "local" else cluster.gpus()
         if inventory is None:
             yield PlacedCluster(config, cluster)
             return
@@ -77,15 +76,12 @@ def _time_sharing(
     def planned(role: str) -> int:
         return max(load.awake[role].to_wake for load in plan.loads if role in load.awake)
 
-    sharing = TimeSharing(
+    return TimeSharing(
         Tenant("engine", engines, planned("engine")),
         Tenant("trainer", trainers, planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
     )
-    for trainer in trainers:
-        trainer.take_turns(sharing.training)
-    return sharing
 
 
 def _trusting(config: RunConfig) -> RunConfig:

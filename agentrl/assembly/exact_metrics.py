@@ -12,8 +12,9 @@ They are of the policy before the step. That policy has played the batch only wi
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -27,8 +28,8 @@ from agentrl.errors import ConfigError
 from agentrl.oracles.exact import spelling_probabilities
 from agentrl.protocols import (
     Credit,
-    EnumeratesCredit,
     Enumeration,
+    EnumerationOffers,
     Question,
     Renderer,
     Trainer,
@@ -86,14 +87,14 @@ class ExactMetrics:
             **self.enumeration.metrics(probabilities),
             "respelled": _respelled(renderer, questions, spelled),
         }
-        if isinstance(self.enumeration, EnumeratesCredit):
-            found |= await self._errors(self.enumeration, probabilities, groups, batch)
+        credit = EnumerationOffers.of(self.enumeration).credit
+        if credit is not None:
+            found |= await self._errors(partial(credit, probabilities), groups, batch)
         return {f"exact/{name}": value for name, value in found.items()}
 
     async def _errors(
         self,
-        enumeration: EnumeratesCredit,
-        probabilities: Sequence[Sequence[float]],
+        credit: Callable[[Trajectory], Sequence[Credit] | None],
         groups: Sequence[Group],
         batch: TrainBatch,
     ) -> Mapping[str, float]:
@@ -105,8 +106,8 @@ class ExactMetrics:
         ]
         if any(dict(one.task.options) != self.config.env.options for one in trajectories):
             return {}
-        credits_ = [enumeration.credit(probabilities, one) for one in trajectories]
-        known = [one for one in credits_ if one is not None]
+        credits_ = [credit(trajectory) for trajectory in trajectories]
+        known = [of_turns for of_turns in credits_ if of_turns is not None]
         if len(known) != len(credits_):
             return {}
         advantages_N = _laid_out(trajectories, known, "advantage", batch)

@@ -36,7 +36,7 @@ from agentrl.runs.state import RunState, read_state, write_state
 from agentrl.runs.task_sources import task_source
 from agentrl.tasks.mixture import Mixture
 from agentrl.trajectory import Group
-from agentrl.weights.publisher import TakesWeights, WeightPublisher
+from agentrl.weights.publisher import WeightPublisher
 from agentrl.weights.snapshots import Snapshots
 
 
@@ -175,11 +175,9 @@ async def assemble_training(
         )
         weights = config.weights.for_model(model)
         async with device_sharing(placed, engines, trainers) as sharing:
-            followers: list[tuple[TakesWeights, int]] = [
-                (engine, refresh) for engine, refresh in others if refresh
-            ]
-            followers += [(self_play, 1)] if self_play else []
-            async with WeightPublisher(rollouts.engine, tuple(followers), weights) as publisher:
+            followers = tuple((engine, refresh) for engine, refresh in others if refresh)
+            listener = self_play.take_version if self_play else None
+            async with WeightPublisher(rollouts.engine, followers, weights, listener) as publisher:
                 freeze_gc()
                 yield TrainingAssembly(
                     config,

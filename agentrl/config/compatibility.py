@@ -22,9 +22,6 @@ from agentrl.protocols.algorithm import (
     ActorCritic,
     Algorithm,
     AlgorithmOffers,
-    LearnsFromBatches,
-    MeasuresSpread,
-    NormalizesAdvantages,
 )
 from agentrl.protocols.component_settings import (
     ClusterOffers,
@@ -308,11 +305,11 @@ def _with_own_algorithm(run: ConfiguredRun) -> list[tuple[MixedEnv, Component]]:
 
 def mixture_settings_are_of_advantages(run: ConfiguredRun) -> str:
     entries = _with_own_algorithm(run)
-    has_critic = hasattr(run.config.algorithm.factory, "estimate")
+    has_critic = AlgorithmOffers.of(run.config.algorithm.factory).estimate is not None
     if not entries or not (run.own_algorithm or has_critic):
         return ""
     return (
-        f"env.mixture: {entries[0][0].called} has algorithm settings of its own, which only the"
+        f"env.mixture: {entries[0][0].run_name} has algorithm settings of its own, which only the"
         " advantages of groups can have: leave them out with an algorithm that has a"
         " critic, or a recipe with its own algorithm"
     )
@@ -321,7 +318,7 @@ def mixture_settings_are_of_advantages(run: ConfiguredRun) -> str:
 def mixture_has_one_algorithm(run: ConfiguredRun) -> str:
     for env, algorithm in _with_own_algorithm(run):
         if algorithm.name != run.config.algorithm.name:
-            return f"env.mixture: {env.called} names another algorithm: write only settings of it"
+            return f"env.mixture: {env.run_name} names another algorithm: write only settings of it"
     return ""
 
 
@@ -330,7 +327,7 @@ def mixture_settings_have_an_effect(run: ConfiguredRun) -> str:
     for env, algorithm in _with_own_algorithm(run):
         if idle := without_effect(algorithm.factory, algorithm.settings, shared):
             return (
-                f"env.mixture: {env.called} sets algorithm.{' and algorithm.'.join(idle)} of"
+                f"env.mixture: {env.run_name} sets algorithm.{' and algorithm.'.join(idle)} of"
                 " its own, which the advantages of its groups do not use, as configured. The"
                 " loss is the same for the whole batch: write it in the section algorithm of"
                 " the run, for all environments"
@@ -434,7 +431,7 @@ def episodes_have_others_to_be_normalised_with(run: ConfiguredRun) -> str:
         return ""
     if AlgorithmOffers.of(run.algorithm).credits_turns:
         return ""  # the turns of one episode are several numbers
-    if scope == "group" and not isinstance(run.algorithm, NormalizesAdvantages):
+    if scope == "group" and AlgorithmOffers.of(run.algorithm).normalized is None:
         return ""
     by_algorithm = f"the algorithm {config.algorithm.name!r}"
     cause = by_algorithm if scope == "group" else f"batch_processing.normalize={scope}"
@@ -449,8 +446,8 @@ def episodes_have_others_to_be_normalised_with(run: ConfiguredRun) -> str:
 
 def critic_advantages_are_not_normalised(run: ConfiguredRun) -> str:
     algorithm, normalize = run.config.algorithm, run.config.batch_processing.normalize
-    has_critic = hasattr(algorithm.factory, "estimate") and not run.own_algorithm
-    if normalize == "group" or not has_critic:
+    has_critic = AlgorithmOffers.of(algorithm.factory).estimate is not None
+    if normalize == "group" or run.own_algorithm or not has_critic:
         return ""
     return (
         f"batch_processing.normalize={normalize} normalises what is"
@@ -563,23 +560,27 @@ def groups_that_vary_teach_more(run: ConfiguredRun) -> str:
 
 
 def _compares(algorithm: Algorithm) -> bool:
-    compares_members = AlgorithmOffers.of(algorithm).compares_members
-    return compares_members or isinstance(algorithm, MeasuresSpread)
+    offers = AlgorithmOffers.of(algorithm)
+    return offers.compares_members or offers.spread is not None
 
 
 def _cannot_leave_out(algorithm: Algorithm) -> str:
     """Why a group alone does not tell what the algorithm would learn from it; empty if it does."""
     if isinstance(algorithm, ActorCritic):
         return "asks a critic for them, so the group does not tell"
-    if isinstance(algorithm, LearnsFromBatches):
+    offers = AlgorithmOffers.of(algorithm)
+    if offers.learn is not None:
         return (
             "compares with what earlier batches have earned, which may have moved until the group"
             " is trained on"
         )
-    if isinstance(algorithm, NormalizesAdvantages):
+    if offers.normalized is not None:
         return "compares with the whole batch, so the group does not tell"
-    if beyond := AlgorithmOffers.of(algorithm).beyond_rewards:
-        return f"adds to them what no reward says ({beyond}), so the group does not tell"
+    if offers.beyond_rewards:
+        return (
+            f"adds to them what no reward says ({offers.beyond_rewards}), so the group does not"
+            " tell"
+        )
     return ""
 
 

@@ -193,7 +193,7 @@ class RunConfig(Settings):
             yield f"recipe={self.recipe.name}", made
         for one in self.env.mixture:
             if one.algorithm is not None:
-                yield f"the algorithm of {one.called} in env.mixture", one.algorithm.make()
+                yield f"the algorithm of {one.run_name} in env.mixture", one.algorithm.make()
 
     @property
     def envs(self) -> Mapping[str, OneEnv]:
@@ -205,19 +205,19 @@ class RunConfig(Settings):
 
     def rewards_by_env(self) -> dict[str, RewardsConfig]:
         """The rewards of environments that have their own."""
-        own = {one.called: one.reward for one in self.env.mixture}
+        own = {one.run_name: one.reward for one in self.env.mixture}
         own |= {suite.label: suite.reward for suite in self.evaluation.suites}
         return {env: reward for env, reward in own.items() if reward is not None}
 
     def own_max_tokens(self) -> dict[str, int]:
         """The longest answer in environments that have their own `max_tokens`."""
-        own = {one.called: one.max_tokens for one in self.env.mixture}
+        own = {one.run_name: one.max_tokens for one in self.env.mixture}
         own |= {suite.label: suite.max_tokens for suite in self.evaluation.suites}
         return {env: limit for env, limit in own.items() if limit is not None}
 
     def own_budgets(self) -> dict[str, Budget]:
         """The budget of an episode in the environments of a mixture, and in those of suites."""
-        own = {one.called: one.budget for one in self.env.mixture}
+        own = {one.run_name: one.budget for one in self.env.mixture}
         own |= {suite.label: suite.budget for suite in self.evaluation.suites}
         return {env: self.rollout.budget.with_own(budget) for env, budget in own.items()}
 

@@ -1,9 +1,8 @@
 """Texts that end a completion (`SamplingParams.stop`), found in the tokens as they are sampled."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
+from agentrl.conversation.renderer import Tokenizer
 from agentrl.errors import EngineError
 from agentrl.models.tokenizer import load_tokenizer
 from agentrl.protocols import GenerateRequest
@@ -12,20 +11,12 @@ _MARGIN = 4
 """Tokens decoded before the longest stop text: the first ones may be a part of a character."""
 
 
-class Decodes(Protocol):
-    """A tokenizer, as far as it is needed here."""
-
-    def decode(self, token_ids: Sequence[int], /, **options: Any) -> str:
-        """The text of tokens."""
-        ...
-
-
 class StopTexts:
     """Watches the tokens of one completion. A text may end in the middle of a token, which is then
     the last one.
     """
 
-    def __init__(self, tokenizer: Decodes, request: GenerateRequest) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
         self._tokenizer = tokenizer
         self._texts = request.sampling.stop
         self._window = max(len(text.encode()) for text in self._texts) + _MARGIN
@@ -34,7 +25,7 @@ class StopTexts:
         ]
 
     def ends(self, token: int) -> bool:
-        """Add a token, and say whether the answer contains one of the texts now."""
+        """Add a token; True if the answer contains one of the texts now."""
         self._tail = [*self._tail, token][-self._window :]  # each token has at least one byte
         text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
         return any(stop in text for stop in self._texts)
@@ -45,10 +36,10 @@ class FolderTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tokenizer: Decodes | None = None
+        self._tokenizer: Tokenizer | None = None
 
     def stop_texts(self, request: GenerateRequest) -> StopTexts | None:
-        """What watches for the stop texts of a request, if it has some.
+        """The watcher of the stop texts of a request, if it has some.
 
         Raises:
             EngineError: the folder has no tokenizer.
@@ -65,6 +56,3 @@ class FolderTokenizer:
                     " rollout.sampling.stop_token_ids instead"
                 ) from error
         return StopTexts(self._tokenizer, request)
-
-
-__all__ = ["Decodes", "FolderTokenizer", "StopTexts"]

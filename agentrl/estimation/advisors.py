@@ -28,7 +28,6 @@ from agentrl.protocols import (
     Algorithm,
     AlgorithmOffers,
     Estimate,
-    PreparesBatch,
     Trainer,
 )
 from agentrl.trajectory import Group
@@ -102,8 +101,9 @@ class Advisors:
             batch = replace(
                 batch, reference_logprobs_N=await self.reference.predict(batch.uncredited())
             )
-        if isinstance(self.algorithm, PreparesBatch):
-            batch = self.algorithm.prepared(batch)
+        prepare = AlgorithmOffers.of(self.algorithm).prepared
+        if prepare is not None:
+            batch = prepare(batch)
         if self.critic is None or not isinstance(self.algorithm, ActorCritic):
             return batch, {}
         advantages_N, metrics = await self._update(self.critic, self.algorithm, batch, step, 0)
@@ -144,7 +144,7 @@ class Advisors:
         estimate = algorithm.estimate(answered, values_N, ends_M)
         lesson = _lesson(answered, values_N, estimate)
         if buffer is not None:
-            lesson = await asyncio.to_thread(buffer.mixed, step, lesson, update)
+            lesson = await asyncio.to_thread(buffer.mix_in, step, lesson, update)
         metrics = await critic.step(lesson, algorithm.value_loss, float(answered.num_loss_tokens))
         reported = {
             f"critic/{name}": value

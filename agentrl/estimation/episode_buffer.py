@@ -99,7 +99,7 @@ class EpisodeBuffer:
         self._reused(step, list(dict.fromkeys(task_ids)))
         return TrainBatch.joined(parts)
 
-    def mixed(self, step: int, batch: TrainBatch, update: int = 0) -> TrainBatch:
+    def mix_in(self, step: int, batch: TrainBatch, update: int = 0) -> TrainBatch:
         """The samples of a batch in a random order, so that each of a critic's minibatches has new
         and earlier ones.
         """

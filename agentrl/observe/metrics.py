@@ -74,7 +74,7 @@ def rollout_metrics(
         **_calls(trajectories),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         **({"segments": float(len(parts_of_episodes))} if parts_of_episodes else {}),
-        "mixed_groups": fmean(group.mixed for group in groups),
+        "mixed_groups": fmean(group.has_signal for group in groups),
         **same_answers(trajectories),
         "different_starts": fmean(not group.begins_alike for group in groups),
         **({"stale_tokens": stale / (stale + len(versions_T))} if stale else {}),

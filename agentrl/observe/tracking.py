@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.errors import ConfigError, describe
 from agentrl.observe.trackers import TrackerSettings
 from agentrl.plugins import Component
-from agentrl.protocols import EpisodeSample, HowEnded, SupportsEnding, SupportsSamples, Tracker
+from agentrl.protocols import EpisodeSample, HowEnded, Tracker, TrackerOffers
 from agentrl.trajectory import Message, Score, Trajectory, Unscored, succeeded
 
 QUEUED = 1000
@@ -83,8 +83,9 @@ class Tracking:
         """Send some episodes to the trackers that take them."""
 
         def work(tracker: Tracker) -> None:
-            if isinstance(tracker, SupportsSamples):
-                tracker.log_samples(name, step, samples)
+            log = TrackerOffers.of(tracker).log_samples
+            if log is not None:
+                log(name, step, samples)
 
         if samples:
             self._send(work)
@@ -93,10 +94,11 @@ class Tracking:
         """Send pending rows, and end. A tracker that needs over `end_seconds` is abandoned."""
 
         def work(tracker: Tracker) -> None:
-            if isinstance(tracker, SupportsEnding):
-                tracker.end(how, why)
-            else:
+            end = TrackerOffers.of(tracker).end
+            if end is None:
                 tracker.close()
+            else:
+                end(how, why)
 
         for sender in self._senders:
             sender.end(work)

@@ -133,9 +133,9 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "success": succeeded(trajectory, score),
         "score": None if math.isnan(score.value) else score.value,  # of one that failed
         "parts": json.dumps(dict(score.parts)),
-        "words": json.dumps(dict(score.words)),
+        "words": json.dumps(dict(score.explanations)),
         "scoring": [
-            {"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked
+            {"began": began + epoch, "ended": ended + epoch} for began, ended in score.scoring_spans
         ],
         "picture": trajectory.picture,
         "calls": [asdict(call) for call in called_tools(trajectory)],

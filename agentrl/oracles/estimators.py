@@ -42,7 +42,7 @@ from agentrl.oracles.problems import (
     stopping,
     t_maze,
 )
-from agentrl.protocols import ActorCritic, Algorithm, AlgorithmOffers, LossTokens, PreparesBatch
+from agentrl.protocols import ActorCritic, Algorithm, AlgorithmOffers, LossTokens
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
     Completion,
@@ -445,13 +445,12 @@ def with_advantages(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic
     """The batch that is trained on: prepared by the algorithm, with the advantages that it finds
     with the critic.
     """
-    if isinstance(algorithm, PreparesBatch):
-        batch = algorithm.prepared(batch)
+    offers = AlgorithmOffers.of(algorithm)
+    if offers.prepared is not None:
+        batch = offers.prepared(batch)
     if not isinstance(algorithm, ActorCritic):
         return batch
-    asked = questions(
-        batch, answers=AlgorithmOffers.of(algorithm).values_answers, ends=algorithm.bootstraps
-    )
+    asked = questions(batch, answers=offers.values_answers, ends=algorithm.bootstraps)
     estimate = algorithm.estimate(*asked.answered(critic.answers_to(asked)))
     return replace(batch, advantages_N=estimate.advantages_N[asked.own_N])
 

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import ints
 from agentrl.batch import TrainBatch
 from agentrl.errors import TrainingError
 from agentrl.oracles.estimators import START, Oracle, Path, with_advantages
 from agentrl.oracles.problems import Action, Decision, Result, all_decisions
-from agentrl.protocols import Algorithm, LossTokens, uses_entropy
+from agentrl.protocols import ActorCritic, Algorithm, LossTokens, uses_entropy
 from agentrl.trajectory import SEGMENT, Group, Score, Task, Trajectory, Turn
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class ExactStep:
         whole = Action(
             "play", tuple(Result(0.0, share.root, 1 / len(self.shares)) for share in self.shares)
         )
-        bootstraps = getattr(self.algorithm, "bootstraps", False)
+        bootstraps = isinstance(self.algorithm, ActorCritic) and self.algorithm.bootstraps
         self.oracle = Oracle(
             Decision("which environment", (whole,)), self.gamma, past_limits=bootstraps
         )
@@ -182,7 +183,9 @@ class ExactStep:
         """The cost of each token in the reward (`kl_reward`), shape W: the KL of the policy that
         sampled it.
         """
-        weight = getattr(getattr(self.algorithm, "config", None), "kl_reward", 0.0)
+        weight = 0.0
+        if isinstance(self.algorithm, PolicyAlgorithm):
+            weight = self.algorithm.config.kl_reward
         moved_W = self.oracle.logprobs(played_P) - self.oracle.logprobs(reference_P)
         return weight * moved_W.detach().nan_to_num()
 

@@ -12,16 +12,11 @@ refused.
 A role needs the memory that its sleep has freed, as it measured it itself: what it keeps while it
 sleeps (its CUDA context, NCCL's buffers, CUDA graphs) is there already. Until it has slept, the
 plan's figure counts.
-
-A role that dies asleep is started again when it has to wake, never while the other is awake. So a
-trainer that is asked for something after its death needs a turn of its own: it enters `training`,
-as the driver does.
 """
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -30,10 +25,8 @@ from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import Flow, deadline
 
 State = Literal["generating", "training", "switching", "lost"]
-Free = Callable[[], Awaitable[int | None]]
-"""Returns how many bytes are free on the fullest of the shared devices; None if those are dead
-which could tell.
-"""
+Free = Callable[[], Awaitable[int]]
+"""Returns how many bytes are free on the fullest of the shared devices."""
 
 
 async def free_on_cpu() -> int:
@@ -55,9 +48,6 @@ class Sleeper(Protocol):
     A sleeping engine answers no requests: new ones wait, and those in flight continue when it
     wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile. A
     sleeping trainer can still provide its weights.
-
-    A dead part of it is started again at `wake` at the earliest. One that is just starting is
-    waited for in `sleep`, outside of deadlines.
     """
 
     async def sleep(self) -> int | None:
@@ -78,22 +68,14 @@ class Sleeper(Protocol):
         ...
 
 
-class DeviceSharing(Protocol):
-    """The sharing of devices by engine and trainer."""
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        """The trainer is awake inside; outside, the engine is."""
-        ...
-
-
 class NoSharing:
-    """The `DeviceSharing` of roles that have their own devices, or share devices with enough memory
-    for both.
+    """The sharing of roles that have their own devices, or share devices with enough memory for
+    both.
     """
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Changes nothing."""
+        """Change nothing: engine and trainer are awake."""
         yield
 
     @asynccontextmanager
@@ -116,10 +98,10 @@ class Tenant:
 
 
 class TimeSharing:
-    """The `DeviceSharing` of an engine and a trainer that take turns; at first the engine is awake,
-    the trainer asleep.
+    """The sharing of an engine and a trainer that take turns; at first the engine is awake, the
+    trainer asleep.
 
-    `seconds`: the deadline of each side's part in a switch.
+    `seconds`: the deadline of each side's part in a switch. Switches must not overlap.
     """
 
     def __init__(self, engine: Tenant, trainer: Tenant, free: Free, seconds: float) -> None:
@@ -128,8 +110,6 @@ class TimeSharing:
         self._free = free
         self._seconds = seconds
         self._freed: dict[str, int] = {}
-        self._blocks = 0  # of `training`, that are open
-        self._one_switch = asyncio.Lock()
         self.state: State = "generating"
 
     @asynccontextmanager
@@ -150,23 +130,16 @@ class TimeSharing:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """The trainer is awake inside; afterwards the engine is awake again, also if the block
-        failed. Of blocks that overlap, the first to begin and the last to end switch.
+        failed.
 
         Raises:
             TimeShareError: a switch failed; says which state they are in.
         """
-        async with self._one_switch:
-            if self.state != "training":
-                await self._switch(self._engine, self._trainer, "generating", "training")
-            self._blocks += 1
+        await self._switch(self._engine, self._trainer, "generating", "training")
         try:
             yield
         finally:
-            self._blocks -= 1
-            async with self._one_switch:
-                # Another block may have begun meanwhile, or have ended after this one.
-                if not self._blocks and self.state != "generating":
-                    await self._switch(self._trainer, self._engine, "training", "generating")
+            await self._switch(self._trainer, self._engine, "training", "generating")
 
     async def _switch(self, tired: Tenant, rested: Tenant, before: State, after: State) -> None:
         if self.state != before:
@@ -217,7 +190,7 @@ class TimeSharing:
         free = await self._free()
         measured = self._freed.get(turn.name)
         needs = turn.planned if measured is None else measured
-        if free is not None and free < needs:
+        if free < needs:
             origin = "planned" if measured is None else "measured when it slept"
             raise TimeShareError(
                 f"the {turn.name} needs {needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are"
@@ -227,25 +200,20 @@ class TimeSharing:
             )
 
     async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> list[int | None]:
-        """Call `method` on all parts at the same time, each under a deadline of its own, which it
-        may pause; returns their answers.
+        """Call `method` on all parts at the same time; returns their answers.
 
         Raises:
             TimeShareError: a part failed, or did not answer in time; in the latter case the
             sharing is lost.
         """
-
-        async def call(sleeper: Sleeper) -> int | None:
-            with deadline("engine", f"{turn.name}.{method}", self._seconds):
-                return await (sleeper.sleep() if method == "sleep" else sleeper.wake())
-
         try:
-            async with Flow(f"{turn.name}.{method}") as flow:
-                calls = [
-                    flow.start(call(sleeper), name=str(number))
-                    for number, sleeper in enumerate(turn.sleepers)
-                ]
-            return [part.result() for part in calls]
+            with deadline("engine", f"{turn.name}.{method}", self._seconds):
+                async with Flow(f"{turn.name}.{method}") as flow:
+                    calls = [
+                        flow.start(getattr(sleeper, method)(), name=str(number))
+                        for number, sleeper in enumerate(turn.sleepers)
+                    ]
+            return [call.result() for call in calls]
         except DeadlineError as error:
             self.state = "lost"
             raise TimeShareError(
@@ -259,3 +227,8 @@ class TimeSharing:
         except BaseException:
             self.state = "lost"  # cancelled, so the outcome is unknown
             raise
+
+
+DeviceSharing = NoSharing | TimeSharing
+"""The sharing of devices by engine and trainer: inside `training()`, the trainer is awake; outside,
+the engine is."""

@@ -10,14 +10,10 @@ from agentrl.protocols.algorithm import (
     Algorithm,
     AlgorithmOffers,
     Estimate,
-    LearnsFromBatches,
     Loss,
     LossOutput,
     LossTokens,
-    MeasuresSpread,
     MemberAdvantage,
-    NormalizesAdvantages,
-    PreparesBatch,
     uses_entropy,
 )
 from agentrl.protocols.component_settings import (
@@ -37,8 +33,8 @@ from agentrl.protocols.engine import (
 from agentrl.protocols.enumeration import (
     Credit,
     Enumerable,
-    EnumeratesCredit,
     Enumeration,
+    EnumerationOffers,
     Question,
 )
 from agentrl.protocols.env import (
@@ -58,7 +54,7 @@ from agentrl.protocols.env import (
 from agentrl.protocols.offers import Offers
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.renderer import Conversation, Prompt, Renderer
-from agentrl.protocols.reward import GroupReward, Reward, RewardOffers, Rule, ScoresTurns
+from agentrl.protocols.reward import GroupReward, Reward, RewardOffers, Rule
 from agentrl.protocols.state import Stateful
 from agentrl.protocols.tasks import (
     Curriculum,
@@ -66,19 +62,18 @@ from agentrl.protocols.tasks import (
     FiniteTasks,
     MixesEnvironments,
     TaskSource,
+    TaskSourceOffers,
 )
 from agentrl.protocols.tracker import (
     EpisodeSample,
     HowEnded,
-    SupportsEnding,
-    SupportsSamples,
     Tracker,
+    TrackerOffers,
 )
 from agentrl.protocols.trainer import (
     LatestCheckpoint,
     Recovery,
     Savable,
-    SchedulesLearningRate,
     Trainer,
     WriteWeights,
     check_trainer,
@@ -101,8 +96,8 @@ __all__ = [
     "EngineSettingsOffers",
     "EngineStats",
     "Enumerable",
-    "EnumeratesCredit",
     "Enumeration",
+    "EnumerationOffers",
     "Env",
     "EnvLimits",
     "EpisodeSample",
@@ -113,17 +108,13 @@ __all__ = [
     "HowEnded",
     "Isolation",
     "LatestCheckpoint",
-    "LearnsFromBatches",
     "Loss",
     "LossOutput",
     "LossTokens",
-    "MeasuresSpread",
     "MemberAdvantage",
     "MixesEnvironments",
-    "NormalizesAdvantages",
     "Offers",
     "OwnerOnly",
-    "PreparesBatch",
     "Prompt",
     "Question",
     "RecipeOffers",
@@ -135,18 +126,16 @@ __all__ = [
     "Rule",
     "SamplingParams",
     "Savable",
-    "SchedulesLearningRate",
     "ScoreRequest",
     "Scores",
-    "ScoresTurns",
     "ScriptedPlayer",
     "Settings",
     "Stateful",
     "StepResult",
-    "SupportsEnding",
-    "SupportsSamples",
     "TaskSource",
+    "TaskSourceOffers",
     "Tracker",
+    "TrackerOffers",
     "Trainer",
     "TrainerSettingsOffers",
     "WriteWeights",

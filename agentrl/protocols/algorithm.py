@@ -4,7 +4,7 @@ Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a gr
 batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -53,9 +53,18 @@ class LossOutput:
     metrics: Mapping[str, "Tensor"]
 
 
+MemberAdvantage = float | Sequence[float]
+"""The advantage of a trajectory: one number for all of its turns, or one for each turn."""
+
+Advantages = Sequence[Sequence[MemberAdvantage]]
+"""Of each group of a batch, the advantages of its members."""
+
+
 @dataclass(frozen=True, slots=True)
 class AlgorithmOffers(Offers):
-    """The facts of an algorithm that a config and a run must know, as its attribute `offers`."""
+    """The facts of an algorithm that a config and a run must know, as its attribute `offers`. The
+    last five are optional methods, which are found by their names.
+    """
 
     uses_reference: bool = False
     """It gets a reference: the model with which the run began, whose logprobs are
@@ -79,28 +88,32 @@ class AlgorithmOffers(Offers):
     advantages come from."""
     values_answers: bool = False
     """The critic is also asked after each answer (`ActorCritic`)."""
+    estimate: Callable[..., Any] | None = None
+    """The method of an algorithm with a critic (`ActorCritic`)."""
+    prepared: Callable[[TrainBatch], TrainBatch] | None = None
+    """Changes a whole batch before it is trained on and the critic is asked about it, such as the
+    weights of its tokens. The batch has the reference's logprobs, if there is a reference."""
+    normalized: Callable[[Advantages], Advantages] | None = None
+    """Returns the advantages to train with, from those of each group of a batch."""
+    spread: Callable[[Group], float] | None = None
+    """The mean square of a group's advantages before they are divided by anything, for an algorithm
+    that compares members: 0 only if all are 0."""
+    learn: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
+    """Learns from the groups of a step that has just been trained on, and returns metrics. Each is
+    a group of one agent, with the scores that its advantages were computed from. The algorithm is
+    `Stateful`: what it has learned is kept in each checkpoint."""
 
 
-class Loss(Protocol):
-    """A pure function of the trainer's logprobs (or a critic's values) and the `LossTokens`.
-
-    If it, or the algorithm whose method it is, offers `uses_entropy` (`AlgorithmOffers`), it gets
-    `LossTokens.entropies_N`.
-    """
-
-    def __call__(self, logprobs_N: "Tensor", tokens: LossTokens, /) -> LossOutput:
-        """The loss of each token."""
-        ...
+Loss = Callable[["Tensor", LossTokens], LossOutput]
+"""A pure function of the trainer's logprobs [N] (or a critic's values) and the `LossTokens`. If it,
+or the algorithm whose method it is, offers `uses_entropy` (`AlgorithmOffers`), it gets
+`LossTokens.entropies_N`."""
 
 
 def uses_entropy(loss: Loss) -> bool:
     """True if a loss, or the algorithm whose method it is, asks for entropies."""
     plugin = loss.__self__ if isinstance(loss, MethodType) else loss
     return AlgorithmOffers.of(plugin).uses_entropy
-
-
-MemberAdvantage = float | Sequence[float]
-"""The advantage of a trajectory: one number for all of its turns, or one for each turn."""
 
 
 class Algorithm(Protocol):
@@ -118,66 +131,6 @@ class Algorithm(Protocol):
 
     def normalizer(self, batch: TrainBatch) -> float:
         """The divisor of the summed token losses of a whole batch."""
-        ...
-
-
-@runtime_checkable
-class PreparesBatch(Algorithm, Protocol):
-    """An algorithm that changes a whole batch before it is trained on, such as the weights of its
-    tokens.
-    """
-
-    def prepared(self, batch: TrainBatch) -> TrainBatch:
-        """The batch to train on, and to ask the critic about. It has the reference's logprobs, if
-        there is one.
-        """
-        ...
-
-
-@runtime_checkable
-class NormalizesAdvantages(Algorithm, Protocol):
-    """An algorithm whose advantages depend on the whole batch."""
-
-    def normalized(
-        self, advantages: Sequence[Sequence[MemberAdvantage]]
-    ) -> Sequence[Sequence[MemberAdvantage]]:
-        """The advantages to train with, from those of each group of a batch."""
-        ...
-
-
-@runtime_checkable
-class MeasuresSpread(Algorithm, Protocol):
-    """An algorithm that compares the members of a group, and says how much they differ in what it
-    compares.
-    """
-
-    def spread(self, group: Group) -> float:
-        """The mean square of the group's advantages before they are divided by anything; 0 only if
-        all are 0.
-        """
-        ...
-
-
-@runtime_checkable
-class LearnsFromBatches(Algorithm, Protocol):
-    """An algorithm with state from earlier batches, such as a running baseline.
-
-    The state is kept in each checkpoint, as `Stateful` describes.
-    """
-
-    def learn(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Learn from the groups of a step that has just been trained on. Returns metrics.
-
-        Each is a group of one agent, with the scores that its advantages were computed from.
-        """
-        ...
-
-    def state(self) -> Any:
-        """The state, of values that JSON has."""
-        ...
-
-    def restore(self, state: Any) -> None:
-        """Continue from what `state` has returned in an earlier launch."""
         ...
 
 

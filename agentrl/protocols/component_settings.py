@@ -33,6 +33,15 @@ class TrainerSettingsOffers(Offers):
     """Returns a `TrainerLayout`, to plan the trainer's devices."""
     within: Callable[[int], Any] | None = None
     """Returns the settings for samples of up to so many tokens."""
+    lr: float = 0.0
+    """The highest learning rate, of one that follows a schedule."""
+    warmup_steps: int = 0
+    """Calls of `Trainer.step` in which the rate rises to `lr`."""
+    schedule: str = "constant"
+    """The course of the rate after them: `constant` or `cosine`."""
+    learning_rate: Callable[[int, int], float] | None = None
+    """Returns the rate of a call of `Trainer.step`, from its number, counted from 0, and the number
+    of all calls; None without a schedule."""
     chosen: Callable[..., Any] | None = None
     """Returns the settings with what follows from the model and the devices."""
 

@@ -1,10 +1,11 @@
 """Environments so small that exact numbers follow from the probabilities of answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from agentrl.protocols.env import Env
+from agentrl.protocols.offers import Offers
 from agentrl.trajectory import Message, Trajectory
 
 
@@ -21,14 +22,14 @@ class Question:
 
 
 class Enumeration(Protocol):
-    """What can happen in an environment with some options, enumerated: from the probabilities of a
-    policy's answers follow exact numbers. `probabilities` has, for each of `questions`, that of
-    each of its answers; the rest is that of all other messages.
+    """An exhaustive enumeration of an environment, from which exact metrics of a policy are
+    computed. `probabilities` has, for each of `questions`, that of each of its answers; the rest is
+    that of all other messages. It may also have the method of `EnumerationOffers`.
     """
 
     @property
     def questions(self) -> Sequence[Question]:
-        """All points at which the policy answers, in every conversation that can come to be."""
+        """All points at which the policy answers, in every reachable conversation."""
         ...
 
     def metrics(self, probabilities: Sequence[Sequence[float]]) -> Mapping[str, float]:
@@ -46,17 +47,13 @@ class Credit:
     advantage: float
 
 
-@runtime_checkable
-class EnumeratesCredit(Enumeration, Protocol):
-    """An enumeration that also has the exact advantages of what was played, to compare the trained
-    ones with.
-    """
+@dataclass(frozen=True, slots=True)
+class EnumerationOffers(Offers):
+    """The optional methods of an `Enumeration`, which are found by their names."""
 
-    def credit(
-        self, probabilities: Sequence[Sequence[float]], trajectory: Trajectory
-    ) -> Sequence[Credit] | None:
-        """The credit of each turn of a trajectory; `None` if it is unknown."""
-        ...
+    credit: Callable[[Sequence[Sequence[float]], Trajectory], Sequence[Credit] | None] | None = None
+    """Returns the credit of each turn of a trajectory, from the probabilities of all answers: the
+    exact advantages, to compare the trained ones with. `None` if it is unknown."""
 
 
 @runtime_checkable
@@ -66,7 +63,7 @@ class Enumerable(Env, Protocol):
     """
 
     def enumeration(self, options: Mapping[str, Any]) -> Enumeration:
-        """What can happen with these options.
+        """The enumeration of the environment with these options.
 
         Raises:
             ConfigError: with these options it cannot be enumerated; the message says why.

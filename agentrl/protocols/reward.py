@@ -1,6 +1,6 @@
 """Rewards: scores of trajectories, of groups of them, and rules that are pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,10 +15,8 @@ class Reward(Protocol):
     A reward of any shape may be an async context manager, which the run enters and leaves. A
     function of a trajectory, sync or async, that returns a `Score` or a number is a reward too; its
     keyword-only parameters are its settings. Several rewards are combined by a weighted sum
-    (`agentrl/scoring/pipeline.py`). Three methods are optional:
+    (`agentrl/scoring/pipeline.py`). Two methods are optional, beside those of `RewardOffers`:
 
-    - `metrics() -> Mapping[str, float]`: called after each step, for the cost of the work since the
-      last call;
     - `check_task(task) -> None`: raises `ConfigError` for a task that cannot be scored, such as one
       without a right answer. Called for each row of data before the run begins, on an instance that
       has not been entered;
@@ -28,19 +26,6 @@ class Reward(Protocol):
 
     async def score(self, trajectory: Trajectory) -> Score:
         """The verdict on one trajectory."""
-        ...
-
-
-@runtime_checkable
-class ScoresTurns(Reward, Protocol):
-    """A reward that knows what single turns contribute while the episode still goes on
-    (`staleness_rule: segment`).
-    """
-
-    def score_turns(self, trajectory: Trajectory) -> Sequence[float]:
-        """The contribution of each turn so far: what `Score.turns` will say of these turns at the
-        end.
-        """
         ...
 
 
@@ -83,7 +68,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardOffers(Offers):
-    """The facts that a reward or a rule states, as attributes of its class with these names."""
+    """The facts and optional methods of a reward or a rule: attributes with these names."""
 
     isolation: Isolation | None = None
     """Where it runs, if it says so."""
@@ -93,3 +78,8 @@ class RewardOffers(Offers):
     """The verdict of a rule on content that uses up the CPU time or the memory."""
     pays_what_the_environment_pays: bool = False
     """Its score is the sum of the environment's rewards."""
+    score_turns: Callable[[Trajectory], Sequence[float]] | None = None
+    """Returns the contribution of each turn so far of an episode that still goes on, as
+    `Score.turns` will have it at the end (`staleness_rule: segment`)."""
+    metrics: Callable[[], Mapping[str, float]] | None = None
+    """Returns the cost of the work since the last call; called after each step."""

@@ -3,9 +3,11 @@
 Dimension suffix: G members of a group.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from agentrl.protocols.offers import Offers
 from agentrl.trajectory import Group, Task
 
 
@@ -25,8 +27,8 @@ class TaskSource(Protocol):
 
 @runtime_checkable
 class FiniteTasks(TaskSource, Protocol):
-    """A task source with so many different tasks. `task` goes on after the last, with the same ones
-    in another order.
+    """A finite task source; `task` wraps around after the last one, with the same tasks in another
+    order.
 
     `fingerprint` changes with the tasks: a run is not resumed on others than it began with.
     """
@@ -44,8 +46,7 @@ class Curriculum(TaskSource, Protocol):
     Outcomes come with each batch: first those of filtered groups, then those of trained ones, each
     by task number. A resumed run replays them in that order from its ledger before it asks for a
     task. A resumed run equals one that was not stopped, if what `task` chooses depends only on the
-    index, the seed and these outcomes. If it has a method `metrics() -> Mapping[str, float]`, the
-    run calls it after each step.
+    index, the seed and these outcomes. It may also have the method of `TaskSourceOffers`.
     """
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
@@ -55,25 +56,32 @@ class Curriculum(TaskSource, Protocol):
         ...
 
 
-class EnvLimits(Protocol):
-    """What an environment of a mixture has of its own."""
+@dataclass(frozen=True, slots=True)
+class TaskSourceOffers(Offers):
+    """The optional methods of a task source, which are found by their names."""
 
-    @property
-    def group_size(self) -> int:
-        """Members of its groups."""
-        ...
+    metrics: Callable[[], Mapping[str, float]] | None = None
+    """Returns metrics of its tasks; called after each step."""
 
-    @property
-    def max_failed_tasks(self) -> int:
-        """How many of its tasks may fail permanently."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class EnvLimits:
+    """The settings of an environment of a mixture that differ from those of the others."""
+
+    group_size: int
+    """Members of its groups."""
+    max_failed_tasks: int
+    """Tasks that may fail permanently."""
 
 
 @runtime_checkable
 class MixesEnvironments(TaskSource, Protocol):
     """A task source of several environments, which keeps their shares of what is trained on."""
 
-    def __getitem__(self, env: str, /) -> EnvLimits: ...
+    @property
+    def limits(self) -> Mapping[str, EnvLimits]:
+        """Of each environment, by its name in the run."""
+        ...
 
     def trained(self, groups: Iterable[Group]) -> None:
         """These groups are trained on."""

@@ -1,8 +1,10 @@
 """Trackers: receivers of a run's metrics, some of its episodes, and its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
+
+from agentrl.protocols.offers import Offers
 
 HowEnded = Literal["completed", "stopped", "failed"]
 """How a run ended: its work is done; a signal stopped it; an error ended it."""
@@ -26,7 +28,7 @@ class EpisodeSample:
 class Tracker(Protocol):
     """Receives the metrics of a run, in a thread of its own. What it raises ends no run.
 
-    It may also have the methods of `SupportsSamples` and `SupportsEnding`.
+    It may also have the methods of `TrackerOffers`.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -38,21 +40,13 @@ class Tracker(Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsSamples(Protocol):
-    """A tracker that also receives some episodes (`observe.tracked_episodes`)."""
+@dataclass(frozen=True, slots=True)
+class TrackerOffers(Offers):
+    """The optional methods of a tracker, which are found by their names."""
 
-    def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
-        """Record episodes of `name`: those trained on ("train"), or of an evaluation."""
-        ...
-
-
-@runtime_checkable
-class SupportsEnding(Protocol):
-    """A tracker that tells runs that have failed from those that have not: this is called instead
-    of `close`.
-    """
-
-    def end(self, how: HowEnded, why: str) -> None:
-        """Record how and why the run has ended, and flush."""
-        ...
+    log_samples: Callable[[str, int, Sequence[EpisodeSample]], None] | None = None
+    """Records some episodes (`observe.tracked_episodes`): their name, which is "train" for those
+    trained on or that of an evaluation, the step, and the episodes."""
+    end: Callable[[HowEnded, str], None] | None = None
+    """Records how and why the run has ended, and flushes: called instead of `close`, for a tracker
+    that tells runs that have failed from those that have not."""

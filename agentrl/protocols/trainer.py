@@ -5,10 +5,9 @@ Dimension suffix: N loss tokens of a batch.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
@@ -157,15 +156,8 @@ class Trainer(Savable, Protocol):
         """Allocate the memory again. If this raises, the trainer is asleep as before."""
         return
 
-    def take_turns(self, turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        """Note that it shares its devices: inside a `turn()` it is awake, and what it shares them
-        with is asleep. A trainer that starts its ranks again enters one to do so while it sleeps.
-        By default, nothing is noted.
-        """
-        return
-
-    async def free(self) -> int | None:
-        """Free bytes on the fullest of its devices; None while its ranks are dead.
+    async def free(self) -> int:
+        """Free bytes on the fullest of its devices.
 
         Raises:
             ConfigError: it cannot tell, as by default.
@@ -194,16 +186,3 @@ def check_trainer(section: str, name: str, trainer: object) -> None:
             " write it, or inherit from agentrl.Trainer, which has a simple version of"
             " all that a trainer need not do"
         )
-
-
-@runtime_checkable
-class SchedulesLearningRate(Protocol):
-    """Settings of a trainer whose learning rate follows a schedule."""
-
-    lr: float
-    warmup_steps: int
-    schedule: str
-
-    def learning_rate(self, step: int, total_steps: int) -> float:
-        """The rate of step `step`, counted from 0 in calls of `Trainer.step`, of so many."""
-        ...

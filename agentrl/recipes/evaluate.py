@@ -100,7 +100,7 @@ async def evaluate(
     if name == HELD_OUT:
         held_out = held_out_tasks(config, config.evaluation.tasks if tasks is None else tasks)
         scored, failed = await _play_and_score(rollouts, config.evaluation, held_out)
-        envs = tuple(entry.called for entry in config.env.mixture)
+        envs = tuple(entry.run_name for entry in config.env.mixture)
         return Evaluation(scored, failed, envs=envs)
     suite = _suites(config)[name]
     episodes = await asyncio.to_thread(suite_episodes, suite, config.envs[suite.label])

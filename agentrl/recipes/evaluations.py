@@ -1,11 +1,11 @@
-"""When a run is evaluated: in turn with training; while it goes on, on the same engines
-(`evaluation.overlap`); or beside it, on engines of its own (`evaluation.engines`).
+"""The times of evaluations: in turn with training; during it, on the same engines
+(`evaluation.overlap`); or during it, on separate engines (`evaluation.engines`).
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from agentrl.assembly.rollouts import RolloutAssembly
 from agentrl.assembly.training import TrainingAssembly
@@ -18,9 +18,10 @@ from agentrl.runs.run import Run
 from agentrl.weights.snapshots import Snapshots
 
 
-class Evaluations(Protocol):
+class Evaluations(ABC):
     """Evaluates the weights of a run."""
 
+    @abstractmethod
     async def evaluate(self, step: int, *, due: bool = False) -> None:
         """Evaluate the trainer's weights after `step` steps, unless that was done before; see
         `evaluate_run`.
@@ -28,8 +29,10 @@ class Evaluations(Protocol):
         ...
 
     async def before_update(self) -> None:
-        """Wait until the engines of training may get new weights."""
-        ...
+        """Wait until the engines of training may get new weights. By default, they may at any time:
+        the evaluation is over when training goes on, or it has engines of its own.
+        """
+        return
 
 
 @asynccontextmanager
@@ -53,11 +56,11 @@ async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIte
         return
     async with Flow("evaluations") as flow:
         beside = _Beside(run, parts, parts.evaluation_engine, flow)
-        beside.take_up(start)
+        beside.evaluate_leftovers(start)
         yield beside
 
 
-class _InTurn:
+class _InTurn(Evaluations):
     """Evaluates on the engines of training, which waits meanwhile."""
 
     def __init__(self, run: Run, parts: TrainingAssembly) -> None:
@@ -66,11 +69,8 @@ class _InTurn:
     async def evaluate(self, step: int, *, due: bool = False) -> None:
         await evaluate_run(self._run, self._parts, step, due=due)
 
-    async def before_update(self) -> None:
-        """The evaluation is over when training goes on."""
 
-
-class _Overlapping:
+class _Overlapping(Evaluations):
     """Evaluates on the engines of training while it goes on, until they get new weights.
 
     The requests of evaluations come last (`agentrl.recipes.evaluate.EVALUATION_PRIORITY`). A run
@@ -99,7 +99,7 @@ class _Overlapping:
         self._run.checkpoints.awaited.discard(step)
 
 
-class _Beside:
+class _Beside(Evaluations):
     """Evaluates snapshots of the weights one after another, while training goes on.
 
     A checkpoint whose result is awaited is kept. What a killed run has left is evaluated when it is
@@ -114,9 +114,9 @@ class _Beside:
         self._snapshots = Snapshots(run.folder.absolute() / "evaluation_weights", 1, 1)
         self._last: asyncio.Task[None] | None = None
 
-    def take_up(self, start: int) -> None:
-        """Evaluate what an earlier launch has left, of steps before `start`; later ones will be
-        trained again.
+    def evaluate_leftovers(self, start: int) -> None:
+        """Evaluate the snapshots that an earlier launch has left, of steps before `start`; later
+        steps will be trained again.
         """
         self._snapshots.go_back_to(start)
         there = {0, *self._snapshots.versions()}  # the engine begins with version 0
@@ -136,9 +136,6 @@ class _Beside:
             await run_to_completion(asyncio.to_thread(self._snapshots.write, step, weights))
         self._run.evaluations.begin(step, left)
         self._begin(step, due=due)
-
-    async def before_update(self) -> None:
-        """The weights that are evaluated are on other engines."""
 
     def _begin(self, step: int, *, due: bool) -> None:
         self._run.checkpoints.awaited.add(step)

@@ -76,7 +76,7 @@ async def train(
             by_env: dict[str, Algorithm] = {}
             for entry in config.env.mixture:
                 if entry.algorithm is not None:
-                    by_env[entry.called] = entry.algorithm.make()
+                    by_env[entry.run_name] = entry.algorithm.make()
             processing = parts.state.add(
                 "batch_processing", BatchProcessing(config.batch_processing, algorithm, by_env)
             )

@@ -1,9 +1,10 @@
 """The choice of a server: the least loaded one that has room."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from agentrl.errors import EnvError, OutageError
 from agentrl.flow import now, waiting_for
@@ -37,15 +38,15 @@ class FullError(EnvError):
     """When the server wants to be asked again, if it says so."""
 
 
-class Loaded(Protocol):
+class Loaded(ABC):
     """A server with a load."""
 
     url: str
 
     @property
+    @abstractmethod
     def load(self) -> tuple[bool, int]:
-        """Whether it is out of order, and the number of its sessions."""
-        ...
+        """True if it is out of order, and the number of its sessions. The smallest comes first."""
 
 
 _Server = TypeVar("_Server", bound=Loaded)

@@ -60,7 +60,7 @@ class RemoteEnv:
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._lease: _Lease | None = None
-        self.suspect = Suspect("no episode", bytes)
+        self._suspect = Suspect("no episode", bytes)
         """The task that is being played, of which a server may die."""
 
     @property
@@ -81,11 +81,11 @@ class RemoteEnv:
             ConfigError: the environment does not accept these options, or the server does not
             accept the token.
         """
-        self.suspect = suspicion().suspect(
+        self._suspect = suspicion().suspect(
             f"the task of seed {seed} with the options {dict(options)!r:.200}",
             partial(to_json, [seed, options], fallback=repr),
         )
-        suspicion().check(self.suspect)
+        suspicion().check(self._suspect)
         if self._lease is not None:
             try:
                 reply = await self._begin(self._lease, seed, options)
@@ -121,7 +121,7 @@ class RemoteEnv:
             )
         stepped = _read(_STEPPED, reply)
         if stepped.terminated or stepped.truncated:
-            suspicion().ended(self.suspect)
+            suspicion().ended(self._suspect)
         self.calls_made, info = calls_taken(stepped.info)
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, info
 
@@ -138,14 +138,14 @@ class RemoteEnv:
     async def _ask(self, lease: "_Lease", op: str, **what: Any) -> ReplyFrame:
         """Send a request of the session. If the server dies meanwhile, the task is suspect."""
         link = lease.link
-        line = link.at_work(self)
+        line = link.at_work(self, self._suspect)
         try:
             reply = await link.ask(op, session=lease.session, seq=lease.seq, **what)
             if reply.status == 404 and line < link.connections:
                 link.server_died(line, suspicion(), "it has lost the sessions of before")
         except UnreachableError as error:
             link.server_died(line, suspicion(), str(error))
-            suspicion().check(self.suspect)
+            suspicion().check(self._suspect)
             raise
         finally:
             link.done(self)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,7 +20,7 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow, Suspect, Suspicion, now
 from agentrl.net.http_client import proxy_note
-from agentrl.remote.choice import REST_SECONDS, UnreachableError
+from agentrl.remote.choice import REST_SECONDS, Loaded, UnreachableError
 from agentrl.remote.connection import Connection, LostConnectionError, connect
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
@@ -33,13 +33,7 @@ _LEAST_FRAME_BYTES = 1024
 _REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(list[ReplyFrame])
 
 
-class Asker(Protocol):
-    """An environment that asks a server about a task."""
-
-    suspect: Suspect
-
-
-class Link:
+class Link(Loaded):
     """A server, and the line to it. `sessions` counts this process's sessions on it, `connections`
     the lines so far.
 
@@ -64,7 +58,7 @@ class Link:
         self._reopening: asyncio.Task[None] | None = None
         self._has_ended = False
         self._name = secrets.token_urlsafe(16)
-        self._at_work: dict[Asker, int] = {}
+        self._at_work: dict[object, tuple[int, Suspect]] = {}
         self._died_at = 0  # the newest line that ended with its server
         self._numbers = itertools.count(1)
 
@@ -109,15 +103,16 @@ class Link:
                 self._rests_until = now() + REST_SECONDS
         raise UnreachableError(f"{self.url} cannot be used: {lost}")
 
-    def at_work(self, asker: "Asker") -> int:
-        """Note that the server will work on a request, and return the number of the line that
-        carries it; 0 if there is none now, so that the end of one tells nothing of the request.
+    def at_work(self, asker: object, suspect: Suspect) -> int:
+        """Note that the server will work on a request about a task, and return the number of the
+        line that carries it; 0 if there is none now, so that the end of one tells nothing of the
+        request.
         """
         line = self.connections if self._line is not None and self._line.is_open else 0
-        self._at_work[asker] = line
+        self._at_work[asker] = line, suspect
         return line
 
-    def done(self, asker: "Asker") -> None:
+    def done(self, asker: object) -> None:
         """The server has answered, or it is known that it will not."""
         self._at_work.pop(asker, None)
 
@@ -125,8 +120,8 @@ class Link:
         """The server died while it worked on what this line carried: count its death once."""
         if line > self._died_at:
             self._died_at = line
-            asked = [asker.suspect for asker, carried in self._at_work.items() if carried == line]
-            suspicion.died(asked, f"{self.url}: {why}")
+            carried = [suspect for number, suspect in self._at_work.values() if number == line]
+            suspicion.died(carried, f"{self.url}: {why}")
 
     async def give_back(self, session: str) -> None:
         """Close a session, without waiting for the answer."""

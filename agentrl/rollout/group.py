@@ -262,7 +262,7 @@ class GroupRunner:
         ):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
         timed = [
-            replace(s, worked=b.worked + comparing)
+            replace(s, scoring_spans=b.scoring_spans + comparing)
             for s, b in zip(scores, group.scores, strict=True)
         ]
         return replace(group, scores=tuple(timed))

@@ -76,7 +76,7 @@ class Member:
             score = await self.reward.score(trajectory, note_retry)
             if isinstance(score.status, Failed):
                 return MemberResult(played, failure=score.status)
-            scores.append(replace(score, worked=((began, elapsed()),)))
+            scores.append(replace(score, scoring_spans=((began, elapsed()),)))
         return MemberResult(played, tuple(scores))
 
 

@@ -162,7 +162,7 @@ class SelfPlay:
         return [replace(trajectory, opponent=version) for trajectory in played]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """See `ObservesBatches`: count who won, for the metrics and for later draws."""
+        """Count who won in the next batch, for the metrics and for later draws."""
         games = Games.of_groups(groups)
         self._metrics = games.metrics()
         self.results.add(games.tallies())
@@ -193,10 +193,7 @@ class SelfPlay:
         if 0 in self.snapshots.needed(version + 1):
             self.snapshots.write(0, LowRank(self.model.absolute(), {}))
 
-    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Nothing is checked before a snapshot is taken."""
-
-    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+    async def take_version(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Follow the policy to a new version: keep a snapshot, if it is time, and draw opponents
         for its episodes.
 

@@ -1,9 +1,10 @@
 """The seam between a member of a group and what plays its episodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
+from agentrl.protocols.offers import Offers
 from agentrl.rollout.assignment import (
     Assignment,
     Report,
@@ -45,7 +46,7 @@ class Episode:
 
 
 class EpisodeRunner(Protocol):
-    """Plays episodes of any kind."""
+    """Plays episodes of any kind. It may also have the methods of `RunnerOffers`."""
 
     async def play(self, assignment: Assignment, report: Report) -> Sequence[Trajectory]:
         """Play an episode to its end, however it ends: a trajectory for each trained agent, at
@@ -57,14 +58,12 @@ class EpisodeRunner(Protocol):
         ...
 
 
-@runtime_checkable
-class ObservesBatches(EpisodeRunner, Protocol):
-    """A runner that depends on how earlier episodes went."""
+@dataclass(frozen=True, slots=True)
+class RunnerOffers(Offers):
+    """The optional methods of an `EpisodeRunner`, which are found by their names."""
 
-    def observe(self, groups: Sequence[Group]) -> None:
-        """These groups are the next batch: called before they are trained on."""
-        ...
-
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last batch."""
-        ...
+    observe: Callable[[Sequence[Group]], None] | None = None
+    """Gets the groups of the next batch, before they are trained on, for a runner that depends on
+    how earlier episodes went."""
+    metrics: Callable[[], Mapping[str, float]] | None = None
+    """Returns metrics of the last batch."""

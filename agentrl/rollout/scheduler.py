@@ -24,7 +24,16 @@ from agentrl.arrays import constant
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import Channel, EventLog, Flow
 from agentrl.ledger.ledger import Ledger
-from agentrl.protocols import Curriculum, Engine, GroupReward, MixesEnvironments, Reward, TaskSource
+from agentrl.protocols import (
+    Curriculum,
+    Engine,
+    GroupReward,
+    MixesEnvironments,
+    Reward,
+    TaskSource,
+    TaskSourceOffers,
+)
+from agentrl.protocols.metrics import Metrics, merge_metrics
 from agentrl.rollout.accounts import DiscardedSamples, RolloutAccounts, SchedulerStatus
 from agentrl.rollout.attempts import Attempts
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
@@ -33,7 +42,7 @@ from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.member import Member
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
-from agentrl.rollout.runner import EpisodeRunner, ObservesBatches
+from agentrl.rollout.runner import EpisodeRunner, RunnerOffers
 from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
@@ -93,7 +102,7 @@ class Rollouts:
         rescue: Callable[[], bool] = lambda: False,
         gives_up: bool = False,
         keep_untrained: int = 0,
-        teaches: Callable[[Group], bool] = lambda group: group.mixed,
+        teaches: Callable[[Group], bool] = lambda group: group.has_signal,
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -125,7 +134,7 @@ class Rollouts:
         self._gives_up = gives_up
         self._teaches = teaches
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
-        self._observer = runner if isinstance(runner, ObservesBatches) else None
+        self._runner_offers = RunnerOffers.of(runner)
         self._closing = False
         self._flow = Flow("rollouts")
         self._finished: Channel[_Ended] = self._flow.channel("groups", self._rule.capacity)
@@ -192,8 +201,8 @@ class Rollouts:
         groups = self._batch = [group for _, group in chosen]
         if self._mixture is not None:
             self._mixture.trained(groups)
-        if self._observer is not None:
-            self._observer.observe(groups)
+        if self._runner_offers.observe is not None:
+            self._runner_offers.observe(groups)
         # Groups that missed this batch may be too old for the next one. They end now, so that
         # nothing more is sampled for them while this one is trained on.
         for ticket in self._rule.give_up():
@@ -256,31 +265,43 @@ class Rollouts:
         """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed
         tasks; of scoring since the last call, as the rewards report them; and of the last batch, as
         the runner reports them.
+
+        Raises:
+            MetricNameError: two parts have a metric of the same name.
         """
+        parts: dict[str, Metrics] = {
+            "the scheduler": self._own_metrics(),
+            "the accounts of episodes": self._accounts.metrics(),
+            "the rewards": self._groups.reward.metrics(),
+        }
+        if self._runner_offers.metrics is not None:
+            parts["the opponents"] = self._runner_offers.metrics()
+        measure_tasks = TaskSourceOffers.of(self._tasks).metrics
+        if self._curriculum is not None and measure_tasks is not None:
+            parts["the curriculum"] = measure_tasks()
+        return merge_metrics(parts)
+
+    def _own_metrics(self) -> dict[str, float]:
+        """Slots, channels, failed tasks and sampled tokens."""
+        blocked = self._finished.snapshot().get_wait
         metrics = {
             "live_episodes": float(self._slots.taken),
             "live_episodes/limit": float(self._slots.limit),
             "groups/playing": float(len(self._playing)),
             "groups/ready": float(len(self._ready)),
+            "blocked_seconds": blocked,
+            "failed_tasks": float(self._failed_tasks.total()),
+            "generated_tokens": self._generated_tokens(),
         }
         for channel in self._flow.snapshot():
             name = f"channels/{channel.name.rpartition('/')[2]}"
-            metrics |= {
-                f"{name}/depth": float(channel.depth),
-                f"{name}/capacity": float(channel.capacity),
-                f"{name}/put_wait": channel.put_wait,
-                f"{name}/get_wait": channel.get_wait,
-            }
-        metrics["blocked_seconds"] = self._finished.snapshot().get_wait
-        metrics["failed_tasks"] = float(self._failed_tasks.total())
+            metrics[f"{name}/depth"] = float(channel.depth)
+            metrics[f"{name}/capacity"] = float(channel.capacity)
+            metrics[f"{name}/put_wait"] = channel.put_wait
+            metrics[f"{name}/get_wait"] = channel.get_wait
         if self._mixture is not None:
             for env, failed in self._failed_tasks.items():
                 metrics[f"envs/{env}/failed_tasks"] = float(failed)
-        metrics["generated_tokens"] = self._generated_tokens()
-        metrics |= self._accounts.metrics() | self._groups.reward.metrics()
-        if self._observer is not None:
-            metrics |= self._observer.metrics()
-        metrics |= getattr(self._curriculum, "metrics", dict)()
         return metrics
 
     def _generated_tokens(self) -> float:
@@ -343,7 +364,7 @@ class Rollouts:
 
     def _group_size(self, task: Task) -> int:
         return (
-            self._mixture[task.env].group_size
+            self._mixture.limits[task.env].group_size
             if self._mixture is not None
             else self._config.group_size
         )
@@ -399,7 +420,10 @@ class Rollouts:
         if self._mixture is None:
             env, allowed, setting = "", self._config.max_failed_tasks, "rollout.max_failed_tasks"
         else:
-            allowed, setting = self._mixture[env].max_failed_tasks, f"max_failed_tasks of {env}"
+            allowed, setting = (
+                self._mixture.limits[env].max_failed_tasks,
+                f"max_failed_tasks of {env}",
+            )
         self._failed_tasks[env] += 1
         failed = self._failed_tasks[env]
         if failed <= allowed:

@@ -35,10 +35,11 @@ from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.reports import HELD_OUT
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
-from agentrl.observe.step_report import StepReport, merge_metrics
+from agentrl.observe.step_report import StepReport
 from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.protocols import AlgorithmOffers, Trainer
+from agentrl.protocols.metrics import merge_metrics
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.status import RunStatus
 from agentrl.trajectory import Group, Score, Trajectory
@@ -135,7 +136,7 @@ class Recorder:
 
     def _step_metrics(self, report: StepReport) -> dict[str, float]:
         """The metrics of a step: those of its report, and of the episodes and workers behind it."""
-        envs = [entry.called for entry in self._config.env.mixture]
+        envs = [entry.run_name for entry in self._config.env.mixture]
         oldest_version = self._config.rollout.oldest_trained(report.step)
         episodes = rollout_metrics(report.groups, report.step, oldest_version, envs)
         tokens = episodes["sampled_tokens"] + episodes["prompt_tokens"]

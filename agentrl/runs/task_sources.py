@@ -25,10 +25,10 @@ def task_source(config: RunConfig, split: str) -> TaskSource:
     return Mixture(
         [
             Share(
-                one.called,
+                one.run_name,
                 one.name,
                 one.weight,
-                sources[one.called],
+                sources[one.run_name],
                 one.group_size or rollout.group_size,
                 rollout.max_failed_tasks if one.max_failed_tasks is None else one.max_failed_tasks,
             )
@@ -40,7 +40,7 @@ def task_source(config: RunConfig, split: str) -> TaskSource:
 
 def sources_by_env(config: RunConfig, split: str) -> dict[str, TaskSource]:
     """The tasks of one split, by the environment's name in the run."""
-    chosen = {one.called: one.tasks or config.tasks for one in config.env.mixture} or {
+    chosen = {one.run_name: one.tasks or config.tasks for one in config.env.mixture} or {
         config.env.name: config.tasks
     }
     made = {}

@@ -16,7 +16,8 @@ from typing import Any, Self
 from agentrl.arrays import settled
 from agentrl.errors import RAISED_BY_CODE, ConfigError, RewardError, describe, is_cancellation
 from agentrl.flow import Flow, Retries, deadline, span
-from agentrl.protocols.reward import GroupReward, Reward, ScoresTurns
+from agentrl.protocols.metrics import Metrics, merge_metrics
+from agentrl.protocols.reward import GroupReward, Reward, RewardOffers
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.returned import finite, own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool
@@ -114,9 +115,15 @@ class RewardPipeline:
         """
         if pipeline := self._by_env.get(trajectory.task.env):
             return pipeline.score_turns(trajectory)
-        played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
-        turns = [turn_rewards(part.reward.score_turns(trajectory.unshared())) for part in played]
-        return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
+        parts: list[RewardPart] = []
+        scores: list[Score] = []
+        for part in self._single:
+            score_turns = RewardOffers.of(part.reward).score_turns
+            if score_turns is not None:
+                turns = turn_rewards(score_turns(trajectory.unshared()))
+                parts.append(part)
+                scores.append(Score(sum(turns), turns=tuple(turns)))
+        return total(parts, scores)
 
     async def score_group(
         self,
@@ -144,20 +151,27 @@ class RewardPipeline:
         """The parts' own metrics since the last call, by the part's name, such as
         `scoring/judge/cost`.
         """
-        found = {"restarts/rules": float(self._pool.died)} if self._pool.died else {}
-        for part in self.parts:
-            part_metrics = (
-                own_metrics(part.owner.metrics()) if hasattr(part.owner, "metrics") else {}
-            )
-            found |= {f"scoring/{part.name}/{name}": value for name, value in part_metrics.items()}
-            if part.watches:
-                found[f"scoring/{part.name}/failed"] = float(self._failed.pop(part, 0))
+        restarts = {"restarts/rules": float(self._pool.died)} if self._pool.died else {}
+        reported: dict[str, Metrics] = {"the pool of rules": restarts, **self._part_metrics("")}
         for env, pipeline in self._by_env.items():
-            of_env = pipeline.metrics().items()
-            found |= {
-                name.replace("scoring/", f"scoring/{env}/", 1): value for name, value in of_env
-            }
-        return found
+            reported |= pipeline._part_metrics(f"{env}/")
+        return merge_metrics(reported)
+
+    def _part_metrics(self, env: str) -> dict[str, Metrics]:
+        """The metrics of the parts of this pipeline, by who reports them. `env`: the prefix of
+        their names.
+        """
+        reported: dict[str, Metrics] = {}
+        for part in self.parts:
+            prefix = f"scoring/{env}{part.name}/"
+            measure = RewardOffers.of(part.owner).metrics
+            if measure is not None:
+                own = own_metrics(measure())
+                reported[f"the reward {env}{part.name}"] = {prefix + key: own[key] for key in own}
+            if part.watches:
+                failed = float(self._failed.pop(part, 0))
+                reported[f"the failures of {env}{part.name}"] = {f"{prefix}failed": failed}
+        return reported
 
     async def _ask(
         self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure
@@ -227,7 +241,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     if base is not None and isinstance(base.status, Failed):
         return base
     value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
-    turns, words = (base.turns, dict(base.words)) if base is not None else ((), {})
+    turns, explanations = (base.turns, dict(base.explanations)) if base is not None else ((), {})
     verdicts = [None if base is None else base.success]
     scale = abs(value)
     for part, score in zip(parts, scores, strict=True):
@@ -245,9 +259,8 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         for key, inner in score.parts.items():
             if key != part.name:
                 named[f"{part.name}/{key}"] = inner
-        words |= {
-            f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()
-        }
+        for key, text in score.explanations.items():
+            explanations[f"{part.name}/{key}" if key else part.name] = text
     try:
         for one in (value, *turns):
             finite(one, "the weighted sum of its parts is")
@@ -260,7 +273,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         named,
         status,
         turns=turns,
-        words=words,
+        explanations=explanations,
         success=all(known) if known else None,
     )
 

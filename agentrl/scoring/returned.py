@@ -23,10 +23,12 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
     if not isinstance(returned, Score):
         return Score(finite(_number(returned, "the reward returned", _ADVICE)))
     if isinstance(returned.status, Failed):
-        return replace(returned, parts=dict(returned.parts), words=dict(returned.words))
+        explanations = dict(returned.explanations)
+        return replace(returned, parts=dict(returned.parts), explanations=explanations)
     value = finite(_number(returned.value, "the reward returned a Score with the value"))
     parts = _texts_to(returned.parts, "parts")
-    words = {name: str(text) for name, text in _texts_to(returned.words, "words").items()}
+    texts = _texts_to(returned.explanations, "explanations")
+    explanations = {name: str(text) for name, text in texts.items()}
     earned = turn_rewards(returned.turns)
     if turns is not None and len(earned) > turns:
         raise ScoreError(
@@ -41,7 +43,14 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
         )
     verdict = None if success is None else bool(success)
     # The mappings are new ones: a reward may use one for all that it scores.
-    return replace(returned, value=value, parts=named, turns=earned, words=words, success=verdict)
+    return replace(
+        returned,
+        value=value,
+        parts=named,
+        turns=earned,
+        explanations=explanations,
+        success=verdict,
+    )
 
 
 def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:

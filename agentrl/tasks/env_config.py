@@ -125,7 +125,7 @@ class MixedEnv(OneEnv):
     """As `rollout.max_failed_tasks`: each environment has a budget of its own."""
 
     @property
-    def called(self) -> str:
+    def run_name(self) -> str:
         """Its name in the run."""
         return self.label or self.name
 
@@ -153,7 +153,7 @@ class EnvConfig(OneEnv):
     @field_validator("mixture")
     @classmethod
     def _each_has_a_name_of_its_own(cls, mixture: tuple[MixedEnv, ...]) -> tuple[MixedEnv, ...]:
-        names = [one.called for one in mixture]
+        names = [one.run_name for one in mixture]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(
                 f"more than one environment is called {min(twice)!r}: give each a `label`"
@@ -174,4 +174,4 @@ class EnvConfig(OneEnv):
     @property
     def all(self) -> Mapping[str, OneEnv]:
         """The environments of the run, by their names in it."""
-        return {one.called: one for one in self.mixture} or {self.name: self}
+        return {one.run_name: one for one in self.mixture} or {self.name: self}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import Fate
-from agentrl.protocols import Curriculum, TaskSource
+from agentrl.protocols import Curriculum, EnvLimits, TaskSource, TaskSourceOffers
 from agentrl.rollout.next_task import next_task
 from agentrl.trajectory import Group, Task
 
@@ -61,6 +61,10 @@ class Mixture:
     ) -> None:
         self._shares = {share.name: share for share in shares}
         self._count = count
+        self.limits = {
+            share.name: EnvLimits(share.group_size, share.max_failed_tasks) for share in shares
+        }
+        """Of each environment, by its name in the run."""
 
     def __getitem__(self, env: str) -> Share:
         """An environment's share, by its name in the run."""
@@ -106,11 +110,12 @@ class Mixture:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the environments' curricula, by the environment's name."""
-        return {
-            f"envs/{name}/{key}": value
-            for name, share in self._shares.items()
-            for key, value in getattr(share.tasks, "metrics", dict)().items()
-        }
+        metrics: dict[str, float] = {}
+        for name, share in self._shares.items():
+            measure = TaskSourceOffers.of(share.tasks).metrics
+            if measure is not None:
+                metrics |= {f"envs/{name}/{key}": value for key, value in measure().items()}
+        return metrics
 
     def state(self) -> Mapping[str, Any]:
         """The tokens that were trained on, by environment. See `Stateful`; all else is in the

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
+from agentrl.conversation.renderer import Tokenizer
 from agentrl.engines.admission import check_score, max_new_tokens
-from agentrl.engines.stop_texts import Decodes, StopTexts
+from agentrl.engines.stop_texts import StopTexts
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import (
     Engine,
@@ -75,7 +76,7 @@ class ScriptedEngine(Engine):
         fail: Callable[[GenerateRequest], Exception | None] = lambda request: None,
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
         dies: Callable[[GenerateRequest], bool] = lambda request: False,
-        tokenizer: Decodes | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._next_logits: NextLogits | None = next_logits
         self._next_token = _sampling_from(next_logits)

@@ -263,5 +263,7 @@ class MadeUpRun:
 def _score(trajectory: Trajectory, value: float, ended: float) -> Score:
     """The score of an episode, on which rewards work from its end until Unix time `ended`."""
     return Score(
-        value, {"environment": value}, worked=((trajectory.started + trajectory.seconds, ended),)
+        value,
+        {"environment": value},
+        scoring_spans=((trajectory.started + trajectory.seconds, ended),),
     )

@@ -9,10 +9,10 @@ commit.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from agentrl import plugins
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
@@ -59,33 +59,28 @@ class Published:
             self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
 
 
-class TakesWeights(Protocol):
-    """A follower of the policy's versions: an engine, or something that keeps them."""
-
-    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.stage_weights`."""
-        ...
-
-    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Take this version."""
-        ...
+VersionListener = Callable[[Mapping[str, "Tensor"], int], Awaitable[None]]
+"""Gets the weights of each version by Hugging Face names, and its number, after the engines."""
 
 
 class WeightPublisher:
     """Updates the engine to the trainer's weights. An async context manager; leaving it removes all
     published files.
 
-    Each of `followers` takes only the versions divisible by its number.
+    Each of `followers`, which are engines too, takes only the versions divisible by its number.
+    `listener` is called with each version after them.
     """
 
     def __init__(
         self,
         engine: Engine,
-        followers: tuple[tuple[TakesWeights, int], ...] = (),
+        followers: tuple[tuple[Engine, int], ...] = (),
         config: WeightsConfig | None = None,
+        listener: VersionListener | None = None,
     ) -> None:
         self._engine = engine
         self._followers = followers
+        self._listener = listener
         self._config = config or WeightsConfig()
         self._deadline = self._config.seconds
         self._transport: Transport = plugins.load("weight_transports", self._config.transport)(
@@ -110,7 +105,7 @@ class WeightPublisher:
             DeadlineError: an engine did not answer in time.
         """
         followers = [follower for follower, every in self._followers if version % every == 0]
-        engines: list[TakesWeights] = [self._engine, *followers]
+        engines: list[Engine] = [self._engine, *followers]
         published = await self._staged(trainer, version, engines)
         with published.phase("commit"):
             await run_to_completion(self._commit(published, engines))
@@ -118,9 +113,7 @@ class WeightPublisher:
         await self._transport.keep_only(self._served.values())
         return published
 
-    async def _staged(
-        self, trainer: Trainer, version: int, engines: Sequence[TakesWeights]
-    ) -> Published:
+    async def _staged(self, trainer: Trainer, version: int, engines: Sequence[Engine]) -> Published:
         """Write the weights and stage them on all engines; retry failures with new files."""
         published = Published(version, DirectShipment({}))
         while True:
@@ -137,7 +130,7 @@ class WeightPublisher:
                     ) from error
 
     async def _send_and_stage(
-        self, trainer: Trainer, published: Published, engines: Sequence[TakesWeights]
+        self, trainer: Trainer, published: Published, engines: Sequence[Engine]
     ) -> None:
         with published.phase("write"):
             published.weights = await self._transport.send(trainer, published.version)
@@ -147,7 +140,7 @@ class WeightPublisher:
             await run_to_completion(self._transport.withdraw(published.weights))
             raise
 
-    async def _stage(self, published: Published, engines: Sequence[TakesWeights]) -> None:
+    async def _stage(self, published: Published, engines: Sequence[Engine]) -> None:
         with published.phase("stage"):
             for number, engine in enumerate(engines):
                 if not EngineOffers.of(engine).stages_weights:
@@ -161,10 +154,13 @@ class WeightPublisher:
                     which = f" on follower {number}" if number else ""
                     raise WeightsError(f"staging{which} failed: {error}") from error
 
-    async def _commit(self, published: Published, engines: Sequence[TakesWeights]) -> None:
+    async def _commit(self, published: Published, engines: Sequence[Engine]) -> None:
         for engine in engines:
             with deadline("engine", "update_weights", self._deadline):
                 await engine.update_weights(published.weights, published.version)
+        if self._listener is not None:
+            with deadline("engine", "update_weights", self._deadline):
+                await self._listener(published.weights, published.version)
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

@@ -213,7 +213,9 @@ def step_of(config: RunConfig) -> ExactStep:
         for name, env in envs
     ]
     by_env = {
-        one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None
+        one.run_name: one.algorithm.make()
+        for one in config.env.mixture
+        if one.algorithm is not None
     }
     processing = BatchProcessing(config.batch_processing, algorithm, by_env)
     for learner in (algorithm, *by_env.values()):

@@ -4,7 +4,7 @@ multipliers.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import pvariance
 
@@ -354,3 +354,12 @@ def test_a_step_of_which_nothing_is_trained_on_says_what_leaves_it_out():
         TrainingError, match=r"the step's 2 episodes is trained on: .*max_staleness.* version 1"
     ):
         traced_batch_of([group([0.0, 1.0])], Grpo(), BatchProcessing(BatchProcessingConfig()), 1)
+
+
+def test_an_algorithm_that_learns_must_keep_what_it_has_learned():
+    class Forgetful(Grpo):
+        def learn(self, groups: Sequence[Group]) -> Mapping[str, float]:
+            return {}
+
+    with pytest.raises(ConfigError, match=r"Forgetful has the method `learn`, .*write its methods"):
+        BatchProcessing(BatchProcessingConfig(), Forgetful())

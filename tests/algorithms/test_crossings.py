@@ -358,7 +358,7 @@ def one_advantage_of_a_sample(
             },
             (
                 "agentrl.algorithms.batch_processing.BatchProcessing.teaches",
-                lambda self, group: group.mixed,
+                lambda self, group: group.has_signal,
             ),
             "of the gradient is wrong",
         ),

@@ -60,7 +60,7 @@ def test_filtered_groups_are_replaced_by_others_that_are_trained_on() -> None:
     """Groups of equal rewards teach nothing here, so the gradient is that of all groups, by the
     share that is kept.
     """
-    step = step_with(PLAIN, StepRules(trains=lambda group: group.mixed))
+    step = step_with(PLAIN, StepRules(trains=lambda group: group.has_signal))
     found, wanted = gradient_of(step)
     kept = step.kept(step.shares[0], step.oracle.logits(1))
     assert 0 < kept < 1

@@ -228,7 +228,7 @@ def test_filtering_by_whole_rewards_would_turn_them(name: str) -> None:
         logits = oracle.logits(seed=0)
         every = oracle.expected_gradient(algorithm, logits, members=members)
         kept = oracle.expected_gradient(
-            algorithm, logits, members=members, keeps=lambda group: group.mixed
+            algorithm, logits, members=members, keeps=lambda group: group.has_signal
         )
         off.append(residual(kept, every))
     assert max(off) > 0.02

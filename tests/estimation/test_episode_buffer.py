@@ -103,11 +103,11 @@ def test_what_is_drawn_keeps_what_a_critic_needs() -> None:
 
 def test_a_lesson_is_mixed_without_losing_a_sample() -> None:
     replay, batch = filled(0)[0], batch_at(0)
-    mixed = replay.mixed(3, batch)
+    mixed = replay.mix_in(3, batch)
     assert not equal(mixed, batch)
     assert sorted(mixed.tokens_S.tolist()) == sorted(batch.tokens_S.tolist())
     assert sorted(mixed.lengths_M.tolist()) == sorted(batch.lengths_M.tolist())
-    assert equal(replay.mixed(3, batch), mixed)
+    assert equal(replay.mix_in(3, batch), mixed)
 
 
 def test_what_is_drawn_depends_on_the_seed_and_the_step_alone() -> None:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import MetricNameError
-from agentrl.observe.step_report import StepReport, merge_metrics
+from agentrl.observe.step_report import StepReport
+from agentrl.protocols.metrics import merge_metrics
 
 METRICS = st.dictionaries(st.sampled_from("abcdef"), st.floats(allow_nan=False), max_size=4)
 

@@ -116,7 +116,7 @@ def test_a_judges_reasons_are_the_words_of_its_scores(tmp_path: Path) -> None:
         ):
             pipeline = RewardPipeline([RewardPart(judge, "taste", 1.0)], deadline=30.0)
             score = await pipeline.score(trajectory("42"))
-            assert score.words == {"taste": "Right, and its own."}
+            assert score.explanations == {"taste": "Right, and its own."}
         chosen = {"reason": "It says more.", "better": "second"}
         async with (
             JudgeServer(lambda call: JudgeReply.json(chosen)) as server,
@@ -124,7 +124,7 @@ def test_a_judges_reasons_are_the_words_of_its_scores(tmp_path: Path) -> None:
         ):
             pipeline = RewardPipeline([RewardPart(judge, "best", 1.0)], deadline=30.0)
             scores = await pipeline.score_group([trajectory("4"), trajectory("42")], [score, score])
-            assert scores[0].words == {
+            assert scores[0].explanations == {
                 "taste": "Right, and its own.",
                 "best/shown before member 1": "second: It says more.",
                 "best/shown after member 1": "second: It says more.",

@@ -313,8 +313,8 @@ def test_an_agent_is_compared_with_itself_in_the_other_episodes():
     assert [part.rewards_G for part in group.by_agent()] == [[3.0, 5.0], [-5.0, -3.0]]
     algorithm = Grpo(Grpo.Config(advantage="group_mean"))
     assert [sample.advantages[-1] for sample in samples_of([group], algorithm, 0)] == [-1, 1, -1, 1]
-    assert group.mixed
-    assert not two_sided({"strong seat": [3.0, 3.0], "weak seat": [-3.0, -3.0]}).mixed
+    assert group.has_signal
+    assert not two_sided({"strong seat": [3.0, 3.0], "weak seat": [-3.0, -3.0]}).has_signal
 
 
 def test_groups_of_a_game_hold_every_agent_and_the_ledger_counts_episodes():

@@ -58,7 +58,7 @@ def without_times(result: MemberResult) -> MemberResult:
     return replace(
         result,
         trajectories=trajectories,
-        scores=tuple(replace(score, worked=()) for score in result.scores),
+        scores=tuple(replace(score, scoring_spans=()) for score in result.scores),
     )
 
 

@@ -93,7 +93,7 @@ class Table:
             await engine.__aexit__(None, None, None)
 
     async def publish(self, version: int) -> None:
-        await self.play.update_weights({"w": torch.full((1,), float(version))}, version)
+        await self.play.take_version({"w": torch.full((1,), float(version))}, version)
 
     async def games(self, count: int, members: int = 4) -> list[Trajectory]:
         async with Flow("games") as flow:

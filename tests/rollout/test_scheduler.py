@@ -5,7 +5,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from agentrl.errors import (
     ConfigError,
     EngineDeadError,
     FilterBudgetError,
+    MetricNameError,
     RetriesExhaustedError,
     RewardError,
     StallError,
@@ -44,7 +45,7 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.trajectory import Group, Score, Terminated, Trajectory, staleness
+from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory, staleness
 from tests.ledger.ledger_queries import trained_tasks, why_failed
 
 DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=5000, stall=6000)
@@ -115,7 +116,7 @@ class World:
     """The step whose training fails."""
     left: list[tuple[Trajectory, Score]] = field(default_factory=list)
     """What was played in the step in which it ended."""
-    teaches: Callable[[Group], bool] = lambda group: group.mixed
+    teaches: Callable[[Group], bool] = lambda group: group.has_signal
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -748,3 +749,19 @@ def test_a_display_sees_failures_by_layer_the_longest_groups_and_what_is_ready()
         assert seen.wanted == 4
     assert any(seen.longest for seen in world.underway)
     assert any(seen.ready for seen in world.underway)
+
+
+class _Levels(SeededTasks):
+    """A curriculum that reports a metric of the scheduler's."""
+
+    def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
+        return
+
+    def metrics(self) -> dict[str, float]:
+        return {"failed_tasks": 0.5}
+
+
+def test_a_curriculum_that_reports_a_metric_of_the_scheduler_is_refused():
+    world = World(config(), steps=1, tasks=_Levels(NoSettings(), "slow", 0))
+    with pytest.raises(MetricNameError, match=r"'failed_tasks'.* by the scheduler and by the curr"):
+        world.run()

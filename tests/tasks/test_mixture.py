@@ -172,7 +172,7 @@ def test_env_may_be_a_list_whose_entries_are_overridden_and_read_back(tmp_path: 
         "env.mixture.2.reward=math",
     )
     lake, big, qa = first.config.env.mixture
-    assert (lake.called, big.called, qa.called) == ("frozen_lake", "big", "qa")
+    assert (lake.run_name, big.run_name, qa.run_name) == ("frozen_lake", "big", "qa")
     assert (big.weight, first.config.env.exhausted) == (3, "others")
     assert big.algorithm is not None
     assert (big.algorithm.settings.advantage, big.algorithm.settings.clip_low) == (

@@ -24,7 +24,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Suspect, Suspicion, now
 from agentrl.net.http_client import http_client, proxy_note
 from agentrl.protocols.env import StepResult
-from agentrl.remote.choice import REST_SECONDS, FullError, LostError
+from agentrl.remote.choice import REST_SECONDS, FullError, Loaded, LostError
 from agentrl.remote.connection import (
     CONNECT_SECONDS,
     Connection,
@@ -83,7 +83,7 @@ class ServerObservation(BaseModel):
         )
 
 
-class Server:
+class Server(Loaded):
     """What this process knows about a server. `waiting` counts the clients that wait for a free
     session on it.
     """
