@@ -1,7 +1,7 @@
 """The torch code of a rank of `FsdpTrainer`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from agentrl.placement.mesh import Mesh
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
+from agentrl.trainers.rank.host_buffers import HostBuffers
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.rank.optimizer import (
     adamw,
@@ -28,7 +29,6 @@ from agentrl.trainers.rank.optimizer import (
     check_moments,
     make_state,
     moments_of,
-    move,
     set_moments,
 )
 from agentrl.trainers.rank.process_group import join, max_of_ranks, sent, sum_of_ranks
@@ -125,6 +125,7 @@ class FullyShard:
     trainable: TrainableParameters
     optimizer: torch.optim.Optimizer
     keep_gradients: bool
+    host: HostBuffers = field(default_factory=HostBuffers)
 
     def prepare(self) -> None:
         """See `Sharding`."""
@@ -214,11 +215,15 @@ class FullyShard:
 
     def sleep(self) -> None:
         """See `Sharding`."""
-        move(self.model, self.optimizer, torch.device("cpu"))
+        self.clear()
+        _reshard(self.model)
+        if self.home.type != "cpu":
+            self.host.sleep(self.model, self.optimizer)
 
     def wake(self) -> None:
         """See `Sharding`."""
-        move(self.model, self.optimizer, self.home)
+        if self.home.type != "cpu":
+            self.host.wake(self.model, self.optimizer, self.home)
 
     def close(self) -> None:
         """See `Sharding`."""

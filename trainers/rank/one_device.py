@@ -1,7 +1,7 @@
 """The trivial sharding: all weights on one device."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from agentrl.placement.mesh import ONE_RANK, Mesh
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
+from agentrl.trainers.rank.host_buffers import HostBuffers
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.rank.optimizer import (
     adamw,
@@ -19,7 +20,6 @@ from agentrl.trainers.rank.optimizer import (
     check_moments,
     make_state,
     moments_of,
-    move,
     set_moments,
 )
 from agentrl.trainers.rank.origin import take_memory
@@ -52,6 +52,7 @@ class OneDevice:
     optimizer: torch.optim.Optimizer
     rank: int = 0
     mesh: Mesh = ONE_RANK
+    host: HostBuffers = field(default_factory=HostBuffers)
 
     def prepare(self) -> None:
         """See `Sharding`."""
@@ -129,11 +130,14 @@ class OneDevice:
 
     def sleep(self) -> None:
         """See `Sharding`."""
-        move(self.model, self.optimizer, torch.device("cpu"))
+        self.clear()
+        if self.device.type != "cpu":
+            self.host.sleep(self.model, self.optimizer)
 
     def wake(self) -> None:
         """See `Sharding`."""
-        move(self.model, self.optimizer, self.device)
+        if self.device.type != "cpu":
+            self.host.wake(self.model, self.optimizer, self.device)
 
     def close(self) -> None:
         """See `Sharding`. There are no other ranks."""

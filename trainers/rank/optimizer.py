@@ -38,18 +38,6 @@ def _is_matrix(parameter: Any) -> bool:
     return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 
-def move(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move weights and moments to another device; drop gradients. Step counters stay where the
-    kernel keeps them.
-    """
-    optimizer.zero_grad(set_to_none=True)
-    module.to(device)
-    for state in optimizer.state.values():
-        state.update({name: value.to(device) for name, value in state.items() if value.ndim})
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # others on the device can use the memory
-
-
 def apply(optimizer: torch.optim.Optimizer, norm: float, lr: float, largest: float | None) -> None:
     """One step, with gradients of norm `norm` scaled down to `largest` if they exceed it.
 

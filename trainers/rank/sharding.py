@@ -128,7 +128,9 @@ class Sharding(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Move everything to CPU memory, and drop gradients. `whole` and `held` still work."""
+        """Drop gradients, and move all else that is on a GPU to host memory (`HostBuffers`).
+        `whole` and `held` still work. Repeating it changes nothing.
+        """
         ...
 
     def wake(self) -> None:
