@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -60,7 +60,8 @@ class GroupTrainer(Trainer):
 
     `sharding` names the function that makes a rank's `Sharding`, as "module:function". It needs
     torch, so only the ranks import it. A call does not block the event loop. The ranks finish a
-    step that they have begun, even if the caller is cancelled.
+    step that they have begun, even if the caller is cancelled. Ranks that die asleep are started
+    again when they wake; a call that needs them before has them woken (`take_turns`).
 
     `temperature` is the engine's sampling temperature: logprobs are of the distribution that was
     sampled from. `total_steps` is the end of the learning rate schedule. `model` is a Hugging Face
@@ -114,6 +115,8 @@ class GroupTrainer(Trainer):
         self._ranks: WorkerGroup | None = None
         self._made: tuple[TrainBatch, Sequence[BatchShard]] | None = None
         self._starting = asyncio.Lock()
+        self._asleep = False
+        self._turn: Callable[[], AbstractAsyncContextManager[None]] = self._turn_alone
         self._saving: _Saving | None = None
         self._attention = attention_share(model) if self.mesh.world_size > 1 else 0.0
 
@@ -273,17 +276,33 @@ class GroupTrainer(Trainer):
         self._log.begin_at(checkpoint)
 
     async def sleep(self) -> int | None:
-        """Free the memory of all ranks' devices. See `Trainer.sleep`."""
-        freed_bytes: Sequence[int | None] = await self._ask(lambda ranks: ranks.all("sleep"))
-        return max((freed for freed in freed_bytes if freed is not None), default=None)
+        """See `Trainer.sleep`. Frees all ranks' devices; those of dead ranks are free."""
+        self._asleep = True  # from here on, none is started
+        try:
+            freed_bytes: Sequence[int | None] | None
+            freed_bytes = await self._ask_living(lambda ranks: ranks.all("sleep"))
+        except BaseException:
+            self._asleep = False
+            raise
+        return max((freed for freed in freed_bytes or () if freed is not None), default=None)
 
     async def wake(self) -> None:
-        """Move all ranks' state back to their devices."""
-        await self._ask(lambda ranks: ranks.all("wake"))
+        """Move all ranks' state back to their devices, or start ranks in place of dead ones."""
+        was_asleep, self._asleep = self._asleep, False
+        try:
+            await self._ask(lambda ranks: ranks.all("wake"))
+        except BaseException:
+            self._asleep = was_asleep
+            raise
 
-    async def free(self) -> int:
-        """Free bytes on the fullest of the ranks' devices."""
-        return int(min(await self._ask(lambda ranks: ranks.all("free"))))
+    def take_turns(self, turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """See `Trainer.take_turns`."""
+        self._turn = turn
+
+    async def free(self) -> int | None:
+        """Free bytes on the fullest of the ranks' devices; None if the ranks are dead."""
+        free = await self._ask_living(lambda ranks: ranks.all("free"))
+        return None if free is None else int(min(free))
 
     def _by_rank(self, shards: Sequence[BatchShard]) -> list[BatchShard]:
         """The shard that each rank computes: ranks of one part of the batch have the same."""
@@ -318,23 +337,38 @@ class GroupTrainer(Trainer):
     async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0) -> T:
         """Make a call about so many tokens to the ranks, and return their answer.
 
-        If ranks die, restart all of them and call again.
+        If ranks die, restart all of them, at their turn, and call again.
         """
+        while not (answers := await self._attempt(call, tokens)):
+            if self._asleep:
+                async with self._turn():
+                    pass  # waking starts them
+        return answers[0]
+
+    async def _ask_living(self, call: Callable[[WorkerGroup], Awaitable[T]]) -> T | None:
+        """The answer of ranks that live; None if a sleeping trainer's are dead, and stay so."""
+        answers = await self._attempt(call)
+        return answers[0] if answers else None
+
+    async def _attempt(
+        self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0
+    ) -> Sequence[T]:
+        """The ranks' answer; empty if they have died, or are dead while the trainer sleeps."""
         seconds = self._recovery.deadline or _CALL_SECONDS + _SECONDS_PER_TOKEN * tokens
         if not self._running:
             raise AgentRLError("the trainer is not running: use it inside `async with trainer:`")
-        while True:
-            ranks = None
-            try:
-                async with asyncio.timeout(seconds):
-                    ranks = await self._living()
-                    return await call(ranks)
-            except WorkerDiedError as error:
-                if _is_cancelled():  # the ranks may have died because the run is ending
-                    raise asyncio.CancelledError from error
-                await self._end_dead(ranks, error)
-            except TimeoutError as error:
-                raise self._stalled("answer", seconds, "smaller batches") from error
+        ranks = None
+        try:
+            async with asyncio.timeout(seconds):
+                ranks = await self._living()
+                return () if ranks is None else (await call(ranks),)
+        except WorkerDiedError as error:
+            if _is_cancelled():  # the ranks may have died because the run is ending
+                raise asyncio.CancelledError from error
+            await self._end_dead(ranks, error)
+            return ()
+        except TimeoutError as error:
+            raise self._stalled("answer", seconds, "smaller batches") from error
 
     def _stalled(self, what: str, seconds: float, or_else: str) -> StallError:
         return StallError(
@@ -342,12 +376,24 @@ class GroupTrainer(Trainer):
             f"and none of its ranks is dead: give it more time, or {or_else}"
         )
 
-    async def _living(self) -> WorkerGroup:
-        """The ranks, which are started if there are none."""
-        async with self._starting:
-            if self._ranks is None:
-                self._ranks = await self._begin()
-            return self._ranks
+    async def _living(self) -> WorkerGroup | None:
+        """The ranks, which are started if there are none; None if they may not start now, as the
+        trainer sleeps.
+        """
+        with self._supervised.outside_deadlines():
+            async with self._starting:
+                if self._ranks is None and not self._asleep:
+                    self._ranks = await self._begin()
+                return self._ranks
+
+    @asynccontextmanager
+    async def _turn_alone(self) -> AsyncIterator[None]:
+        """The turn of a trainer that sleeps though it shares its devices with nothing known."""
+        await self.wake()
+        try:
+            yield
+        finally:
+            await self.sleep()
 
     async def _end_dead(self, ranks: WorkerGroup | None, error: WorkerDiedError) -> None:
         """End a group of ranks of which some have died, so that the next call starts others."""

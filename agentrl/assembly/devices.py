@@ -36,7 +36,8 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
     config = _trusting(config)
     made: Cluster = config.cluster.make()
     async with made as cluster:
-        inventory = None if config.placement.name == "local" else cluster.gpus()
+        places = config.placement.name != "local"
+        inventory = await asyncio.to_thread(cluster.gpus) if places else None
         if inventory is None:
             yield PlacedCluster(config, cluster)
             return
@@ -76,12 +77,15 @@ def _time_sharing(
     def planned(role: str) -> int:
         return max(load.awake[role].to_wake for load in plan.loads if role in load.awake)
 
-    return TimeSharing(
+    sharing = TimeSharing(
         Tenant("engine", engines, planned("engine")),
         Tenant("trainer", trainers, planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
     )
+    for trainer in trainers:
+        trainer.take_turns(sharing.training)
+    return sharing
 
 
 def _trusting(config: RunConfig) -> RunConfig:

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from agentrl import plugins
-from agentrl.cluster.workers import Cluster, own_address
+from agentrl.cluster.environment import own_address
+from agentrl.cluster.workers import Cluster
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of

@@ -39,7 +39,9 @@ def plan(  # noqa: PLR0917  typer calls it by name
         int | None, typer.Option(min=0, help="GPUs of each node; 0: the CPU of this machine.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    device: Annotated[str, typer.Option(help="Which GPU: H100, H200, A100 or L4.")] = "H100",
+    device: Annotated[
+        str, typer.Option(help="Which GPU, such as B200, H100, A100-40GB or L40S.")
+    ] = "H100",
     run: Annotated[
         Path | None,
         typer.Option(
@@ -52,7 +54,9 @@ def plan(  # noqa: PLR0917  typer calls it by name
 
     No GPU is needed and no weights are loaded. Without --gpus the plan is for this machine.
     """
-    from agentrl.placement.devices import Inventory, gpu_named, host, visible
+    from agentrl.placement.devices import gpu_named, host
+    from agentrl.placement.inventory import Inventory
+    from agentrl.placement.probe import visible
     from agentrl.planner import measured, report
     from agentrl.planner.run_facts import model_of
     from agentrl.planner.search import make_plan
@@ -61,9 +65,9 @@ def plan(  # noqa: PLR0917  typer calls it by name
     inventory = (
         visible()
         if gpus is None
-        else Inventory(gpu_named(device), gpus, nodes)
+        else Inventory.uniform(gpu_named(device), gpus, nodes)
         if gpus
-        else Inventory(host())
+        else Inventory.uniform(host())
     )
     if run is not None:
         loaded = measured.with_measured(loaded, measured.read_measurements(run), inventory)

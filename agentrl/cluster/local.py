@@ -11,7 +11,7 @@ from typing import Self
 from agentrl.cluster.processes import ProcessWorker, start_local
 from agentrl.cluster.workers import ClusterSettings, EngineFactory
 from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
 from agentrl.plugins import Component
 
 

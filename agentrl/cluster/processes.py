@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
+from agentrl.cluster.environment import THREADS, inherited, thread_variables
 from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
@@ -36,6 +37,7 @@ from agentrl.cluster.workers import (
 from agentrl.errors import WorkerDiedError
 from agentrl.files.output import make_output_lossy
 from agentrl.flow.stop_signals import STOP_SIGNALS
+from agentrl.placement.devices import usable_cores
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -54,7 +56,11 @@ async def start_local(
     if count == 1:
         start: StartWorker = partial(ThreadWorker.start, start_seconds=start_seconds)
     else:
-        start = partial(ProcessWorker.start, lease=lease, start_seconds=start_seconds)
+        # Each would compute with as many threads as there are cores.
+        variables = thread_variables(usable_cores(), count, os.environ.get(THREADS, ""))
+        start = partial(
+            ProcessWorker.start, lease=lease, start_seconds=start_seconds, variables=variables
+        )
     return await start_all(role, [start(role, make, rank) for rank in range(count)])
 
 
@@ -101,7 +107,9 @@ _hosted: list[Any] = []
 class ProcessWorker:
     """An object in its own process. Tensors and arrays are passed in shared memory."""
 
-    def __init__(self, role: str, rank: int, lease: float) -> None:
+    def __init__(
+        self, role: str, rank: int, lease: float, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.role = role
         self.rank = rank
         self.pid = 0
@@ -114,6 +122,10 @@ class ProcessWorker:
         self._executor = ProcessPoolExecutor(
             1, mp_context=context, initializer=_begin, initargs=(os.getpid(), self._beat, name)
         )
+        # The first call starts the process. It is made here, and not in the thread of the calls:
+        # all threads share the environment.
+        with inherited(variables or {}):
+            self._executor.submit(os.getpid)
 
     @staticmethod
     async def start(
@@ -123,9 +135,12 @@ class ProcessWorker:
         *,
         lease: float = LEASE_SECONDS,
         start_seconds: float = START_SECONDS,
+        variables: Mapping[str, str] | None = None,
     ) -> "ProcessWorker":
-        """Start the process and make the worker in it."""
-        worker = ProcessWorker(role, rank, lease)
+        """Start the process and make the worker in it. `variables`: of its environment, besides
+        those of this process.
+        """
+        worker = ProcessWorker(role, rank, lease, variables)
         try:
             async with start_deadline(f"{role} {rank}", start_seconds):
                 worker.pid = await worker._run(os.getpid)

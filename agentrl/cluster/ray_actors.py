@@ -50,10 +50,15 @@ class RayWorkers:
 
     async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
         """See `StartWorkers`."""
-        return await start_all(role, [self.one(role, make, rank) for rank in range(count)])
+        ranks = [self._start(role, make, rank, count) for rank in range(count)]
+        return await start_all(role, ranks)
 
     async def one(self, role: str, make: Make, rank: int) -> Worker:
         """See `StartWorker`."""
+        return await self._start(role, make, rank)
+
+    async def _start(self, role: str, make: Make, rank: int, count: int = 0) -> Worker:
+        """Start a worker, of a group of `count` ranks or of none."""
         import ray
 
         remote: Any = ray.remote
@@ -61,7 +66,10 @@ class RayWorkers:
         named = type(f"{role}_{rank}", (_Host,), {})
         host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
         worker = RayWorker(
-            role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease
+            role,
+            rank,
+            host.options(**self.placement.options(role, rank, count)).remote(),
+            self.lease,
         )
         try:
             worker.process = await worker.ask(worker.actor.where.remote())

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from agentrl.cluster.environment import inherited
 from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_node import RayNode, watched
@@ -18,7 +19,8 @@ from agentrl.cluster.workers import ClusterSettings, EngineFactory, StartWorker
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError, StallError
 from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
+from agentrl.placement.probe import probe_machine
 from agentrl.plugins import Component
 
 
@@ -46,7 +48,7 @@ class RayCluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._placement: RayPlacement = Unplaced()
+        self._placement: RayPlacement = self._unplaced()
         self._open = AsyncExitStack()
 
     @property
@@ -83,7 +85,7 @@ class RayCluster:
     def engines(self, chosen: Component, model: Path) -> list[EngineFactory]:
         """See `Cluster`."""
         count = self._placement.count("engine") or self.config.engines
-        places = [self._placement.options("engine", number) for number in range(count)]
+        places = [self._placement.options("engine", number, count) for number in range(count)]
         return [
             EngineFactory(partial(RayEngine, chosen, model, options), node_of(options))
             for options in places
@@ -91,14 +93,18 @@ class RayCluster:
 
     def gpus(self) -> Inventory | None:
         """See `Cluster`."""
-        return gpus_of_ray()
+        return gpus_of_ray(probe_machine)
 
     @asynccontextmanager
     async def placed(self, devices: DeviceMap) -> AsyncIterator[None]:
         """See `Cluster`."""
         async with reserved(devices) as self._placement:
             yield
-        self._placement = Unplaced()
+        self._placement = self._unplaced()
+
+    def _unplaced(self) -> Unplaced:
+        # A Ray that this process has started has its environment.
+        return Unplaced(inherits=not self.config.address)
 
 
 def join_ray(address: str = "", **options: Any) -> None:
@@ -120,7 +126,7 @@ def join_ray(address: str = "", **options: Any) -> None:
         else:
             started_with = {"PYTHONPATH": _python_path(), _SPANS_MACHINES: "0"}
             started_with[_NICENESS] = os.environ.get(_NICENESS, "0")
-            with _inherited(started_with), _on_loopback():
+            with inherited(started_with), _on_loopback():
                 options["_temp_dir"] = str(Path(tempfile.gettempdir(), "ray"))
                 ray.init(
                     "local",
@@ -188,21 +194,6 @@ def _python_path() -> str:
     players.
     """
     return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-
-
-@contextmanager
-def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes that are started in the block have these environment variables."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -7,19 +7,28 @@ as a placement group, and itself sets the node and the visible devices of each a
 """
 
 import asyncio
+import math
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from agentrl.cluster.environment import THREADS, thread_variables
 from agentrl.cluster.ray_node import RESUME
 from agentrl.errors import ConfigError, NodeDiedError
-from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.devices import GPUS, DeviceKind, Inventory
+from agentrl.placement.device_map import DeviceMap, Replica
+from agentrl.placement.inventory import Inventory
+from agentrl.placement.probe import Machine, NodeReport, Probe, inventory_of, probe_machine
 
 _RESERVE_SECONDS = 60.0
 """How long to wait for the GPUs to become free."""
+_PROBE_SECONDS = 300.0
+"""How long a node may take to say which GPUs it has: a fresh process, torch from a shared disk."""
+_NODE_LABEL = "ray.io/node-id"
+"""Ray's own label of a node."""
 
 
 _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
@@ -27,49 +36,69 @@ _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
 
 
 class Unplaced:
-    """The placement of workers that need no GPU: the ranks of a role go to the live nodes in turn.
+    """The placement of workers that need no GPU: the ranks of a role go to the live nodes in
+    turn.
 
     The first role begins with the first node, the second role with the second, and so on; a
     replacement goes to the next node. Ray's own strategy "SPREAD" is not used: each node spreads
     only the actors requested from it, so that all actors of a run can end up on one node.
+
+    `inherits`: the nodes have this process's environment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, inherits: bool = False) -> None:
+        self._inherits = inherits
         self._roles: dict[str, int] = {}
         self._started: Counter[tuple[str, int]] = Counter()
 
-    def options(self, role: str, rank: int) -> Mapping[str, Any]:
-        """The Ray options of the actor of a rank."""
+    def options(self, role: str, rank: int, count: int = 0) -> Mapping[str, Any]:
+        """The Ray options of the actor of a rank, of `count` ranks that compute; 0 if it is none of
+        those.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         all_nodes: Any = ray.nodes  # it has no types
-        alive = sorted(node["NodeID"] for node in all_nodes() if node["Alive"])
-        if not alive:
+        cores = {
+            node["NodeID"]: int(node.get("Resources", {}).get("CPU", 1))
+            for node in all_nodes()
+            if node["Alive"]
+        }
+        if not cores:
             raise NodeDiedError(f"Ray's node died; {RESUME}: no node of the cluster is alive")
+        alive = sorted(cores)
         turn = self._roles.setdefault(role, len(self._roles)) + rank + self._started[role, rank]
         self._started[role, rank] += 1
         # Soft: if the node is lost before the actor starts, Ray takes another.
-        strategy = NodeAffinitySchedulingStrategy(alive[turn % len(alive)], soft=True)
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
+        node = alive[turn % len(alive)]
+        strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+        options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
+        chosen = os.environ.get(THREADS, "")
+        # An environment of its own costs an actor a fresh process.
+        if not count or (chosen and self._inherits):
+            return options
+        variables = thread_variables(cores[node], math.ceil(count / len(alive)), chosen)
+        return {**options, "runtime_env": {"env_vars": variables}}
 
     def count(self, role: str) -> int:
-        """Replicas of a role to start: 0, as the settings decide."""
+        """Replicas of a role to start; 0 if the settings decide."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementGroup:
-    """The placement of a map, on the nodes of a placement group. A role that is not on the map runs
-    anywhere.
+    """The placement of a map, on the nodes of a placement group. A role that is not on the map
+    runs anywhere.
     """
 
     devices: DeviceMap
     group: Any
     unplaced: Unplaced = field(default_factory=Unplaced)
 
-    def options(self, role: str, rank: int) -> Mapping[str, Any]:
-        """The Ray options of the actor of a rank."""
+    def options(self, role: str, rank: int, count: int = 0) -> Mapping[str, Any]:
+        """The Ray options of the actor of a rank, of `count` ranks that compute; 0 if it is none of
+        those.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = _LIVES_WITH.get(role, role), rank
@@ -77,25 +106,45 @@ class PlacementGroup:
             replica for replica in self.devices.replicas if (replica.role, replica.number) == place
         ]
         if not found:
-            return self.unplaced.options(role, rank)
+            return self.unplaced.options(role, rank, count)
         (replica,) = found
-        first = replica.node * self.devices.inventory.per_node
-        seen = ",".join(str(device - first) for device in replica.devices)
         strategy = PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=replica.node
         )
-        # Without the second variable, Ray hides all GPUs from an actor that requests none.
-        variables = {"CUDA_VISIBLE_DEVICES": seen, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return {
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": variables},
+            "runtime_env": {"env_vars": self._variables(replica)},
+        }
+
+    def _variables(self, replica: Replica) -> dict[str, str]:
+        """The environment of an actor: its devices, and its share of the node's cores."""
+        inventory = self.devices.inventory
+        node = inventory.nodes[replica.node]
+        names = [inventory.visible_name(device) for device in replica.devices]
+        in_use = {
+            device
+            for other in self.devices.replicas
+            if other.node == replica.node
+            for device in other.devices
+        }
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(names),
+            # Without it, Ray hides all GPUs from an actor that requests none.
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            **thread_variables(
+                node.cores, len(in_use), os.environ.get(THREADS, "") or node.threads
+            ),
         }
 
     def count(self, role: str) -> int:
-        """Replicas of a role to start; 0 if it is not on the map."""
+        """Replicas of a role to start; 0 if the settings decide."""
         return sum(replica.role == role for replica in self.devices.replicas)
+
+
+RayPlacement = Unplaced | PlacementGroup
+"""The places of a run's actors."""
 
 
 def node_of(options: Mapping[str, Any]) -> str:
@@ -109,10 +158,6 @@ def node_of(options: Mapping[str, Any]) -> str:
     return str(strategy.node_id)
 
 
-RayPlacement = Unplaced | PlacementGroup
-"""The places of a run's actors."""
-
-
 @asynccontextmanager
 async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
     """Reserve the GPUs of a map while the block lasts.
@@ -124,7 +169,11 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
 
     inventory = devices.inventory
     group = placement_group(
-        [{"GPU": inventory.per_node}] * inventory.nodes, strategy="STRICT_SPREAD"
+        [{"GPU": len(node.devices)} for node in inventory.nodes],
+        strategy="STRICT_SPREAD",
+        # Each bundle goes to the node that was probed: nodes differ in size and in their devices'
+        # names.
+        bundle_label_selector=[{_NODE_LABEL: node.id} for node in inventory.nodes],
     )
     try:
         async with asyncio.timeout(_RESERVE_SECONDS):
@@ -141,42 +190,62 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
         remove_placement_group(group)
 
 
-def gpus_of_ray() -> Inventory | None:
-    """The GPUs of the cluster's nodes, or None if it has none. If nodes have different numbers, the
-    smallest counts.
+def gpus_of_ray(probe: Probe = probe_machine) -> Inventory | None:
+    """The GPUs of the cluster's nodes, as a probe on each node finds them; None if the cluster
+    counts none.
 
     Raises:
-        ConfigError: the nodes have GPUs of different kinds.
+        ConfigError: a node did not answer, has fewer GPUs than the cluster counts, or another kind.
     """
     import ray
 
     all_nodes: Any = ray.nodes  # it has no types
-    nodes = [
-        node["Resources"]
-        for node in all_nodes()
-        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1
-    ]
+    nodes = [node for node in all_nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
     if not nodes:
         return None
-    kinds = {_kind_of(node) for node in nodes}
-    if len(kinds) > 1:
-        listed = ", ".join(sorted(kind.name for kind in kinds))
-        raise ConfigError(
-            f"the cluster has GPUs of several kinds ({listed}), but a run needs a single kind: join"
-            " only nodes of one"
-        )
-    return Inventory(kinds.pop(), int(min(node["GPU"] for node in nodes)), len(nodes))
+    return inventory_of(_reports(nodes, probe))
 
 
-def _kind_of(resources: Mapping[str, float]) -> DeviceKind:
-    """The kind that Ray names; the slowest in the table if Ray names none, or one that is not in
-    the table.
+def _reports(nodes: Sequence[Mapping[str, Any]], probe: Probe) -> list[NodeReport]:
+    """The answers of the nodes, which are asked at the same time."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote
+    answers = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_probe)
+        answers.append(task.remote(probe))
+    reports = []
+    for node, answer in zip(nodes, answers, strict=True):
+        address = node["NodeManagerAddress"]
+        try:
+            machine = ray.get(answer, timeout=_PROBE_SECONDS)
+        except RayTaskError as error:
+            raise error.cause from error  # the original error, not Ray's wrapper of it
+        except (GetTimeoutError, ray.exceptions.RayError) as error:
+            raise ConfigError(
+                f"the node at {address} did not say within {_PROBE_SECONDS:g} s which GPUs it has"
+                f" ({type(error).__name__}): `ray status` shows whether it is alive"
+            ) from error
+        counted = int(node["Resources"]["GPU"])
+        reports.append(NodeReport(node["NodeID"], address, counted, machine))
+    return reports
+
+
+def _probe(probe: Probe) -> Machine:
+    """What a node says of itself, in a task there."""
+    return probe(_inherited_environment())
+
+
+def _inherited_environment() -> dict[str, str]:
+    """The environment that a node gave to this process. Ray changes variables in it before a task
+    begins, and the kernel keeps what the process started with.
     """
-    named = [
-        key.removeprefix("accelerator_type:")
-        for key in resources
-        if key.startswith("accelerator_type:")
-    ]
-    return next(
-        (GPUS[name.split("-")[0]] for name in named if name.split("-")[0] in GPUS), GPUS["L4"]
-    )
+    started_with = Path("/proc/self/environ")
+    if not started_with.exists():
+        return dict(os.environ)
+    entries = os.fsdecode(started_with.read_bytes()).split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

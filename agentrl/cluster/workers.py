@@ -9,8 +9,6 @@ starts workers on this machine, `agentrl/cluster/ray_actors.py` on a cluster.
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE
 from agentrl.errors import AgentRLError, WorkerDiedError
 from agentrl.flow import Flow, span
 from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
 from agentrl.plugins import Component
 from agentrl.protocols import Engine
 from agentrl.settings.base import Settings
@@ -218,7 +216,12 @@ class Cluster(Protocol):
         ...
 
     def gpus(self) -> Inventory | None:
-        """The GPUs that the cluster can assign; None if it has none, or assigns none."""
+        """The GPUs that the cluster can assign; None if it has none, or assigns none. It asks each
+        machine, which may take minutes.
+
+        Raises:
+            ConfigError: a machine does not have what the cluster counts there.
+        """
         ...
 
     def placed(self, devices: DeviceMap) -> AbstractAsyncContextManager[None]:
@@ -269,31 +272,3 @@ async def under_lease(
     while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:
         await sign_of_life()
     return answer.result()
-
-
-LOOPBACK = "127.0.0.1"
-"""The address that only processes of the same machine can reach."""
-
-
-def stay_on_loopback() -> None:
-    """Let gloo and NCCL listen on the loopback interface only, in this process and those that it
-    starts.
-
-    By default they use the interface of this machine's name. A choice of the user is kept.
-    """
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
-
-
-def own_address() -> str:
-    """How other machines reach this one: the address it would use to talk to the outside. Nothing
-    is sent.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address

@@ -5,8 +5,9 @@ far busier than the least busy one. A replica that dies, or gives no sign of lif
 replacement loads the current weights before it gets requests. While a replica starts, or takes new
 weights, it may be too busy for a sign of life: then the deadline of the start or of the update
 counts. Requests of a dead replica are sent to another one, or wait for the replacement; one that
-two replicas have died of is set aside (`agentrl/flow/suspicion.py`). New weights go to all replicas
-in one of three ways:
+two replicas have died of is set aside (`agentrl/flow/suspicion.py`). While the router sleeps, no
+replica is started: a dead one is replaced when it wakes. New weights go to all replicas in one of
+three ways:
 
 - `keep`: at once; turns in flight continue under the new weights.
 - `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new
@@ -88,6 +89,8 @@ class _Replica:
     """Answers to requests so far."""
     seen: tuple[int, int] = (-1, -1)
     """Generated tokens and answers when `evict_unresponsive` last looked."""
+    is_starting: bool = False
+    """A replacement takes memory, but no requests yet."""
     occupations: int = 0
     """Present calls that change the whole engine: new weights, sleep, wake, interrupt."""
     free_since: float = 0.0
@@ -161,6 +164,9 @@ class Router(Engine):
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._settling = asyncio.Event()
         self._entered: list[_Replica] = []
         self._alive = self._replicas
         self._factory = factory
@@ -358,18 +364,28 @@ class Router(Engine):
         )
 
     async def sleep(self) -> int | None:
-        """See `Engine.sleep`. Applies to all live replicas."""
+        """See `Engine.sleep`. Applies to all live replicas; one that is starting is waited for, and
+        so is the end of a dead one.
+        """
         freed_bytes: list[int | None] = []
 
         async def sleep(engine: Engine) -> None:
             freed_bytes.append(await engine.sleep())
 
-        await self._everywhere("sleep", sleep)
+        self._awake.clear()
+        try:
+            await self._settled()
+            await self._on_all("sleep", sleep)
+            await self._settled()
+        except BaseException:
+            self._awake.set()
+            raise
         return max((freed for freed in freed_bytes if freed is not None), default=None)
 
     async def wake(self) -> None:
-        """See `Engine.wake`."""
-        await self._everywhere("wake", lambda engine: engine.wake())
+        """See `Engine.wake`. Replicas that have died meanwhile are started afterwards."""
+        await self._on_all("wake", lambda engine: engine.wake())
+        self._awake.set()
 
     def stats(self) -> EngineStats:
         """Sums over all live replicas; `kv_use` is that of the fullest KV cache."""
@@ -541,10 +557,15 @@ class Router(Engine):
         self._revived.set()
 
     async def _renew(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
-        """Start another engine in the place of one that is dead, or that did not start."""
+        """Start another engine in the place of one that is dead, or that did not start, as soon as
+        the router is awake.
+        """
         await self._close(replica)
-        replica.engine = factory(replica.number)
+        while not self._awake.is_set():
+            await self._awake.wait()
+        replica.is_starting = True
         try:
+            replica.engine = factory(replica.number)
             await self._start(replica)
             await self._catch_up(replica)
         except EngineError as error:
@@ -552,6 +573,22 @@ class Router(Engine):
                 f"engine {replica.number} could not be restarted: {error}"
             )
             raise replica.dead from error
+        finally:
+            replica.is_starting = False
+            self._settling.set()
+
+    async def _settled(self) -> None:
+        """Wait until no replica is starting, and no dead one has memory: outside of deadlines,
+        since a start takes longer than falling asleep.
+        """
+        while any(
+            replica.is_starting
+            or (replica.dead and replica in self._entered and self._factory is not None)
+            for replica in self._replicas
+        ):
+            self._settling.clear()
+            with pause_deadlines():
+                await self._settling.wait()
 
     async def _start_first(self, replica: _Replica) -> None:
         """Start a replica beside the others; its error ends their start, and names it."""
@@ -587,7 +624,6 @@ class Router(Engine):
         """Let a dead engine free its resources. A failure to do so is only logged."""
         if replica not in self._entered:
             return
-        self._entered.remove(replica)
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await replica.engine.__aexit__(None, None, None)
@@ -595,8 +631,18 @@ class Router(Engine):
             logger.warning(
                 "engine %d did not close: %s", replica.number, error or type(error).__name__
             )
+        finally:
+            self._entered.remove(replica)
+            self._settling.set()
 
     async def _everywhere(
+        self, what: str, act: Callable[[Engine], Awaitable[None]], seconds: float | None = None
+    ) -> None:
+        """`_on_all`, and wait until a replica is alive."""
+        await self._on_all(what, act, seconds)
+        await self._wait_for_a_replica()
+
+    async def _on_all(
         self, what: str, act: Callable[[Engine], Awaitable[None]], seconds: float | None = None
     ) -> None:
         """Run `act` to its end on all live replicas, then raise the first error that is not a
@@ -628,7 +674,6 @@ class Router(Engine):
                     flow.start(on(replica, replica.engine), name=str(replica.number))
         if refused:
             raise refused[0]
-        await self._wait_for_a_replica()
 
     async def _no_calls(self) -> None:
         while any(replica.calls for replica in self._alive):

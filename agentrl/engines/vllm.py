@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import Field
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
-from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
+from agentrl.cluster.environment import LOOPBACK, stay_on_loopback
 from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.heartbeat import Heartbeat

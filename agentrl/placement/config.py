@@ -83,6 +83,30 @@ class Assumptions(Settings):
     """
 
 
+class DeviceFigures(Settings):
+    """Rates of the devices, where you know them better than the table of products and the estimate
+    (`agentrl/placement/devices.py`). Memory is always what the devices say.
+    """
+
+    flops: float | None = Field(None, gt=0)
+    """FLOP/s of dense matrix products in bfloat16."""
+    flops_float32: float | None = Field(None, gt=0)
+    """FLOP/s in float32."""
+    bandwidth: float | None = Field(None, gt=0)
+    """Bytes/s of a device's memory."""
+    link: float | None = Field(None, gt=0)
+    """Bytes/s to another device of the node, one way: of NVLink, or of PCIe."""
+    network: float | None = Field(None, gt=0)
+    """Bytes/s of each device to one of another node, one way."""
+    host_link: float | None = Field(None, gt=0)
+    """Bytes/s to the host's memory, one way."""
+
+    @property
+    def stated(self) -> dict[str, float]:
+        """The rates that are given."""
+        return self.model_dump(exclude_none=True)
+
+
 class PlacementConfig(Settings):
     """The devices that engine and trainer run on."""
 
@@ -96,6 +120,8 @@ class PlacementConfig(Settings):
     """Devices of the trainer, such as `6,7`."""
     switch_seconds: float = Field(120.0, gt=0)
     """Seconds that engine or trainer may take to go to sleep, or to wake, if they take turns."""
+    device: DeviceFigures = DeviceFigures()
+    """The rates of the devices, as far as you state them."""
     assume: Assumptions = Assumptions()
     """The assumptions of `auto` and `agentrl plan`."""
 

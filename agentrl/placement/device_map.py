@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agentrl.errors import ConfigError
 from agentrl.placement.config import Mode, PlacementConfig, Role, format_devices
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,15 @@ def device_maps(
     if config.name in ("auto", "disaggregated"):
         maps += _disaggregated_maps(request, inventory)
     if not maps:
+        uneven = (
+            ". An engine's devices must divide those of every node; lists (placement.engine,"
+            " placement.trainer) may leave some out"
+        )
         raise ConfigError(
             f"placement: {config.name} has no way to lay out {_describe_request(request)} on "
             f"{inventory}: take more devices, or leave engine.tensor_parallel, cluster.engines and"
             " trainer.world_size to the placement"
+            f"{uneven if len(set(inventory.sizes)) > 1 else ''}"
         )
     return maps
 
@@ -203,10 +208,12 @@ def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
 def _splits(request: PlacementRequest, inventory: Inventory) -> list[int]:
     """The numbers of devices that a replica of the engine may have."""
     if request.tensor_parallel > 1:
-        return (
-            [request.tensor_parallel] if inventory.per_node % request.tensor_parallel == 0 else []
-        )
-    return [n for n in request.splits if inventory.per_node % n == 0]
+        candidates: Sequence[int] = [request.tensor_parallel]
+    else:
+        candidates = request.splits
+    # A number that divides the devices of every node: then no replica is on two nodes, and no
+    # device is left over.
+    return [n for n in candidates if all(size % n == 0 for size in inventory.sizes)]
 
 
 def _colocated_map(
@@ -300,8 +307,7 @@ def _chunks(
         if len(nodes) > 1:
             raise ConfigError(
                 f"{role} {number} would run on the devices {format_devices(replica_devices)} of "
-                f"{len(nodes)} nodes, but a replica must be on one; a node has "
-                f"{inventory.per_node} devices"
+                f"{len(nodes)} nodes, but a replica must be on one: {inventory.listed_nodes}"
             )
         replicas.append(Replica(role, number, replica_devices, min(nodes)))
     return tuple(replicas)

@@ -12,8 +12,13 @@ refused.
 A role needs the memory that its sleep has freed, as it measured it itself: what it keeps while it
 sleeps (its CUDA context, NCCL's buffers, CUDA graphs) is there already. Until it has slept, the
 plan's figure counts.
+
+A role that dies asleep is started again when it has to wake, never while the other is awake. So a
+trainer that is asked for something after its death needs a turn of its own: it enters `training`,
+as the driver does.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,8 +30,10 @@ from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import Flow, deadline
 
 State = Literal["generating", "training", "switching", "lost"]
-Free = Callable[[], Awaitable[int]]
-"""Returns how many bytes are free on the fullest of the shared devices."""
+Free = Callable[[], Awaitable[int | None]]
+"""Returns how many bytes are free on the fullest of the shared devices; None if those are dead
+which could tell.
+"""
 
 
 async def free_on_cpu() -> int:
@@ -48,6 +55,9 @@ class Sleeper(Protocol):
     A sleeping engine answers no requests: new ones wait, and those in flight continue when it
     wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile. A
     sleeping trainer can still provide its weights.
+
+    A dead part of it is started again at `wake` at the earliest. One that is just starting is
+    waited for in `sleep`, outside of deadlines.
     """
 
     async def sleep(self) -> int | None:
@@ -101,7 +111,7 @@ class TimeSharing:
     """The sharing of an engine and a trainer that take turns; at first the engine is awake, the
     trainer asleep.
 
-    `seconds`: the deadline of each side's part in a switch. Switches must not overlap.
+    `seconds`: the deadline of each side's part in a switch.
     """
 
     def __init__(self, engine: Tenant, trainer: Tenant, free: Free, seconds: float) -> None:
@@ -110,6 +120,8 @@ class TimeSharing:
         self._free = free
         self._seconds = seconds
         self._freed: dict[str, int] = {}
+        self._blocks = 0  # of `training`, that are open
+        self._one_switch = asyncio.Lock()
         self.state: State = "generating"
 
     @asynccontextmanager
@@ -130,16 +142,23 @@ class TimeSharing:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """The trainer is awake inside; afterwards the engine is awake again, also if the block
-        failed.
+        failed. Of blocks that overlap, the first to begin and the last to end switch.
 
         Raises:
             TimeShareError: a switch failed; says which state they are in.
         """
-        await self._switch(self._engine, self._trainer, "generating", "training")
+        async with self._one_switch:
+            if self.state != "training":
+                await self._switch(self._engine, self._trainer, "generating", "training")
+            self._blocks += 1
         try:
             yield
         finally:
-            await self._switch(self._trainer, self._engine, "training", "generating")
+            self._blocks -= 1
+            async with self._one_switch:
+                # Another block may have begun meanwhile, or have ended after this one.
+                if not self._blocks and self.state != "generating":
+                    await self._switch(self._trainer, self._engine, "training", "generating")
 
     async def _switch(self, tired: Tenant, rested: Tenant, before: State, after: State) -> None:
         if self.state != before:
@@ -190,7 +209,7 @@ class TimeSharing:
         free = await self._free()
         measured = self._freed.get(turn.name)
         needs = turn.planned if measured is None else measured
-        if free < needs:
+        if free is not None and free < needs:
             origin = "planned" if measured is None else "measured when it slept"
             raise TimeShareError(
                 f"the {turn.name} needs {needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are"
@@ -200,20 +219,25 @@ class TimeSharing:
             )
 
     async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> list[int | None]:
-        """Call `method` on all parts at the same time; returns their answers.
+        """Call `method` on all parts at the same time, each under a deadline of its own, which it
+        may pause; returns their answers.
 
         Raises:
             TimeShareError: a part failed, or did not answer in time; in the latter case the
             sharing is lost.
         """
-        try:
+
+        async def call(sleeper: Sleeper) -> int | None:
             with deadline("engine", f"{turn.name}.{method}", self._seconds):
-                async with Flow(f"{turn.name}.{method}") as flow:
-                    calls = [
-                        flow.start(getattr(sleeper, method)(), name=str(number))
-                        for number, sleeper in enumerate(turn.sleepers)
-                    ]
-            return [call.result() for call in calls]
+                return await (sleeper.sleep() if method == "sleep" else sleeper.wake())
+
+        try:
+            async with Flow(f"{turn.name}.{method}") as flow:
+                calls = [
+                    flow.start(call(sleeper), name=str(number))
+                    for number, sleeper in enumerate(turn.sleepers)
+                ]
+            return [part.result() for part in calls]
         except DeadlineError as error:
             self.state = "lost"
             raise TimeShareError(

@@ -14,7 +14,8 @@ from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import device_maps
-from agentrl.placement.devices import GPUS, Inventory
+from agentrl.placement.devices import OFFERED_KINDS
+from agentrl.placement.inventory import Inventory
 from agentrl.planner.memory import overfull
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
@@ -130,13 +131,13 @@ def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -
     some.
     """
     kinds = [inventory.kind] if inventory.kind.is_gpu else []
-    kinds += [kind for kind in reversed(GPUS.values()) if kind not in kinds]
+    kinds += [kind for kind in OFFERED_KINDS if kind.name != inventory.kind.name]
     counts = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
     offers: list[str] = []
     for kind in kinds:
         # The fewest devices of a kind that suffice; two kinds are advice enough.
         for count in counts:
-            offer = Inventory(kind, *count)
+            offer = Inventory.uniform(kind, *count)
             if len(offer) >= len(inventory) and _memory_share(config, offer, facts) <= 1:
                 offers.append(str(offer))
                 break
@@ -183,7 +184,7 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     yield _setting("engine", kv_cache_gib=None)
     yield _setting("engine", sleep_mode=True)
     yield from (
-        _setting("engine", tensor_parallel=n) for n in (1, *growing) if n <= inventory.per_node
+        _setting("engine", tensor_parallel=n) for n in (1, *growing) if n <= max(inventory.sizes)
     )
     yield from (_setting("trainer", world_size=n) for n in growing)
     if config.placement.lists or config.placement.name != "auto":

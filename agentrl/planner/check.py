@@ -5,8 +5,10 @@ from dataclasses import replace
 from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.placement.devices import GIB, Inventory, visible
+from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import USABLE_SHARE, trainer_footprint
+from agentrl.placement.inventory import Inventory
+from agentrl.placement.probe import visible
 from agentrl.planner.advice import what_fits
 from agentrl.planner.run_facts import layouts, model_of, placement_request_of, with_defaults
 from agentrl.protocols.component_settings import (

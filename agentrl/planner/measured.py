@@ -14,7 +14,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.metrics import MetricsFile
 from agentrl.placement.device_map import DeviceMap, device_maps
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of, with_defaults
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.stages import Stages, Workload, workload
@@ -89,6 +89,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
     Raises:
         ConfigError: the run's own placement is not possible on such devices.
     """
+    inventory = inventory.with_rates(config.placement.device.stated)
     facts = model_of(measurements.config)
     stages = stages_of(with_defaults(measurements.config, facts, gpu=inventory.kind.is_gpu), facts)
     devices = device_maps(

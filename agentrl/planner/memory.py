@@ -55,7 +55,7 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
             break
     for node, share in _host_shares(fullest, devices).items():
         if share > 1:
-            whole = devices.inventory.per_node * fullest[0].host_limit / GIB
+            whole = USABLE_SHARE * devices.inventory.nodes[node].host_memory / GIB
             yield (
                 f"the memory of node {node}'s host would hold {share * whole:.0f} GiB of its"
                 f" devices' data and of checkpoints, but has only {whole:.0f} usable"
@@ -90,7 +90,9 @@ def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[int, 
     for load in loads:
         node = devices.inventory.node(load.device)
         bytes_by_node[node] = bytes_by_node.get(node, 0) + load.host
-    return max(bytes_by_node.values()), devices.inventory.per_node * loads[0].host_limit
+    fullest = max(bytes_by_node, key=lambda node: bytes_by_node[node])
+    limit = int(USABLE_SHARE * devices.inventory.nodes[fullest].host_memory)
+    return bytes_by_node[fullest], limit
 
 
 def _host_shares(device_loads: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, float]:
@@ -98,9 +100,8 @@ def _host_shares(device_loads: Sequence[DeviceLoad], devices: DeviceMap) -> dict
     shares: dict[int, float] = {}
     for load in device_loads:
         node = devices.inventory.node(load.device)
-        shares[node] = (
-            shares.get(node, 0.0) + load.host / load.host_limit / devices.inventory.per_node
-        )
+        limit = USABLE_SHARE * devices.inventory.nodes[node].host_memory
+        shares[node] = shares.get(node, 0.0) + load.host / limit
     return shares
 
 
@@ -178,7 +179,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
                 peak,
                 int(USABLE_SHARE * kind.memory),
                 host,
-                int(USABLE_SHARE * kind.host_memory),
+                int(USABLE_SHARE * devices.inventory.host_share(device)),
             )
         )
     return tuple(found)

@@ -128,8 +128,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": {"name": plan.facts.name, "parameters": plan.facts.parameters},
         "devices": {
             "kind": plan.devices.inventory.kind.name,
-            "per_node": plan.devices.inventory.per_node,
-            "nodes": plan.devices.inventory.nodes,
+            "nodes": list(plan.devices.inventory.sizes),
         },
         "mode": plan.devices.mode,
         "time_shared": plan.devices.time_shared,

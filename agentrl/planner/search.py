@@ -2,7 +2,7 @@
 step, and the reasons.
 
     facts = model_of(config)
-    plan = make_plan(config, Inventory(gpu_named("H100"), per_node=8), facts)
+    plan = make_plan(config, Inventory.uniform(gpu_named("H100"), per_node=8), facts)
 
 Nothing is loaded: memory and times are computed from the model's shape, and the rollout is
 simulated.
@@ -15,7 +15,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap, device_maps
-from agentrl.placement.devices import Inventory
+from agentrl.placement.inventory import Inventory
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import loads, overfull, problems
 from agentrl.planner.plan import Candidate, Plan, StepEstimate
@@ -38,6 +38,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     """
     _check_context(config, facts)
     config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
+    inventory = inventory.with_rates(config.placement.device.stated)
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
         _examine(config, stages, work, devices)

@@ -5,6 +5,7 @@ Dimension suffix: N loss tokens of a batch.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -156,8 +157,15 @@ class Trainer(Savable, Protocol):
         """Allocate the memory again. If this raises, the trainer is asleep as before."""
         return
 
-    async def free(self) -> int:
-        """Free bytes on the fullest of its devices.
+    def take_turns(self, turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """Note that it shares its devices: inside a `turn()` it is awake, and what it shares them
+        with is asleep. A trainer that starts its ranks again enters one to do so while it sleeps.
+        By default, nothing is noted.
+        """
+        return
+
+    async def free(self) -> int | None:
+        """Free bytes on the fullest of its devices; None while its ranks are dead.
 
         Raises:
             ConfigError: it cannot tell, as by default.

@@ -2,23 +2,32 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from agentrl.assembly import open_cluster
-from agentrl.cluster import ray_placement
+from agentrl.cluster import ray_cluster, ray_placement
 from agentrl.cluster.ray_actors import RayWorkers
-from agentrl.cluster.ray_placement import Unplaced, gpus_of_ray, reserved
+from agentrl.cluster.ray_placement import PlacementGroup, Unplaced, gpus_of_ray, reserved
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.placement.device_map import DeviceMap, Replica
-from agentrl.placement.devices import Inventory, gpu_named
+from agentrl.placement.devices import GIB, Gpu, gpu_named
+from agentrl.placement.inventory import Inventory, Node
+from agentrl.placement.probe import Machine
 from tests.cluster.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
-EIGHT = Inventory(gpu_named("H100"), per_node=8)
+FOUND = Gpu("NVIDIA H100 80GB HBM3", int(79.1 * GIB), (9, 0))
+
+
+def probe_fakes(environ: Mapping[str, str]) -> Machine:
+    """A machine with as many GPUs as the environment of the node's processes lists."""
+    names = tuple(environ["CUDA_VISIBLE_DEVICES"].split(","))
+    return Machine("fake", (FOUND,) * len(names), names, cores=48, memory=2048 * GIB)
 
 
 class Seeing:
@@ -27,8 +36,8 @@ class Seeing:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def devices(self) -> str:
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def variable(self, name: str) -> str:
+        return os.environ.get(name, "")
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +54,23 @@ def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(
     )
     # They share two with the last engine.
     trainers = tuple(Replica("trainer", rank, (6 + rank,), 0) for rank in range(2))
-    devices = DeviceMap("colocated", EIGHT, (*engines, *trainers), time_shared=True)
+    eight = gpus_of_ray(probe_fakes)
+    assert eight is not None
+    devices = DeviceMap("colocated", eight, (*engines, *trainers), time_shared=True)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(ray_placement, "_RESERVE_SECONDS", 2.0)
 
     async def main() -> None:
         async with reserved(devices) as placement, AsyncExitStack() as stack:
             seen = {}
-            for role, count in (("engine", 4), ("trainer", 2), ("env", 1)):
+            for role, count in (("engine", 4), ("trainer", 2)):
                 group = await RayWorkers(placement)(role, Seeing, count)
                 stack.push_async_callback(group.stop)
-                seen[role] = await group.all("devices")
+                seen[role] = await group.all("variable", "CUDA_VISIBLE_DEVICES")
+                assert await group.all("variable", "OMP_NUM_THREADS") == ["6"] * count
             assert seen == {
-                "engine": ["0,1", "2,3", "4,5", "6,7"],
-                "trainer": ["6", "7"],
-                "env": [""],
+                "engine": ["8,9", "10,11", "12,13", "14,15"],
+                "trainer": ["14", "15"],
             }
             with pytest.raises(ConfigError, match=r"8 x H100 .* were not free within 2 s"):
                 await reserved(devices).__aenter__()
@@ -71,7 +83,7 @@ def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(
 def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert gpus_of_ray() == EIGHT
+    monkeypatch.setattr(ray_cluster, "probe_machine", probe_fakes)
     monkeypatch.chdir(Path(__file__).parents[2])
     config = load_config(Path("examples/colocated_8gpu.yaml")).config
 
@@ -80,11 +92,60 @@ def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(
             assert placed.config.trainer.settings.model_dump()["world_size"] == 8
             assert placed.plan is not None
             assert placed.plan.devices.time_shared
+            (node,) = placed.plan.devices.inventory.nodes
+            assert node.devices == ("8", "9", "10", "11", "12", "13", "14", "15")
+            assert node.host_memory == 2048 * GIB
             tensor_parallel = placed.config.engine.settings.model_dump()["tensor_parallel"]
             makes = placed.cluster.engines(placed.config.engine, Path("nowhere"))
             assert len(makes) * tensor_parallel == 8
 
     asyncio.run(main())
+
+
+def test_a_node_that_has_not_what_ray_counts_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"counts 8 GPUs on .* at 127\.0\.0\.1, .* sees 0 \(CUDA"):
+        gpus_of_ray()
+
+
+def test_actors_are_placed_on_the_nodes_of_their_devices_with_their_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    nodes = (
+        Node(("GPU-a", "GPU-b"), 512 * GIB, 64, "first", "11" * 28),
+        Node(("4", "5", "6", "7"), 1024 * GIB, 64, "second", "22" * 28, threads="3"),
+    )
+    inventory = Inventory(gpu_named("H100"), nodes)
+    ranks = tuple(Replica("trainer", n, (n,), inventory.node(n)) for n in range(6))
+    placement = PlacementGroup(DeviceMap("colocated", inventory, ranks), None)
+    seen = [placement.options("reference", rank, 6) for rank in range(6)]
+    variables = [options["runtime_env"]["env_vars"] for options in seen]
+    names = [each["CUDA_VISIBLE_DEVICES"] for each in variables]
+    assert names == ["GPU-a", "GPU-b", "4", "5", "6", "7"]
+    bundles = [options["scheduling_strategy"].placement_group_bundle_index for options in seen]
+    assert bundles == [0, 0, 1, 1, 1, 1]
+    assert [each["OMP_NUM_THREADS"] for each in variables] == ["32"] * 2 + ["3"] * 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    (chosen,) = {
+        placement.options("trainer", rank, 6)["runtime_env"]["env_vars"]["OMP_NUM_THREADS"]
+        for rank in range(6)
+    }
+    assert chosen == "5"
+
+
+def test_ranks_without_gpus_share_the_cores_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    nodes = [{"NodeID": c * 56, "Alive": True, "Resources": {"CPU": 64.0}} for c in "ab"]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ranks = Unplaced(inherits=True).options("trainer", 0, 8)
+    assert ranks["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "16"}}
+    assert "runtime_env" not in Unplaced().options("env", 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "runtime_env" not in Unplaced(inherits=True).options("trainer", 0, 8)
+    there = Unplaced().options("trainer", 0, 8)
+    assert there["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "5"}}
 
 
 def test_the_ranks_of_a_role_are_spread_over_the_living_nodes(

@@ -12,7 +12,8 @@ from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.placement.config import PlacementConfig, format_devices, parse_devices
 from agentrl.placement.device_map import DeviceMap, PlacementRequest, device_maps
-from agentrl.placement.devices import Inventory, gpu_named, host
+from agentrl.placement.devices import gpu_named, host
+from agentrl.placement.inventory import Inventory
 
 H100 = gpu_named("h100")
 BASE = "env: frozen_lake\n"
@@ -104,7 +105,7 @@ def listed(engine: str, trainer: str) -> PlacementConfig:
 
 
 def test_devices_are_numbered_through_over_nodes_and_lists_make_replicas() -> None:
-    two_nodes = Inventory(H100, per_node=8, nodes=2)
+    two_nodes = Inventory.uniform(H100, per_node=8, nodes=2)
     found = only(listed("0-7", "8-15"), PlacementRequest(tensor_parallel=4), two_nodes)
     assert [(r.devices, r.node) for r in found.of("engine")] == [
         ((0, 1, 2, 3), 0),
@@ -162,11 +163,11 @@ def test_a_map_that_cannot_be_is_refused_with_the_way_out(
     placement: PlacementConfig, asked: PlacementRequest, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        device_maps(placement, asked, Inventory(H100, per_node=8, nodes=2))
+        device_maps(placement, asked, Inventory.uniform(H100, per_node=8, nodes=2))
 
 
 def test_without_a_gpu_everything_is_where_it_was() -> None:
-    laptop = Inventory(host(cores=2, memory=8 << 30))
+    laptop = Inventory.uniform(host(cores=2, memory=8 << 30))
     found = only(PlacementConfig(), PlacementRequest(engines=2, ranks=2), laptop)
     assert found.mode == "local"
     assert not found.time_shared
@@ -176,7 +177,9 @@ def test_without_a_gpu_everything_is_where_it_was() -> None:
         device_maps(PlacementConfig(name="colocated"), PlacementRequest(), laptop)
 
 
-inventories = st.builds(Inventory, st.just(H100), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
+inventories = st.builds(
+    Inventory.uniform, st.just(H100), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4)
+)
 asked = st.builds(
     PlacementRequest,
     engines=st.sampled_from([1, 2, 3]),

@@ -51,6 +51,9 @@ class SleepyTrainer:
     async def free(self) -> int:
         return self._free
 
+    def take_turns(self, turn: Any) -> None:
+        self.log.append("trainer takes turns")
+
 
 def placed(time_shared: bool) -> PlacedCluster:
     """A plan of two roles of 100 and 200 bytes."""
@@ -82,7 +85,8 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
         ["trainer sleeps", "engine wakes"],
     )
     assert log == [
-        *("engine sleeps", "trainer begins", "trainer sleeps", "engine wakes", "generating"),
+        *("trainer takes turns", "engine sleeps", "trainer begins", "trainer sleeps"),
+        *("engine wakes", "generating"),
         *(*to_training, "training", *to_generating, "generating", "trainer ends"),
     ]
 

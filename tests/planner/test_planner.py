@@ -19,7 +19,8 @@ from agentrl.errors import ConfigError
 from agentrl.models.facts import PUBLISHED, KvShape, ModelFacts, model_facts
 from agentrl.models.layer_facts import Heads, Kept
 from agentrl.placement.device_map import device_maps
-from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
+from agentrl.placement.devices import GIB, GPUS, gpu_named, host
+from agentrl.placement.inventory import Inventory
 from agentrl.planner.check import check_placement
 from agentrl.planner.measured import read_measurements, with_measured
 from agentrl.planner.memory import loads, problems
@@ -63,12 +64,12 @@ def refused(inventory: Inventory, name: str, *overrides: str) -> str:
 
 
 SHIPPED = {
-    "colocated_8gpu": (Inventory(H100, 8), "colocated"),
-    "disaggregated_16gpu": (Inventory(H100, 8, 2), "disaggregated"),
-    "qwen3_8b": (Inventory(H100, 8), "colocated"),
-    "qwen3_32b": (Inventory(H100, 8, 2), "colocated"),
-    "qwen3_30b_a3b": (Inventory(H100, 8), "colocated"),
-    "frozen_lake": (Inventory(host(cores=2, memory=16 * GIB)), "local"),
+    "colocated_8gpu": (Inventory.uniform(H100, 8), "colocated"),
+    "disaggregated_16gpu": (Inventory.uniform(H100, 8, 2), "disaggregated"),
+    "qwen3_8b": (Inventory.uniform(H100, 8), "colocated"),
+    "qwen3_32b": (Inventory.uniform(H100, 8, 2), "colocated"),
+    "qwen3_30b_a3b": (Inventory.uniform(H100, 8), "colocated"),
+    "frozen_lake": (Inventory.uniform(host(cores=2, memory=16 * GIB)), "local"),
 }
 
 
@@ -101,21 +102,21 @@ def test_configs_of_real_size_are_short_and_leave_the_layout_to_the_planner(name
 
 
 def test_what_devices_of_80_gb_cannot_hold_is_refused_in_plain_words() -> None:
-    said = refused(Inventory(H100, 2), "qwen3_32b")
+    said = refused(Inventory.uniform(H100, 2), "qwen3_32b")
     assert "Qwen/Qwen3-32B (32.76 billion parameters) does not fit on 2 x H100" in said
     assert "What would fit:\n  2 nodes of 8 x H100" in said
     with pytest.raises(ConfigError, match="'Qwen/Qwen3-33B'"):
-        planned(Inventory(H100, 8), "qwen3_32b", "model=Qwen/Qwen3-33B")
+        planned(Inventory.uniform(H100, 8), "qwen3_32b", "model=Qwen/Qwen3-33B")
 
 
 def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> None:
-    told = refused(Inventory(H100, 3), "qwen3_8b", *SMALL, "engine.tensor_parallel=3")
+    told = refused(Inventory.uniform(H100, 3), "qwen3_8b", *SMALL, "engine.tensor_parallel=3")
     assert "cannot be spread over 3 devices: it has 32 attention heads and 8 heads of keys" in told
     assert "engine.tensor_parallel=1" in told
     chosen = config("qwen3_8b", *SMALL)
     shape = model_of(chosen)
     odd = replace(shape, kv=replace(shape.kv, heads=replace(shape.kv.heads, queries=28, keys=4)))
-    made = make_plan(chosen, Inventory(H100, 8), odd)
+    made = make_plan(chosen, Inventory.uniform(H100, 8), odd)
     assert made.devices.tensor_parallel() in {1, 2, 4}
     over_eight = [found for found in made.considered if found.devices.tensor_parallel() == 8]
     assert over_eight
@@ -123,9 +124,9 @@ def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> N
 
 
 def test_only_adapters_pass_through_the_memory_of_the_first_rank_s_host() -> None:
-    whole = planned(Inventory(H100, 8), "qwen3_8b", *SMALL)
+    whole = planned(Inventory.uniform(H100, 8), "qwen3_8b", *SMALL)
     lora = planned(
-        Inventory(H100, 8),
+        Inventory.uniform(H100, 8),
         "qwen3_8b",
         *SMALL,
         "trainer.lora={rank: 8, alpha: 16, targets: all-linear}",
@@ -138,7 +139,7 @@ def test_only_adapters_pass_through_the_memory_of_the_first_rank_s_host() -> Non
 def test_a_context_beyond_the_positions_of_the_model_is_refused_unless_its_config_extends_them(
     tmp_path: Path,
 ) -> None:
-    told = refused(Inventory(H100, 8), "qwen3_8b", *SMALL, "engine.max_context=131072")
+    told = refused(Inventory.uniform(H100, 8), "qwen3_8b", *SMALL, "engine.max_context=131072")
     assert "engine.max_context=131072, but Qwen/Qwen3-8B knows 40960 positions" in told
     values = json.loads((PUBLISHED / "Qwen" / "Qwen3-8B" / "config.json").read_text())
     yarn = {
@@ -152,7 +153,7 @@ def test_a_context_beyond_the_positions_of_the_model_is_refused_unless_its_confi
 
 
 def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
-    inventory, both = Inventory(H100, 8), ("algorithm=ppo", "algorithm.kl=0.1")
+    inventory, both = Inventory.uniform(H100, 8), ("algorithm=ppo", "algorithm.kl=0.1")
     alone, helped = (planned(inventory, "colocated_8gpu", *SMALL, *more) for more in ((), both))
     ranks, parameters = len(helped.devices.of("trainer")), helped.facts.parameters
     for load in helped.loads:
@@ -168,7 +169,7 @@ def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
 def test_an_engine_of_a_frozen_agent_or_a_teacher_is_counted_beside_that_of_the_policy(
     another: str,
 ) -> None:
-    inventory, fraction = Inventory(H100, 8), "engine.memory_fraction=0.4"
+    inventory, fraction = Inventory.uniform(H100, 8), "engine.memory_fraction=0.4"
     alone = planned(inventory, "colocated_8gpu", *SMALL, fraction)
     both = planned(inventory, "colocated_8gpu", *SMALL, fraction, another)
     assert both.loads[0].awake["engine"].total == 2 * alone.loads[0].awake["engine"].total
@@ -197,7 +198,9 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
     assert "which has 79.2 (75.2 usable)" in done.stderr
     way = done.stderr.split("What would fit:\n")[1].splitlines()[0].split()
     assert (
-        planned(Inventory(gpu_named("A100")), "colocated_8gpu", *SMALL, large, *way).devices.mode
+        planned(
+            Inventory.uniform(gpu_named("A100")), "colocated_8gpu", *SMALL, large, *way
+        ).devices.mode
         == "local"
     )
 
@@ -205,17 +208,17 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
 @pytest.mark.parametrize(
     ("name", "inventory", "overrides"),
     [
-        ("disaggregated_16gpu", Inventory(H100, 2), ("placement=auto",)),
+        ("disaggregated_16gpu", Inventory.uniform(H100, 2), ("placement=auto",)),
         pytest.param(
             "disaggregated_16gpu",
-            Inventory(H100, 8),
+            Inventory.uniform(H100, 8),
             ("placement=auto", "trainer=local"),
             marks=SLOW,
         ),
-        pytest.param("disaggregated_16gpu", Inventory(H100, 8), ON_ONE_DEVICE, marks=SLOW),
-        ("colocated_8gpu", Inventory(H100, 8), ("engine.kv_cache_gib=0.1",)),
-        ("frozen_lake", Inventory(host(cores=2, memory=GIB // 4)), ()),
-        pytest.param("qwen3_32b", Inventory(H100, 8), (), marks=SLOW),
+        pytest.param("disaggregated_16gpu", Inventory.uniform(H100, 8), ON_ONE_DEVICE, marks=SLOW),
+        ("colocated_8gpu", Inventory.uniform(H100, 8), ("engine.kv_cache_gib=0.1",)),
+        ("frozen_lake", Inventory.uniform(host(cores=2, memory=GIB // 4)), ()),
+        pytest.param("qwen3_32b", Inventory.uniform(H100, 8), (), marks=SLOW),
     ],
 )
 def test_what_is_said_to_fit_does(
@@ -230,14 +233,18 @@ def test_what_is_said_to_fit_does(
         str(offer): offer
         for kind in GPUS.values()
         for count in OFFERED
-        if (offer := Inventory(kind, *count))
+        if (offer := Inventory.uniform(kind, *count))
     }
     for offer in [offers[way.strip()] for way in said if "=" not in way]:
         assert planned(offer, name, *SMALL, *overrides).loads
 
 
 def test_what_would_fit_names_each_kind_of_saving_once_and_more_devices() -> None:
-    said = refused(Inventory(H100, 2), "qwen3_8b").split("What would fit:\n  ")[1].split("\n  ")
+    said = (
+        refused(Inventory.uniform(H100, 2), "qwen3_8b")
+        .split("What would fit:\n  ")[1]
+        .split("\n  ")
+    )
     settings, devices = said[:-1], said[-1]
     assert {
         "trainer.activation_offload=true",
@@ -249,13 +256,13 @@ def test_what_would_fit_names_each_kind_of_saving_once_and_more_devices() -> Non
     assert devices == "4 x H100 with 79.1 GiB each"
     wasteful = "trainer.activation_checkpointing=none", "trainer.micro_batch_tokens=65536"
     assert "trainer.activation_checkpointing=full" in refused(
-        Inventory(H100, 4), "qwen3_8b", *wasteful
+        Inventory.uniform(H100, 4), "qwen3_8b", *wasteful
     )
 
 
 def test_moments_of_fewer_bytes_are_counted() -> None:
     optimizer = [
-        planned(Inventory(H100, 8), "qwen3_8b", *SMALL, f"trainer.moments={moments}")
+        planned(Inventory.uniform(H100, 8), "qwen3_8b", *SMALL, f"trainer.moments={moments}")
         .loads[0]
         .awake["trainer"]
         for moments in ("float32", "bfloat16", "int8")
@@ -266,7 +273,7 @@ def test_moments_of_fewer_bytes_are_counted() -> None:
 
 
 def test_several_changes_that_fit_only_together_are_all_needed() -> None:
-    tight = Inventory(replace(H100, memory=50 * GIB, host_memory=100 * GIB), 2)
+    tight = Inventory.uniform(replace(H100, memory=50 * GIB, host_memory=100 * GIB), 2)
     way = refused(tight, "qwen3_8b").split("What would fit:\n")[1].splitlines()[0].split()
     assert len(way) > 1
     assert planned(tight, "qwen3_8b", *SMALL, *way).loads
@@ -280,7 +287,7 @@ def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
     folder = tmp_path / "model"
     shutil.copytree(PUBLISHED / "Qwen" / "Qwen3-1.7B", folder)
     assert planned(
-        Inventory(H100, 8), "colocated_8gpu", *SMALL, f"model={folder}"
+        Inventory.uniform(H100, 8), "colocated_8gpu", *SMALL, f"model={folder}"
     ).facts.name == str(folder)
     overrides = f"model={folder}", f"run_dir={tmp_path / 'run'}", "env=frozen_lake"
     done = agentrl("train", "examples/colocated_8gpu.yaml", *overrides)
@@ -333,7 +340,7 @@ shapes = st.builds(
 @given(
     shapes,
     st.builds(
-        Inventory,
+        Inventory.uniform,
         st.sampled_from(list(GPUS.values())),
         st.sampled_from([1, 2, 4, 8]),
         st.integers(1, 2),
@@ -374,17 +381,21 @@ def test_a_map_that_is_taken_never_overfills_a_device(
 @pytest.mark.slow
 def test_more_of_a_device_never_makes_a_step_slower() -> None:
     seconds = [
-        planned(Inventory(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds
+        planned(Inventory.uniform(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds
         for n in (2, 8)
     ]
     assert seconds[1] < seconds[0]
     faster = replace(H100, flops=2 * H100.flops, bandwidth=2 * H100.bandwidth)
-    assert planned(Inventory(faster, 8), "colocated_8gpu", *SMALL).step.seconds < seconds[1]
+    assert planned(Inventory.uniform(faster, 8), "colocated_8gpu", *SMALL).step.seconds < seconds[1]
 
 
 def test_auto_takes_the_fastest_of_the_maps_that_fit_and_says_so() -> None:
     plan = planned(
-        Inventory(H100, 4), "colocated_8gpu", *SMALL, "placement=auto", "rollout.max_staleness=2"
+        Inventory.uniform(H100, 4),
+        "colocated_8gpu",
+        *SMALL,
+        "placement=auto",
+        "rollout.max_staleness=2",
     )
     simulated = [found.step.seconds for found in plan.considered if found.step]
     assert plan.step.seconds == min(simulated)
@@ -432,7 +443,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
-    laptop = Inventory(host(cores=2, memory=16 * GIB))
+    laptop = Inventory.uniform(host(cores=2, memory=16 * GIB))
     found = read_measurements(run)
     assert (found.steps, found.work.turns, found.work.sampled, found.work.observed) == (
         3,
@@ -466,7 +477,7 @@ def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
     assert done.returncode == 2
     assert "puts everything on the first device: write placement=local" in done.stderr
     assert not (tmp_path / "run").exists()
-    laptop = Inventory(host(cores=2, memory=64 * GIB))
+    laptop = Inventory.uniform(host(cores=2, memory=64 * GIB))
     check_placement(config("frozen_lake"), laptop)
     check_placement(config("frozen_lake", "model=Qwen/Qwen3-1.7B"), laptop)
     # 16 + 4 bytes each.

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
+from agentrl.cluster.environment import LOOPBACK, meet_other_machines, stay_on_loopback
 from agentrl.trainers.spec import RankInfo
 
 _PATIENCE = timedelta(minutes=10)
@@ -20,6 +20,8 @@ def join(rank_info: RankInfo) -> torch.device:
     host, _, port = rank_info.address.rpartition(":")
     if host == LOOPBACK:
         stay_on_loopback()
+    else:
+        meet_other_machines()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank_info.rank % torch.cuda.device_count())

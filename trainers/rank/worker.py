@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from agentrl.arrays import FloatArray
-from agentrl.cluster.workers import LOOPBACK, own_address
+from agentrl.cluster.environment import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.models.routing import Routing, balance_loss, differing
 from agentrl.placement.mesh import Mesh
