@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.workers import Cluster
+from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.placement.device_map import DeviceMap
@@ -33,7 +34,8 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
     Raises:
         ConfigError: there is no such cluster, or nothing fits on its devices.
     """
-    config = _trusting(config)
+    engine = in_dtype_of(config.engine, config.trainer)
+    config = _trusting(config.model_copy(update={"engine": engine}))
     made: Cluster = config.cluster.make()
     async with made as cluster:
         places = config.placement.name != "local"

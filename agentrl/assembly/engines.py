@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.worker_registry import register_workers
 from agentrl.cluster.workers import Cluster, EngineFactory
-from agentrl.config.components import component_like
+from agentrl.config.components import component_like, in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -116,6 +116,7 @@ async def teacher_served(
     engine = component_like(
         placed.config.engine, "recipe.teacher.engine", "engines", teacher.engine
     )
+    engine = in_dtype_of(engine, placed.config.trainer)
     config = placed.config.model_copy(update={"engine": engine})
     async with engine_router(config, placed.cluster, teacher.model or model, "teacher") as served:
         if served.max_context < longest:

@@ -14,6 +14,8 @@ from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
 from agentrl.config.from_file import load_config
+from agentrl.config.run_config import RunConfig
+from agentrl.protocols.component_settings import ClusterOffers, TrainerSettingsOffers
 from agentrl.settings.yaml_values import in_yaml
 
 
@@ -32,6 +34,24 @@ def show_version(
     ] = False,
 ) -> None:
     """Train language-model agents by reinforcement learning over many turns."""
+
+
+def resolved_dtype(config: RunConfig) -> tuple[str, str]:
+    """The data type of an engine that follows the trainer, and its origin.
+
+    It is known if the trainer's settings say it, or if everything runs on this machine.
+    """
+    trained = TrainerSettingsOffers.of(config.trainer.settings).dtype
+    if trained is not None:
+        return trained, "auto: trainer.dtype"
+    if not ClusterOffers.of(config.cluster.factory).one_device:
+        return "auto", "auto: as the trainer, bfloat16 on GPUs that have it"
+    import torch
+
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(
+        including_emulation=False
+    )
+    return ("bfloat16" if has_bfloat16 else "float32"), "auto: as the trainer on this machine"
 
 
 def show_config(
@@ -57,6 +77,9 @@ def show_config(
         table.add_column(column, overflow="fold")
     for key, value, written in loaded.rows():
         origin = written if written == "command line" else began.get(key, written)
-        style = "dim" if origin == "default" else "bold"
-        table.add_row(escape(key), escape(in_yaml(value)), escape(origin), style=style)
+        shown = in_yaml(value)
+        if key == "engine.dtype" and value == "auto":
+            shown, origin = resolved_dtype(loaded.config)
+        style = "dim" if written == "default" else "bold"
+        table.add_row(escape(key), escape(shown), escape(origin), style=style)
     console.print(table)

@@ -1,6 +1,7 @@
 """The components that the sections of a config name, with their validated settings."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,7 +12,7 @@ from agentrl.config.run_config import brings_algorithm
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
 from agentrl.protocols.algorithm import ActorCritic, AlgorithmOffers
-from agentrl.protocols.component_settings import TrainerSettingsOffers
+from agentrl.protocols.component_settings import EngineSettingsOffers, TrainerSettingsOffers
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.trainer import check_trainer
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
@@ -133,6 +134,16 @@ def component_like(other: Component, section: str, kind: str, own: Mapping[str, 
     same = own.get("name", other.name) == other.name
     shared = other.settings.model_dump(exclude_unset=True) if same else {}
     return component_of(section, kind, {"name": other.name, **shared, **own}, {})
+
+
+def in_dtype_of(engine: Component, trainer: Component) -> Component:
+    """The engine, in the trainer's precision if the trainer's settings say which and the engine's
+    do not. Otherwise both follow from their devices.
+    """
+    trained = TrainerSettingsOffers.of(trainer.settings).dtype
+    if trained is None or EngineSettingsOffers.of(engine.settings).dtype != "auto":
+        return engine
+    return replace(engine, settings=engine.settings.model_copy(update={"dtype": trained}))
 
 
 def entries_of(

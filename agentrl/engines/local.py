@@ -16,6 +16,7 @@ from pydantic import Field
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
+from agentrl.engines.precision import EngineDtype, resolve_dtype
 from agentrl.engines.slots import (
     Hold,
     Openings,
@@ -29,6 +30,7 @@ from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import expect_long_callback
 from agentrl.models.source import here
+from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import (
     Engine,
@@ -121,8 +123,10 @@ class LocalEngine(Engine):
 
         max_batch: int = Field(default=128, ge=1)
         """Most requests decoded together; also the number of slots of the KV cache."""
-        dtype: Literal["float32", "bfloat16"] = "float32"
-        """Data type of weights and KV cache. Logprobs are always computed in float32."""
+        dtype: EngineDtype = "auto"
+        """Data type of weights and KV cache. Logprobs are always computed in float32. `auto` is the
+        trainer's (`trainer.dtype`): bfloat16 on GPUs that have it and float32 on CPUs, unless the
+        trainer has another."""
         max_context: int | None = Field(default=None, ge=2)
         """Largest prompt plus completion, in tokens; by default the model's limit."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -138,10 +142,15 @@ class LocalEngine(Engine):
         of a run.
         """
 
+        def chosen(self, *, kind: DeviceKind, context: int, trainer_dtype: str | None) -> Self:
+            """The same, with the data type that follows from the devices and the trainer."""
+            dtype = resolve_dtype(self.dtype, trainer_dtype, gpu=kind.is_gpu)
+            return self.model_copy(update={"dtype": dtype})
+
         def layout(self) -> EngineLayout:
             """The engine's layout on its device, to estimate memory and time before it runs."""
             return EngineLayout(
-                number=4 if self.dtype == "float32" else 2,
+                number=2 if self.dtype == "bfloat16" else 4,
                 max_batch=self.max_batch,
                 max_context=self.max_context,
                 prefill_tokens=_STEP_TOKENS,
@@ -327,7 +336,9 @@ class LocalEngine(Engine):
         device = self._config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = torch.float32 if self._config.dtype == "float32" else torch.bfloat16
+        has_bfloat16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name = resolve_dtype(self._config.dtype, None, gpu=has_bfloat16)
+        dtype = torch.float32 if name == "float32" else torch.bfloat16
         return PackedModel(
             here(self._folder),
             dtype=dtype,

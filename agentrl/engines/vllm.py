@@ -11,21 +11,27 @@ import warnings
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.cluster.environment import LOOPBACK, stay_on_loopback
-from agentrl.distribution import install_command
-from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
+from agentrl.engines.admission import check_score, max_new_tokens
 from agentrl.engines.heartbeat import Heartbeat
+from agentrl.engines.precision import resolve_dtype
 from agentrl.engines.stop_texts import FolderTokenizer
+from agentrl.engines.vllm_names import TESTED_MINOR
+from agentrl.engines.vllm_settings import (
+    BACKENDS,
+    CPU_PREFILL_TOKENS,
+    DRIVER_PID,
+    INSTALL_HINT,
+    WORKER_EXTENSION,
+    VllmSettings,
+)
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.source import here
-from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import (
     AnswerFormat,
     Engine,
@@ -35,7 +41,6 @@ from agentrl.protocols import (
     ScoreRequest,
     Scores,
 )
-from agentrl.settings.base import Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.shipment import Shipment, shipment_of
@@ -43,6 +48,7 @@ from agentrl.weights.store import bundled
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.config import VllmConfig
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -64,9 +70,6 @@ support is kept.
 """
 
 
-_INSTALL = f"{install_command('gpu')} (`cpu` without a GPU: see the README), or use engine=local"
-
-
 class VllmEngine(Engine):
     """The `Engine` for throughput: vLLM with priorities, prefix cache and exact version tags.
 
@@ -78,72 +81,9 @@ class VllmEngine(Engine):
         probes_while_busy=True,
     )
 
-    class Config(Settings):
-        """Settings of `engine=vllm`. Settings shared with `engine=local` have the same names."""
+    Config = VllmSettings
 
-        max_batch: int = Field(default=128, ge=1)
-        """Most requests decoded together."""
-        dtype: Literal["float32", "bfloat16"] = "float32"
-        """Data type of weights and KV cache."""
-        max_context: int | None = Field(default=None, ge=2)
-        """Largest prompt plus completion, in tokens; by default the model's limit."""
-        device: Literal["auto", "cpu", "cuda"] = "auto"
-        """Which device the installed vLLM must be built for; `auto` accepts any."""
-        prefix_cache: bool = True
-        """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
-        tensor_parallel: int = Field(default=1, ge=1)
-        """GPUs that one copy of the model is split over."""
-        memory_fraction: float = Field(default=0.9, gt=0, le=1)
-        """Share of each GPU's memory for weights and KV cache."""
-        kv_cache_gib: float | None = Field(default=None, gt=0)
-        """Size of the KV cache in GiB. By default 1 on a CPU, and what `memory_fraction` leaves on
-        a GPU.
-        """
-        enforce_eager: bool | None = None
-        """Skip compilation and CUDA graphs. By default yes on a CPU, no on a GPU."""
-        sleep_mode: bool = False
-        """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs.
-        """
-        kv_on_update: KvOnUpdate = "recompute"
-        """What a weight update does to the KV of requests in flight: recompute it, or keep the old
-        KV.
-        """
-        structured_outputs: bool = False
-        """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's
-        tokenizer, too.
-        """
-        trust_remote_code: bool = False
-        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts
-        of a run.
-        """
-
-        weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = "files"
-        """How vLLM's workers get new weights. With `files`, they verify the published files and map
-        them into memory. With the others, the weights are streamed into the workers
-        (`agentrl/engines/vllm_stream.py`): by `gloo` on CPUs; on GPUs by `nccl` from another GPU or
-        by `ipc` on the same one, which are vLLM's own and untested here."""
-
-        def needs(self) -> Mapping[str, str]:
-            """See `Settings`."""
-            return {"vllm": _INSTALL}
-
-        def layout(self) -> EngineLayout:
-            """The engine's layout on its devices, to estimate memory and time before it runs."""
-            return EngineLayout(
-                number=4 if self.dtype == "float32" else 2,
-                max_batch=self.max_batch,
-                max_context=self.max_context,
-                tensor_parallel=self.tensor_parallel,
-                splits=(1, 2, 4, 8),
-                fraction=self.memory_fraction,
-                kv_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
-                kv_bytes_on_cpu=2**30,
-                prefill_tokens=8192,
-                compact_cache=True,
-                sleeps=self.sleep_mode,
-            )
-
-    def __init__(self, config: Config, model: Path) -> None:
+    def __init__(self, config: VllmSettings, model: Path) -> None:
         self._config = config
         self._folder = model
         self._tokenizer = FolderTokenizer(model)
@@ -412,21 +352,18 @@ class VllmEngine(Engine):
 
     def _made(self) -> "AsyncLLM":
         set_environment()
-        if self._config.weight_transfer == "ipc":  # CUDA memory handles are pickled for the workers
-            os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
+            import vllm
 
-            # vLLM before 0.32 does not tag tokens.
-            from vllm.outputs import WeightVersionSpan  # noqa: F401
+            _check_version(vllm.__version__)
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            from agentrl.engines.vllm_worker import DRIVER_PID, Counters
+            from agentrl.engines.vllm_worker import Counters
         except ImportError as error:
             raise ConfigError(
-                f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. "
-                f"Install it: {_INSTALL}"
+                f"engine=vllm needs vLLM {TESTED_MINOR}, but importing it failed: {error}. "
+                f"Install it: {INSTALL_HINT}"
             ) from error
         on_cpu = current_platform.is_cpu()
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):
@@ -443,19 +380,28 @@ class VllmEngine(Engine):
         os.environ[DRIVER_PID] = str(os.getpid())
         counters = self._counters = Counters()
         try:
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**self._engine_args(on_cpu)),
+            return AsyncLLM.from_vllm_config(
+                self._vllm_config(),
                 stat_loggers=[lambda vllm_config, engine_index=0: counters],
+                disable_log_stats=True,
             )
         except ConfigError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
+    def _vllm_config(self) -> "VllmConfig":
+        """vLLM's own config, with its defaults for this platform."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+
+        arguments = AsyncEngineArgs(**self._engine_args(current_platform.is_cpu()))
+        # Its defaults, such as the tokens of a step, are then those of `vllm serve`.
+        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
-
-        from agentrl.engines.vllm_worker import BACKENDS, WorkerExtension
 
         self._refuse_other_models(on_cpu)
         config = self._config
@@ -466,10 +412,11 @@ class VllmEngine(Engine):
             "skip_tokenizer_init": not config.structured_outputs,
             # the request sets the sampling parameters, not the model's folder
             "generation_config": "vllm",
-            "dtype": config.dtype,
+            "dtype": resolve_dtype(config.dtype, None, gpu=_has_bfloat16_gpu()),
             "hf_overrides": self._overrides(),
             "max_model_len": self._longest(),
             "max_num_seqs": config.max_batch,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": config.prefix_cache,
             "tensor_parallel_size": config.tensor_parallel,
             # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's
@@ -486,7 +433,7 @@ class VllmEngine(Engine):
             "weight_transfer_config": WeightTransferConfig(
                 backend=BACKENDS[config.weight_transfer]
             ),
-            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
@@ -558,7 +505,14 @@ class VllmEngine(Engine):
         """
         text = self._model_config().get_text_config()
         longest = self._longest() or int(text.max_position_embeddings)
-        args = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, longest)}
+        tokens = self._config.max_num_batched_tokens or max(CPU_PREFILL_TOKENS, longest)
+        if tokens < longest:
+            raise ConfigError(
+                f"engine.max_num_batched_tokens={tokens}, but vLLM for CPUs computes a prompt of up"
+                f" to {longest} tokens (engine.max_context) in one step: write at least {longest},"
+                " or leave it out"
+            )
+        args = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
         dimensions = [getattr(text, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
         if dimensions[0] is None:
             return args
@@ -732,10 +686,8 @@ class VllmEngine(Engine):
     def _streaming(self, llm: "AsyncLLM") -> "WeightStream":
         from agentrl.engines.vllm_stream import WeightStream
 
-        backend = self._config.weight_transfer
-        assert backend != "files"
         if self._stream is None:
-            self._stream = WeightStream(llm, backend, self._config.tensor_parallel)
+            self._stream = WeightStream(llm, self._config.tensor_parallel)
         return self._stream
 
     async def _exchange(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
@@ -786,6 +738,21 @@ class VllmEngine(Engine):
         await llm.resume_generation()
         for ended in live:
             await ended.wait()
+
+
+def _check_version(version: str) -> None:
+    if not version.startswith(f"{TESTED_MINOR}."):
+        raise ConfigError(
+            f"engine=vllm uses inner parts of vLLM {TESTED_MINOR}, which other versions may not"
+            f" have, and vLLM {version} is installed: {INSTALL_HINT}"
+        )
+
+
+def _has_bfloat16_gpu() -> bool:
+    import torch
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu() and torch.bfloat16 in current_platform.supported_dtypes
 
 
 def set_environment() -> None:

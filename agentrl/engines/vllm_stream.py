@@ -1,12 +1,9 @@
-"""Weights streamed from tensors of this process into vLLM's workers, by vLLM's own transfer
-engines.
+"""Weights streamed from tensors of this process into vLLM's workers over gloo, on CPUs.
 
 vLLM's transfer has two sides: an engine in each worker (`agentrl/engines/vllm_worker.py`), and a
-sender at the trainer that drives the update. Here the sender runs in threads of the driver. `nccl`
-and `ipc` are vLLM's own backends for GPUs, and have never been run here, for lack of a GPU. `gloo`
-is the counterpart of `nccl` for CPUs, with vLLM's own handshake and sending loop; its test covers
-our code, which all three share. All of them load in place: an update that fails midway loses the
-engine.
+sender, which drives the update and here runs in threads of the driver. Both are the counterparts of
+vLLM's `nccl` backend, with its handshake and its sending loop. They load in place: an update that
+fails midway loses the engine.
 
 Imports vLLM; imported only by an entered `VllmEngine`.
 """
@@ -16,20 +13,18 @@ import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
-    TrainerInitInfo,
     TrainerWeightTransferEngine,
     WeightSource,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_common import (
     NCCLWeightTransferInitInfo,
     worker_init_payload,
@@ -41,16 +36,13 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from agentrl.engines.vllm_worker import gloo_group
 
-StreamBackend = Literal["gloo", "nccl", "ipc"]
-
 
 class WeightStream:
     """Sends weights to one engine. `workers`: how many workers the engine has."""
 
-    def __init__(self, llm: Any, backend: StreamBackend, workers: int) -> None:
+    def __init__(self, llm: Any, workers: int) -> None:
         self._client = _Client(llm, asyncio.get_running_loop())
-        self._source = _Source("cpu" if backend == "gloo" else "cuda")
-        self._backend = backend
+        self._source = _Source()
         self._workers = workers
         self._sender: Any = None
 
@@ -68,15 +60,12 @@ class WeightStream:
             self._sender.shutdown()
 
     def _open(self) -> "TrainerWeightTransferEngine[Any]":
-        info: TrainerInitInfo = IPCTrainerInitInfo(rank=0)
-        if self._backend != "ipc":
-            kind = NCCLTrainerInitInfo if self._backend == "nccl" else GlooInitInfo
-            info = kind(
-                rank=0,
-                master_address="127.0.0.1",
-                master_port=_free_port(),
-                world_size=1 + self._workers,
-            )
+        info = GlooInitInfo(
+            rank=0,
+            master_address="127.0.0.1",
+            master_port=_free_port(),
+            world_size=1 + self._workers,
+        )
         return WeightTransferTrainerFactory.trainer_init(
             info, client=self._client, source=self._source
         )
@@ -107,11 +96,10 @@ class _Client:
 
 
 class _Source(WeightSource):  # type: ignore[misc]
-    """Tensors by name; each is moved to the sending device when its turn comes."""
+    """Tensors by name."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self) -> None:
         self.weights: Mapping[str, Tensor] = {}
-        self._device = device
 
     def metadata(self) -> list[ParamMeta]:
         return [
@@ -120,7 +108,7 @@ class _Source(WeightSource):  # type: ignore[misc]
         ]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, weight.detach().to(self._device)) for name, weight in self.weights.items())
+        return ((name, weight.detach()) for name, weight in self.weights.items())
 
 
 @dataclass
@@ -171,4 +159,4 @@ def _free_port() -> int:
 
 WeightTransferTrainerFactory.register_engine(GlooInitInfo.backend, GlooSender)
 
-__all__ = ["StreamBackend", "WeightStream"]
+__all__ = ["WeightStream"]

@@ -27,7 +27,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.platforms import current_platform
@@ -35,15 +34,10 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl.engines.heartbeat import BeginBeating, begin_beating
 from agentrl.engines.vllm_reload import Reload
+from agentrl.engines.vllm_settings import BACKENDS, DRIVER_PID
 from agentrl.weights.bundle import WeightBundle
 
-BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
-"""vLLM's names of the weight transfer backends, by ours (`engine.weight_transfer`)."""
 _GLOO_SECONDS = 300.0
-DRIVER_PID = "AGENTRL_VLLM_DRIVER"
-"""The environment variable that names the process whose death must end vLLM's processes. It is not
-a setting of vLLM's, since those choose the cache of compiled code, which processes share.
-"""
 
 
 @dataclass
@@ -99,8 +93,12 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
         """Nothing to release."""
 
 
-class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's NCCL engine, in a process that ends with the driver."""
+class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate
+    gloo group.
+    """
+
+    group: Any = None
 
     def __init__(
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
@@ -118,14 +116,6 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """See `Reload`."""
         self._reload.finish()
-
-
-class GlooWeights(NcclWeights):
-    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate
-    gloo group.
-    """
-
-    group: Any = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Connect to the sender and the other workers."""
@@ -153,27 +143,6 @@ class GlooWeights(NcclWeights):
     def shutdown(self) -> None:
         """Leave the group."""
         self.group = None
-
-
-class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's IPC engine, in a process that ends with the driver."""
-
-    def __init__(
-        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)
-        self._reload = Reload(model, self.model_config)
-        _begin_worker(vllm_config)
-
-    def start_weight_update(self) -> None:
-        """See `Reload`."""
-        self._reload.begin()
-        # vLLM's engine calls its `load_weights`, and forgets it when the update ends.
-        self.model = self._reload
-
-    def finish_weight_update(self) -> None:
-        """See `Reload`."""
-        self._reload.finish()
 
 
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
@@ -286,9 +255,7 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Nothing to log."""
 
 
-for _kind, _engine in zip(
-    BACKENDS, (BundledWeights, GlooWeights, NcclWeights, IpcWeights), strict=True
-):
+for _kind, _engine in zip(BACKENDS, (BundledWeights, GlooWeights), strict=True):
     WeightTransferEngineFactory.register_engine(BACKENDS[_kind], _engine)
 
-__all__ = ["BACKENDS", "DRIVER_PID", "BundledWeights", "Counters", "WorkerExtension"]
+__all__ = ["BundledWeights", "Counters", "WorkerExtension"]

@@ -39,7 +39,7 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
 
 def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     facts, kind = model_of(config), inventory.kind
-    config = with_defaults(config, facts, gpu=kind.is_gpu)
+    config = with_defaults(config, facts, kind)
     (engine, trainer), request = layouts(config), placement_request_of(config)
     # Without GPUs, what is offloaded lies in the same memory.
     size = trainer_footprint(

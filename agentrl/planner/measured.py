@@ -91,7 +91,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
     """
     inventory = inventory.with_rates(config.placement.device.stated)
     facts = model_of(measurements.config)
-    stages = stages_of(with_defaults(measurements.config, facts, gpu=inventory.kind.is_gpu), facts)
+    stages = stages_of(with_defaults(measurements.config, facts, inventory.kind), facts)
     devices = device_maps(
         measurements.config.placement, placement_request_of(measurements.config), inventory
     )[0]

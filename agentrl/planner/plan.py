@@ -1,6 +1,8 @@
 """The plan of a run before it starts: devices, memory, and the time of a step."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap
@@ -42,14 +44,21 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The chosen map, the memory of its devices, its step, the reason, and all maps that were
-    considered.
-    """
+    """The map of a run's devices that was chosen."""
 
     facts: ModelFacts
+    """The shape of the model."""
     work: Workload
+    """The episodes of a step."""
     devices: DeviceMap
+    """The chosen map."""
     loads: tuple[DeviceLoad, ...]
+    """The memory of each device that is used."""
     step: StepEstimate
+    """The seconds of a step."""
     reason: str
+    """The reason for this map."""
     considered: tuple[Candidate, ...]
+    """All maps that were considered."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that follow from the model and the devices, by their dotted names."""

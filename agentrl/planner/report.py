@@ -33,6 +33,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
     if len(plan.considered) > 1:
         console.print(_candidates_table(plan.considered))
+    if plan.chosen:
+        chosen = " ".join(f"{key}={value}" for key, value in plan.chosen.items())
+        console.print(f"chosen       {chosen}", highlight=False, soft_wrap=True)
     if settings := plan.devices.settings():
         written = " ".join(f"{key}={value}" for key, value in settings.items())
         console.print(f"as settings  {written}", highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """The facts of a run's config for a plan: model, stages, requested placement."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.models.source import description_folder
 from agentrl.models.tiny import SIZES, model_config
 from agentrl.placement.device_map import PlacementRequest
+from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import EngineLayout, TrainerLayout
 from agentrl.plugins import Component
 from agentrl.protocols.component_settings import (
@@ -45,24 +47,46 @@ def model_of(config: RunConfig) -> ModelFacts:
     return model_facts(description_folder(name, config.model.revision))
 
 
-def with_defaults(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> RunConfig:
-    """The config with what its trainers choose by the model and the devices, where the settings say
-    nothing.
+def with_defaults(config: RunConfig, facts: ModelFacts, kind: DeviceKind) -> RunConfig:
+    """The config with what its trainers and its engine choose by the model and the devices, where
+    the settings say nothing.
     """
     context = min(
         EngineSettingsOffers.of(config.engine.settings).max_context or facts.max_positions,
         facts.max_positions,
     )
-    sections = {}
+    sections: dict[str, Component] = {}
     for section in ("trainer", "reference", "critic"):
         component: Component | None = getattr(config, section)
         if component is None:
             continue
         choose = TrainerSettingsOffers.of(component.settings).chosen
         if choose is not None:
-            settings = choose(parameters=facts.parameters, context=context, gpu=gpu)
+            settings = choose(parameters=facts.parameters, context=context, gpu=kind.is_gpu)
             sections[section] = replace(component, settings=settings)
+    choose = EngineSettingsOffers.of(config.engine.settings).chosen
+    if choose is not None:
+        trainer = TrainerSettingsOffers.of(sections.get("trainer", config.trainer).settings)
+        settings = choose(kind=kind, context=context, trainer_dtype=trainer.dtype)
+        sections["engine"] = replace(config.engine, settings=settings)
     return config.model_copy(update=sections)
+
+
+def chosen_settings(written: RunConfig, chosen: RunConfig) -> Mapping[str, Any]:
+    """The settings of engine and trainers that differ in the second config, by their dotted
+    names.
+    """
+    settings: dict[str, Any] = {}
+    for section in ("engine", "trainer", "reference", "critic"):
+        before: Component | None = getattr(written, section)
+        if before is None:
+            continue
+        values = before.settings.model_dump()
+        after = getattr(chosen, section).settings.model_dump()
+        settings |= {
+            f"{section}.{name}": value for name, value in after.items() if value != values[name]
+        }
+    return settings
 
 
 def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:

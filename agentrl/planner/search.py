@@ -19,7 +19,13 @@ from agentrl.placement.inventory import Inventory
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import loads, overfull, problems
 from agentrl.planner.plan import Candidate, Plan, StepEstimate
-from agentrl.planner.run_facts import layouts, placement_request_of, stages_of, with_defaults
+from agentrl.planner.run_facts import (
+    chosen_settings,
+    layouts,
+    placement_request_of,
+    stages_of,
+    with_defaults,
+)
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
@@ -37,7 +43,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
             engine's context is longer than the model's.
     """
     _check_context(config, facts)
-    config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
+    written, config = config, with_defaults(config, facts, inventory.kind)
     inventory = inventory.with_rates(config.placement.device.stated)
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
@@ -69,6 +75,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         chosen.step,
         _reason(config, simulated, len(fitting), len(looked_at)),
         (*simulated, *fitting[_MAX_SIMULATED_CANDIDATES:], *unfit),
+        chosen_settings(written, config),
     )
 
 

@@ -17,8 +17,12 @@ class EngineSettingsOffers(Offers):
     """Largest prompt plus completion, in tokens; None is the model's limit."""
     structured_outputs: bool = False
     """The engine can constrain completions to a format (`GenerateRequest.format`)."""
+    dtype: str | None = None
+    """Data type of the engine's weights; `auto` is the trainer's."""
     layout: Callable[[], Any] | None = None
     """Returns an `EngineLayout`, to plan the engine's devices."""
+    chosen: Callable[..., Any] | None = None
+    """Returns the settings with what follows from the trainer and the devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class TrainerSettingsOffers(Offers):
 
     minibatches: int = 1
     """Updates in a step."""
+    dtype: str | None = None
+    """Precision of its computation; None if that follows from its devices."""
     lora: object = None
     """The settings of adapters, if only these are trained."""
     layout: Callable[[], Any] | None = None

@@ -1,0 +1,139 @@
+"""The parts of vLLM that agentrl uses although vLLM promises none of them: `PRIVATE_NAMES`.
+
+A test looks for each in the source of the installed vLLM (`tests/engines/test_vllm_names.py`), so
+that an upgrade tells at once what has gone.
+"""
+
+from collections.abc import Mapping
+
+TESTED_MINOR = "0.32"
+"""The minor version of vLLM that agentrl is tested with; pyproject.toml asks for it."""
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    # What starts an engine, and its arguments.
+    "vllm.engine.arg_utils:AsyncEngineArgs": (),
+    "vllm.engine.arg_utils:EngineArgs": (
+        "create_engine_config(usage_context)",
+        "get_batch_defaults",
+        "hf_overrides",
+        "logging_config",
+        "logprobs_mode",
+        "max_logprobs",
+        "speculative_config",
+        "weight_transfer_config",
+        "worker_extension_cls",
+    ),
+    "vllm.config.vllm:VllmConfig": (),
+    "vllm.config.logging:LoggingConfig": ("pylogging_config_file",),
+    "vllm.config.weight_transfer:WeightTransferConfig": ("backend",),
+    "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
+    "vllm.platforms.interface:Platform": ("is_cpu", "supported_dtypes"),
+    # The engine's client in the driver.
+    "vllm.v1.engine.async_llm:AsyncLLM": (
+        "_run_output_handler",
+        "abort(internal)",
+        "collective_rpc(args)",
+        "dead_error",
+        "engine_core",
+        "errored",
+        "finish_weight_update(weight_version)",
+        "from_vllm_config(stat_loggers, disable_log_stats)",
+        "generate(priority)",
+        "get_supported_tasks",
+        "is_sleeping",
+        "model_config",
+        "output_handler",
+        "output_processor",
+        "pause_generation(mode, clear_cache)",
+        "resume_generation",
+        "shutdown",
+        "sleep(level, mode)",
+        "start_weight_update",
+        "update_weight_version",
+        "update_weights",
+        "wake_up",
+    ),
+    "vllm.v1.engine.core_client:MPClient": ("resources",),
+    "vllm.v1.engine.core_client:BackgroundResources": ("ctx",),
+    "vllm.v1.engine.output_processor:OutputProcessor": ("request_states",),
+    "vllm.v1.engine.output_processor:RequestState": (
+        "external_req_id",
+        "is_prefilling",
+        "request_id",
+    ),
+    # Requests and their outputs.
+    "vllm.exceptions:VLLMClientError": (),
+    "vllm.inputs.engine:tokens_input": ("cache_salt",),
+    "vllm.logprobs:FlatLogprobs": ("end_indices", "logprobs", "start_indices", "token_ids"),
+    "vllm.outputs:CompletionOutput": ("weight_versions",),
+    "vllm.outputs:WeightVersionSpan": ("end", "start", "version"),
+    "vllm.sampling_params:RequestOutputKind": ("CUMULATIVE", "FINAL_ONLY"),
+    "vllm.sampling_params:SamplingParams": (
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "prompt_logprobs",
+        "structured_outputs",
+    ),
+    "vllm.sampling_params:StructuredOutputsParams": ("json", "json_object"),
+    # The statistics of a step.
+    "vllm.v1.metrics.loggers:StatLoggerBase": ("log_engine_initialized", "record"),
+    "vllm.v1.metrics.stats:IterationStats": (
+        "num_generation_tokens",
+        "num_preempted_reqs",
+        "prompt_token_stats",
+    ),
+    "vllm.v1.metrics.stats:PromptTokenStats": ("cached_tokens", "computed"),
+    "vllm.v1.metrics.stats:SchedulerStats": ("kv_cache_usage", "num_running_reqs"),
+    # The memory that sleeping frees.
+    "vllm.device_allocator.cumem:CuMemAllocator": ("get_current_usage", "get_instance"),
+    # New weights in the workers.
+    "vllm.distributed.weight_transfer.base:ParamMeta": (),
+    "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine": (),
+    "vllm.distributed.weight_transfer.base:WeightSource": (),
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine": (
+        "finish_weight_update",
+        "init_info_cls",
+        "init_transfer_engine",
+        "parse_update_info",
+        "receive_weights",
+        "start_weight_update",
+        "update_info_cls",
+        "update_weights",
+    ),
+    "vllm.distributed.weight_transfer.base:WeightTransferInitInfo": (),
+    "vllm.distributed.weight_transfer.base:WeightTransferInitRequest": (),
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo": (),
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest": (),
+    "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("register_engine",),
+    "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory": (
+        "register_engine",
+        "trainer_init",
+    ),
+    "vllm.distributed.weight_transfer.nccl_common:NCCLWeightTransferInitInfo": (),
+    "vllm.distributed.weight_transfer.nccl_common:worker_init_payload": (),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerInitInfo": (),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine": (
+        "_broadcast",
+        "_checked_iter",
+        "send_weights",
+    ),
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine": (),
+    # vLLM's reload of a model, layer by layer.
+    "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
+    "vllm.model_executor.layers.attention:is_deferred_attention_layer": (),
+    "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead": (),
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_reload": (),
+    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info": (),
+    "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload": (),
+    "vllm.model_executor.model_loader.reload.layerwise:record_metadata_for_reloading": (),
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo": ("can_load", "load_numel"),
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ("cpu_linear",),
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase": (
+        "moe_kernel",
+    ),
+    "vllm.model_executor.models.gpt_oss:GptOssForCausalLM": ("hf_to_vllm_mapper",),
+}
+"""By module and object: the attributes of the object, methods with the parameters that are passed
+by name.
+"""

@@ -1,0 +1,140 @@
+"""The settings of `engine=vllm`."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator
+
+from agentrl.distribution import install_command
+from agentrl.engines.admission import KvOnUpdate
+from agentrl.engines.precision import EngineDtype, resolve_dtype
+from agentrl.placement.devices import GIB, DeviceKind
+from agentrl.placement.footprint import EngineLayout
+from agentrl.settings.base import Settings
+
+INSTALL_HINT = (
+    f"{install_command('gpu')} (`cpu` without a GPU: see the README), or use engine=local"
+)
+"""The advice to a user who has no vLLM."""
+CPU_PREFILL_TOKENS = 8192
+"""Tokens of a prefill pass on a CPU, unless a context is longer: there, vLLM cannot cut a prompt.
+"""
+BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo")}
+"""vLLM's names of the weight transfer backends, by ours (`engine.weight_transfer`)."""
+DRIVER_PID = "AGENTRL_VLLM_DRIVER"
+"""The environment variable that names the process whose death must end vLLM's processes. It is not
+a setting of vLLM's, since those choose the cache of compiled code, which processes share.
+"""
+WORKER_EXTENSION = "agentrl.engines.vllm_worker.WorkerExtension"
+"""The class whose methods vLLM adds to its workers."""
+_CPU_CACHE_BYTES = GIB
+_TRANSFER_FAULTS = {
+    "nccl": "the sender is the engine's own driver, which shares the first GPU with the engine, and"
+    " NCCL refuses two ranks on one GPU",
+    "ipc": "all weights would lie on the engine's first GPU beside those that it serves, and the"
+    " workers on its other GPUs could not open their handles",
+}
+"""The reasons why weights cannot be streamed in these ways."""
+
+
+class VllmSettings(Settings):
+    """Settings of `engine=vllm`. Settings shared with `engine=local` have the same names."""
+
+    max_batch: int = Field(default=128, ge=1)
+    """Most requests decoded together."""
+    dtype: EngineDtype = "auto"
+    """Data type of weights and KV cache. `auto` is the trainer's (`trainer.dtype`): bfloat16 on
+    GPUs that have it and float32 on CPUs, unless the trainer has another."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Largest prompt plus completion, in tokens; by default the model's limit."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Which device the installed vLLM must be built for; `auto` accepts any."""
+    prefix_cache: bool = True
+    """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs that one copy of the model is split over."""
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    """Share of each GPU's memory for weights and KV cache."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Size of the KV cache in GiB. By default 1 on a CPU, and what `memory_fraction` leaves on
+    a GPU.
+    """
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens that one step of the engine computes, of prompts and of completions together. By
+    default as many as `vllm serve` chooses: 8,192 on an H100 or H200, 16,384 on GPUs with 160 GB
+    or more, 2,048 on others; on a CPU 8,192, or the longest context."""
+    enforce_eager: bool | None = None
+    """Skip compilation and CUDA graphs. By default yes on a CPU, no on a GPU."""
+    sleep_mode: bool = False
+    """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs.
+    """
+    kv_on_update: KvOnUpdate = "recompute"
+    """What a weight update does to the KV of requests in flight: recompute it, or keep the old
+    KV.
+    """
+    structured_outputs: bool = False
+    """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's
+    tokenizer, too.
+    """
+    trust_remote_code: bool = False
+    """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts
+    of a run.
+    """
+    weight_transfer: Literal["files", "gloo"] = "files"
+    """How vLLM's workers get new weights. With `files`, they verify the published files and map
+    them into memory. With `gloo`, the driver streams the weights into the workers
+    (`agentrl/engines/vllm_stream.py`), on CPUs."""
+
+    @field_validator("weight_transfer", mode="before")
+    @classmethod
+    def _is_a_transfer_that_works(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in _TRANSFER_FAULTS:
+            raise ValueError(f"{name!r} cannot work: {_TRANSFER_FAULTS[name]}. Write files")
+        return name
+
+    def needs(self) -> Mapping[str, str]:
+        """See `Settings`."""
+        return {"vllm": INSTALL_HINT}
+
+    def chosen(self, *, kind: DeviceKind, context: int, trainer_dtype: str | None) -> Self:
+        """The same, with what follows from the devices and the trainer, for a plan before the
+        run.
+        """
+        return self.model_copy(
+            update={
+                "dtype": resolve_dtype(self.dtype, trainer_dtype, gpu=kind.is_gpu),
+                "max_num_batched_tokens": self.max_num_batched_tokens
+                or prefill_tokens(kind, self.max_batch, context),
+            }
+        )
+
+    def layout(self) -> EngineLayout:
+        """The engine's layout on its devices, to estimate memory and time before it runs."""
+        return EngineLayout(
+            number=2 if self.dtype == "bfloat16" else 4,
+            max_batch=self.max_batch,
+            max_context=self.max_context,
+            tensor_parallel=self.tensor_parallel,
+            splits=(1, 2, 4, 8),
+            fraction=self.memory_fraction,
+            kv_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
+            kv_bytes_on_cpu=_CPU_CACHE_BYTES,
+            prefill_tokens=self.max_num_batched_tokens or CPU_PREFILL_TOKENS,
+            compact_cache=True,
+            sleeps=self.sleep_mode,
+        )
+
+
+def prefill_tokens(kind: DeviceKind, max_batch: int, context: int) -> int:
+    """The tokens that one step computes at most: those of `vllm serve` on this kind of device
+    (`EngineArgs.get_batch_defaults` of vLLM 0.32), and on CPUs those that `VllmEngine` asks for.
+    """
+    if not kind.is_gpu:
+        return max(CPU_PREFILL_TOKENS, context)
+    if kind.memory >= 160 * GIB:
+        tokens = 16384
+    elif kind.memory >= 70 * GIB and "a100" not in kind.name.lower():
+        tokens = 8192
+    else:
+        tokens = 2048
+    return min(tokens, max_batch * context)

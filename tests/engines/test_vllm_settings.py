@@ -1,0 +1,165 @@
+"""What vLLM is started with: what a user writes, what follows from devices, and what is refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.config import load_config
+from agentrl.config.components import in_dtype_of
+from agentrl.config.run_config import RunConfig
+from agentrl.engines.vllm_settings import prefill_tokens
+from agentrl.errors import ConfigError
+from agentrl.placement.devices import GIB, GPUS, DeviceKind, host
+from agentrl.planner.run_facts import chosen_settings, layouts, model_of, with_defaults
+from agentrl.protocols.component_settings import EngineSettingsOffers
+
+LAKE = Path(__file__).parents[2] / "examples" / "frozen_lake.yaml"
+
+
+def loaded(*overrides: str) -> RunConfig:
+    return load_config(LAKE, overrides).config
+
+
+@pytest.mark.parametrize(("transfer", "reason"), [("nccl", "two ranks"), ("ipc", "first GPU")])
+def test_a_transfer_of_weights_that_cannot_work_is_refused_with_the_reason(
+    transfer: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{transfer}' cannot work: .*{reason}.* Write files"):
+        loaded("engine=vllm", f"engine.weight_transfer={transfer}")
+
+
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+@pytest.mark.parametrize(
+    ("written", "on_gpu", "on_cpu"),
+    [
+        ([], "bfloat16", "float32"),
+        (["trainer.dtype=bfloat16"], "bfloat16", "bfloat16"),
+        (["trainer.dtype=float32"], "float32", "float32"),
+        (["trainer.dtype=float32", "engine.dtype=bfloat16"], "bfloat16", "bfloat16"),
+    ],
+)
+def test_an_engine_computes_in_the_precision_of_the_trainer(
+    engine: str, written: list[str], on_gpu: str, on_cpu: str
+) -> None:
+    config = loaded(f"engine={engine}", *written)
+    facts = model_of(config)
+    for kind, dtype in ((GPUS["H100"], on_gpu), (host(2, 8 * GIB), on_cpu)):
+        planned = with_defaults(config, facts, kind)
+        assert EngineSettingsOffers.of(planned.engine.settings).dtype == dtype
+        assert layouts(planned)[0].number == {"bfloat16": 2, "float32": 4}[dtype]
+    # What a run starts with: `auto` is left to the device only if the trainer leaves it, too.
+    started = EngineSettingsOffers.of(in_dtype_of(config.engine, config.trainer).settings)
+    assert started.dtype == (on_cpu if written else "auto")
+
+
+def test_the_command_config_shows_the_precision_that_follows_from_the_trainer() -> None:
+    def shown(*overrides: str) -> list[str]:
+        output = CliRunner().invoke(app, ["config", str(LAKE), *overrides]).output
+        return next(line.split() for line in output.splitlines() if "engine.dtype" in line)[1:]
+
+    assert shown() == ["float32", "auto:", "as", "the", "trainer", "on", "this", "machine"]
+    assert shown("trainer.dtype=bfloat16") == ["bfloat16", "auto:", "trainer.dtype"]
+    assert shown("cluster=ray", "engine=vllm")[0] == "auto"
+    assert shown("engine.dtype=bfloat16") == ["bfloat16", "command", "line"]
+
+
+def test_a_plan_has_the_settings_that_follow_from_the_devices() -> None:
+    config = loaded("engine=vllm", "engine.max_context=4096")
+    planned = with_defaults(config, model_of(config), GPUS["H100"])
+    chosen = chosen_settings(config, planned)
+    assert chosen["engine.dtype"] == "bfloat16"
+    assert chosen["engine.max_num_batched_tokens"] == 8192
+    assert layouts(planned)[0].prefill_tokens == 8192
+    written = loaded("engine=vllm", "engine.max_num_batched_tokens=3000")
+    planned = with_defaults(written, model_of(written), GPUS["H100"])
+    assert layouts(planned)[0].prefill_tokens == 3000
+
+
+def a_gpu(name: str, gib: int) -> DeviceKind:
+    return replace(GPUS["L4"], name=name, memory=gib * GIB)
+
+
+RESOLVE = """
+import json, sys, types, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from agentrl.engines.vllm import VllmEngine, set_environment
+set_environment()
+import vllm.platforms
+from vllm.platforms.interface import DeviceCapability
+# CUDA's kernels, which are not called.
+for name in ("vllm._C_stable_libtorch", "vllm._C", "vllm._moe_C"):
+    sys.modules.setdefault(name, types.ModuleType(name))
+from vllm.platforms.cuda import NonNvmlCudaPlatform
+
+class Gpu(NonNvmlCudaPlatform):
+    name, gib = "", 0
+    get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    get_device_name = classmethod(lambda cls, device_id=0: cls.name)
+    get_device_total_memory = classmethod(lambda cls, device_id=0: cls.gib * 2**30)
+    is_fully_connected = classmethod(lambda cls, devices: True)
+    device_count = classmethod(lambda cls: 8)
+
+vllm.platforms._current_platform = Gpu()
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+for settings, Gpu.name, Gpu.gib in json.loads(sys.argv[2]):
+    engine = VllmEngine(VllmEngine.Config(**settings), Path(sys.argv[1]))
+    made = engine._vllm_config()
+    scheduler, parallel = made.scheduler_config, made.parallel_config
+    print(json.dumps({
+        "device": made.device_config.device_type,
+        "dtype": str(made.model_config.dtype),
+        "tokens": scheduler.max_num_batched_tokens,
+        "seqs": scheduler.max_num_seqs,
+        "chunked": scheduler.enable_chunked_prefill,
+        "policy": scheduler.policy,
+        "logprobs": made.model_config.logprobs_mode,
+        "eager": made.model_config.enforce_eager,
+        "graphs": made.compilation_config.cudagraph_mode.name,
+    }))
+"""
+
+
+def resolved(folder: Path, *runs: tuple[dict[str, Any], str, int]) -> list[dict[str, Any]]:
+    """vLLM's own config of each engine, on a GPU of this name and memory, which is not there."""
+    ended = subprocess.run(
+        [sys.executable, "-c", RESOLVE, folder, json.dumps(runs)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.vllm
+def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
+    tiny_model_dir: Path,
+) -> None:
+    gpus = [
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA A100-SXM4-80GB", 80),
+        ("NVIDIA L40S", 45),
+        ("NVIDIA B200", 180),
+    ]
+    made = resolved(tiny_model_dir, *[({"max_context": 512}, name, gib) for name, gib in gpus])
+    assert [one["tokens"] for one in made] == [8192, 2048, 2048, 16384]
+    assert [prefill_tokens(a_gpu(*gpu), 128, 512) for gpu in gpus] == [8192, 2048, 2048, 16384]
+    assert {key: value for key, value in made[0].items() if key != "tokens"} == {
+        "device": "cuda",
+        "dtype": "torch.bfloat16",
+        "seqs": 128,
+        "chunked": True,
+        "policy": "priority",
+        "logprobs": "processed_logprobs",
+        "eager": False,
+        "graphs": "FULL_AND_PIECEWISE",
+    }
