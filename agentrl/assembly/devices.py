@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agentrl.assembly.placed import PlacedCluster
@@ -24,18 +25,22 @@ from agentrl.planner.plan import Plan
 from agentrl.planner.run_facts import model_of
 from agentrl.planner.search import make_plan
 from agentrl.protocols import Trainer
+from agentrl.protocols.component_settings import EngineSettingsOffers
 
 
 @asynccontextmanager
-async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
+async def open_cluster(config: RunConfig, logs: Path | None = None) -> AsyncIterator[PlacedCluster]:
     """Open the configured cluster. If it has GPUs to assign, assign them by the best device map
-    that `placement` allows.
+    that `placement` allows. `logs`: the folder for the engines' own logs.
 
     Raises:
         ConfigError: there is no such cluster, or nothing fits on its devices.
     """
     engine = in_dtype_of(config.engine, config.trainer)
     config = _trusting(config.model_copy(update={"engine": engine}))
+    if logs is not None and EngineSettingsOffers.of(engine.settings).log is None:
+        file = str(logs / "{role}-{number}.log")
+        config = _with_settings(config, {"engine": {"log": file}})
     made: Cluster = config.cluster.make()
     async with made as cluster:
         places = config.placement.name != "local"

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.assembly.placed import PlacedCluster
+from agentrl.cluster.engine_logs import with_log_of
 from agentrl.cluster.worker_registry import register_workers
 from agentrl.cluster.workers import Cluster, EngineFactory
 from agentrl.config.components import component_like, in_dtype_of
@@ -25,7 +26,7 @@ async def engine_router(
     config: RunConfig, cluster: Cluster, model: Path, role: str = "engine"
 ) -> AsyncIterator[Router]:
     """Start the engine's replicas, and a router over them. `role`: what displays call them."""
-    factories = cluster.engines(config.engine, model)
+    factories = cluster.engines(with_log_of(config.engine, role=role), model)
     router = _router_over(factories, config, cluster, model, config.weights.update)
     with register_workers(partial(router.worker_count, role)):
         async with router:
@@ -83,9 +84,8 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
             "evaluation.engines asks for engines of its own, and the planned placement has no"
             " devices for them: leave it out, or assign devices yourself with placement=local"
         )
-    factories = [
-        factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)
-    ]
+    engine = with_log_of(config.engine, role="evaluation engine")
+    factories = [factory for _ in range(count) for factory in placed.cluster.engines(engine, model)]
     router = _router_over(factories, config, placed.cluster, model)
     with register_workers(partial(router.worker_count, "evaluation engine")):
         async with router:

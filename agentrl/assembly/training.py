@@ -156,7 +156,7 @@ async def assemble_training(
     """
     check_stage(config, "training")
     async with (
-        open_cluster(config) as placed,
+        open_cluster(config, config.run_dir / "logs") as placed,
         rollouts_on(placed, model) as rollouts,
         teacher_served(placed, model, teacher, rollouts.engine.max_context) as served,
         opponent_engines(placed, model, matches) as opponents,

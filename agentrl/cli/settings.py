@@ -14,6 +14,7 @@ from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
 from agentrl.config.from_file import load_config
+from agentrl.config.loading import check_by_modules
 from agentrl.config.run_config import RunConfig
 from agentrl.protocols.component_settings import ClusterOffers, TrainerSettingsOffers
 from agentrl.settings.yaml_values import in_yaml
@@ -68,6 +69,7 @@ def show_config(
 
     is_run = config.is_dir()
     loaded = load_config(run_config(config) if is_run else config, overrides or [])
+    check_by_modules(loaded.config)
     if as_yaml:
         sys.stdout.write(loaded.config.to_yaml())
         return

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+from agentrl.cluster.engine_logs import with_log_of
 from agentrl.cluster.processes import ProcessWorker, start_local
 from agentrl.cluster.workers import ClusterSettings, EngineFactory
 from agentrl.placement.device_map import DeviceMap
@@ -44,7 +45,9 @@ class LocalCluster:
 
     def engines(self, chosen: Component, model: Path) -> list[EngineFactory]:
         """See `Cluster`."""
-        return [EngineFactory(partial(chosen.make, model))] * self.config.engines
+        numbers = range(self.config.engines)
+        engines = [with_log_of(chosen, number=str(number)) for number in numbers]
+        return [EngineFactory(partial(engine.make, model)) for engine in engines]
 
     def gpus(self) -> Inventory | None:
         """None: everything runs on the first device."""

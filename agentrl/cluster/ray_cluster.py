@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from agentrl.cluster.engine_logs import with_log_of
 from agentrl.cluster.environment import inherited
 from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.ray_engine import RayEngine
@@ -86,9 +87,10 @@ class RayCluster:
         """See `Cluster`."""
         count = self._placement.count("engine") or self.config.engines
         places = [self._placement.options("engine", number, count) for number in range(count)]
+        engines = [with_log_of(chosen, number=str(number)) for number in range(count)]
         return [
-            EngineFactory(partial(RayEngine, chosen, model, options), node_of(options))
-            for options in places
+            EngineFactory(partial(RayEngine, engine, model, options), node_of(options))
+            for engine, options in zip(engines, places, strict=True)
         ]
 
     def gpus(self) -> Inventory | None:

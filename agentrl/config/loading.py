@@ -151,6 +151,20 @@ def check_installed(config: RunConfig) -> None:
     }
     if missing:
         raise ConfigError("\n".join(missing.values()))
+    check_by_modules(config)
+
+
+def check_by_modules(config: RunConfig) -> None:
+    """Check the settings that only the modules of engine and trainers can judge, where these are
+    installed. Elsewhere, the workers check them when they start.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    for section in ("engine", "trainer", *HELPERS):
+        component = getattr(config, section)
+        if component is not None and all(map(find_spec, component.settings.needs())):
+            component.settings.check_installed()
 
 
 def _envs_of(config: RunConfig) -> Iterator[tuple[tuple[str, ...], OneEnv]]:

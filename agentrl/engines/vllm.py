@@ -7,30 +7,21 @@ vLLM runs in its own processes (`AsyncLLM`) and is imported only when the engine
 import asyncio
 import math
 import os
-import warnings
+import socket
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
-from agentrl.cluster.environment import LOOPBACK, stay_on_loopback
 from agentrl.engines.admission import check_score, max_new_tokens
 from agentrl.engines.heartbeat import Heartbeat
-from agentrl.engines.precision import resolve_dtype
 from agentrl.engines.stop_texts import FolderTokenizer
+from agentrl.engines.vllm_environment import close_log, logging_to, quiet_imports
 from agentrl.engines.vllm_names import TESTED_MINOR
-from agentrl.engines.vllm_settings import (
-    BACKENDS,
-    CPU_PREFILL_TOKENS,
-    DRIVER_PID,
-    INSTALL_HINT,
-    WORKER_EXTENSION,
-    VllmSettings,
-)
+from agentrl.engines.vllm_settings import DRIVER_PID, INSTALL_HINT, VllmSettings
+from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
-from agentrl.models.attention_check import check_context, context_limit, rotations
-from agentrl.models.optional_fields import optional_field
 from agentrl.models.source import here
 from agentrl.protocols import (
     AnswerFormat,
@@ -48,7 +39,6 @@ from agentrl.weights.store import bundled
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.config import VllmConfig
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -57,13 +47,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _TIED_HEAD = "lm_head.weight"
-_WIDER_BY_ONE = ("cohere2", "cohere2_moe")
-"""Model types whose window vLLM makes one wider than their config says."""
-_OTHERWISE = {"gemma3n_text": "Gemma 3n", "gpt_neox": "GPT-NeoX"}
-"""Model types for which vLLM 0.32 computes other logprobs than transformers
-(docs/model-families.md).
-"""
-_OTHERWISE_ON_CPU = {"ernie4_5_moe": "ERNIE 4.5 MoE"}
 _EQUALS = 64
 """How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the
 support is kept.
@@ -86,6 +69,7 @@ class VllmEngine(Engine):
     def __init__(self, config: VllmSettings, model: Path) -> None:
         self._config = config
         self._folder = model
+        self._log = None if config.log is None else Path(config.log).absolute()
         self._tokenizer = FolderTokenizer(model)
         self._llm: AsyncLLM | None = None
         self._counters: Counters | None = None
@@ -148,6 +132,7 @@ class VllmEngine(Engine):
             await asyncio.sleep(0)  # the thread left closing the sockets to the event loop
             # vLLM leaves its ZeroMQ threads to the GC.
             llm.engine_core.resources.ctx.destroy(linger=0)
+            close_log(self._log)
         if self._heartbeat is not None:
             self._heartbeat.close()
 
@@ -346,12 +331,10 @@ class VllmEngine(Engine):
         """Returns nothing: one of vLLM's imports keeps its callers' frames alive, and their return
         values with them.
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # users cannot fix what vLLM's imports warn about
+        with quiet_imports():
             self._llm = self._made()
 
     def _made(self) -> "AsyncLLM":
-        set_environment()
         try:
             import vllm
 
@@ -380,161 +363,33 @@ class VllmEngine(Engine):
         os.environ[DRIVER_PID] = str(os.getpid())
         counters = self._counters = Counters()
         try:
-            return AsyncLLM.from_vllm_config(
-                self._vllm_config(),
-                stat_loggers=[lambda vllm_config, engine_index=0: counters],
-                disable_log_stats=True,
-            )
+            with logging_to(self._log) as logging:
+                return AsyncLLM.from_vllm_config(
+                    VllmStart(self._config, self._folder).vllm_config(logging),
+                    stat_loggers=[lambda vllm_config, engine_index=0: counters],
+                    disable_log_stats=True,
+                )
         except ConfigError:
             raise
         except Exception as error:
-            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+            close_log(self._log)
+            raise EngineError(
+                f"vLLM did not start: {type(error).__name__}: {error}{self._see_log()}"
+            ) from error
 
-    def _vllm_config(self) -> "VllmConfig":
-        """vLLM's own config, with its defaults for this platform."""
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.usage.usage_lib import UsageContext
-
-        arguments = AsyncEngineArgs(**self._engine_args(current_platform.is_cpu()))
-        # Its defaults, such as the tokens of a step, are then those of `vllm serve`.
-        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-
-    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
-        from vllm.config import WeightTransferConfig
-
-        self._refuse_other_models(on_cpu)
-        config = self._config
-        kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
-        return {
-            "model": str(self._folder),
-            "trust_remote_code": config.trust_remote_code,
-            "skip_tokenizer_init": not config.structured_outputs,
-            # the request sets the sampling parameters, not the model's folder
-            "generation_config": "vllm",
-            "dtype": resolve_dtype(config.dtype, None, gpu=_has_bfloat16_gpu()),
-            "hf_overrides": self._overrides(),
-            "max_model_len": self._longest(),
-            "max_num_seqs": config.max_batch,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "enable_prefix_caching": config.prefix_cache,
-            "tensor_parallel_size": config.tensor_parallel,
-            # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's
-            # GPUs.
-            "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
-            "gpu_memory_utilization": config.memory_fraction,
-            "enable_sleep_mode": config.sleep_mode,
-            "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-            **(self._cpu_args() if on_cpu else {}),
-            "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
-            "scheduling_policy": "priority",
-            "logprobs_mode": "processed_logprobs",  # of the sampling distribution
-            "max_logprobs": -1,  # a request that keeps its support asks for as many as its top_k
-            "weight_transfer_config": WeightTransferConfig(
-                backend=BACKENDS[config.weight_transfer]
-            ),
-            "worker_extension_cls": WORKER_EXTENSION,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-        }
-
-    def _model_config(self) -> Any:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(
-            self._folder, trust_remote_code=self._config.trust_remote_code
-        )
-
-    def _refuse_other_models(self, on_cpu: bool) -> None:
-        kind = self._model_config().get_text_config().model_type
-        known = {**_OTHERWISE, **(_OTHERWISE_ON_CPU if on_cpu else {})}
-        if kind in known:
-            raise ConfigError(
-                f"vLLM{' for CPUs' if kind in _OTHERWISE_ON_CPU else ''} computes other logprobs"
-                f" than transformers for {known[kind]}, by a tenth of a nat and more"
-                " (docs/model-families.md): use engine=local"
-            )
-
-    def _overrides(self) -> dict[str, Any]:
-        """What vLLM is given instead of the model's own config, so that it computes what
-        transformers does.
-
-        vLLM 0.32 adds one to the window of Command R7B and A ("to match the training convention"):
-        its layers would attend to one more token than those that are trained. And it looks for the
-        scale of Ministral 3's queries at positions beyond the original ones in another place than
-        transformers does.
-        """
-        whole = self._model_config()
-        text = whole.get_text_config()
-        rope = optional_field(text, "rope_parameters") or {}
-        changed: dict[str, Any] = {}
-        if text.model_type in _WIDER_BY_ONE and text.sliding_window:
-            changed = {"sliding_window": text.sliding_window - 1}
-        elif rope.get("llama_4_scaling_beta") and optional_field(text, "llama_4_scaling") is None:
-            original = rope["original_max_position_embeddings"]
-            scaling = {
-                "beta": rope["llama_4_scaling_beta"],
-                "original_max_position_embeddings": original,
-            }
-            changed = {"llama_4_scaling": scaling}
-        return changed if text is whole or not changed else {"text_config": changed}
-
-    def _longest(self) -> int | None:
-        """Most tokens of a request; None for the model's own limit."""
-        config, asked = self._model_config(), self._config.max_context
-        if any(
-            rope.get("rope_type") == "dynamic" and "factor" in rope for rope in rotations(config)
-        ):
-            raise ConfigError(
-                "vLLM rotates the positions of short sequences with rope_type=dynamic"
-                " (rope_parameters in the model's config.json) as if they were long, and"
-                " transformers does not: use engine=local"
-            )
-        if asked is not None:
-            check_context(config, asked, f"engine.max_context={asked}")
-        return asked or context_limit(config)
-
-    def _cpu_args(self) -> dict[str, Any]:
-        """What avoids vLLM 0.32's faults on CPUs.
-
-        It dies when it splits the prefill of a request with a seed ("CPU Generator does not use
-        offset"). With latent attention (MLA), its kernel for rotary embeddings rotates the wrong
-        numbers, as it knows queries only as contiguous rows; and the attention that it prefers on
-        CPUs with AMX computes in bfloat16 alone, and frees weights that an update would have to
-        load.
-        """
-        text = self._model_config().get_text_config()
-        longest = self._longest() or int(text.max_position_embeddings)
-        tokens = self._config.max_num_batched_tokens or max(CPU_PREFILL_TOKENS, longest)
-        if tokens < longest:
-            raise ConfigError(
-                f"engine.max_num_batched_tokens={tokens}, but vLLM for CPUs computes a prompt of up"
-                f" to {longest} tokens (engine.max_context) in one step: write at least {longest},"
-                " or leave it out"
-            )
-        args = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
-        dimensions = [getattr(text, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
-        if dimensions[0] is None:
-            return args
-        if dimensions != [512, 64]:
-            raise ConfigError(
-                "vLLM for CPUs computes latent attention (MLA) only with kv_lora_rank=512 and"
-                f" qk_rope_head_dim=64, but the model in {self._folder} has {dimensions[0]} and"
-                f" {dimensions[1]}: use engine=local"
-            )
-        plain = {
-            "attention_backend": "CPU_MLA",
-            "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-        }
-        return {**args, **plain}
+    def _see_log(self) -> str:
+        """Where vLLM says more, as the end of a message."""
+        if self._log is None:
+            return "; its log (VLLM_LOGGING_LEVEL=INFO) says why"
+        if not self._log.exists():
+            return f"; it could write no log to {self._log} on {socket.gethostname()}"
+        return f"; its log says why: {self._log} on {socket.gethostname()}"
 
     def _entered(self) -> "AsyncLLM":
         if self._closed is not None or self._llm is None:
             raise EngineDeadError(f"the engine is not running: {self._closed}")
         if self._llm.errored:
-            raise EngineDeadError(
-                "vLLM's engine core is dead; its log (VLLM_LOGGING_LEVEL=INFO) says why"
-            )
+            raise EngineDeadError(f"vLLM's engine core is dead{self._see_log()}")
         return self._llm
 
     async def _generate(
@@ -748,23 +603,6 @@ def _check_version(version: str) -> None:
         )
 
 
-def _has_bfloat16_gpu() -> bool:
-    import torch
-    from vllm.platforms import current_platform
-
-    return not current_platform.is_cpu() and torch.bfloat16 in current_platform.supported_dtypes
-
-
-def set_environment() -> None:
-    """Set what vLLM reads when it is imported, here and in its processes. Values that the user has
-    set are kept.
-    """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)  # all its processes are on this machine
-    stay_on_loopback()
-
-
 def _completion(
     output: Any, request: GenerateRequest, count: int, finish_reason: FinishReason
 ) -> Completion:
@@ -810,4 +648,4 @@ def _support(flat: Any, borders: Iterable[tuple[int, int]], request: GenerateReq
     return Ragged.of(rows)
 
 
-__all__ = ["VllmEngine", "set_environment"]
+__all__ = ["VllmEngine"]

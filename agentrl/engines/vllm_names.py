@@ -25,6 +25,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.config.vllm:VllmConfig": (),
     "vllm.config.logging:LoggingConfig": ("pylogging_config_file",),
+    "vllm.logger:DEFAULT_LOGGING_CONFIG": (),
     "vllm.config.weight_transfer:WeightTransferConfig": ("backend",),
     "vllm.usage.usage_lib:UsageContext": ("OPENAI_API_SERVER",),
     "vllm.platforms.interface:Platform": ("is_cpu", "supported_dtypes"),

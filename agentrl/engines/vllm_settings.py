@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate
 from agentrl.engines.precision import EngineDtype, resolve_dtype
+from agentrl.engines.vllm_args import argument_problems, typed_arguments
+from agentrl.errors import ConfigError
 from agentrl.placement.devices import GIB, DeviceKind
 from agentrl.placement.footprint import EngineLayout
 from agentrl.settings.base import Settings
@@ -85,6 +87,22 @@ class VllmSettings(Settings):
     them into memory. With `gloo`, the driver streams the weights into the workers
     (`agentrl/engines/vllm_stream.py`), on CPUs."""
 
+    args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of vLLM's own, by their names in its `AsyncEngineArgs`, such as
+    `{block_size: 32, attention_backend: FLASHINFER}`. Refused are those that agentrl sets, and
+    those under which tokens and logprobs would not be those that are trained on."""
+
+    log: str | None = None
+    """The file of vLLM's own log, in which `{role}` and `{number}` stand for those of the engine.
+    In a run by default `logs/{role}-{number}.log` of its folder."""
+
+    @field_validator("args")
+    @classmethod
+    def _are_arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if problems := list(argument_problems(arguments)):
+            raise ValueError("; ".join(problems))
+        return arguments
+
     @field_validator("weight_transfer", mode="before")
     @classmethod
     def _is_a_transfer_that_works(cls, name: Any) -> Any:
@@ -95,6 +113,13 @@ class VllmSettings(Settings):
     def needs(self) -> Mapping[str, str]:
         """See `Settings`."""
         return {"vllm": INSTALL_HINT}
+
+    def check_installed(self) -> None:
+        """See `Settings`: the arguments in `args` have the types of the installed vLLM."""
+        try:
+            typed_arguments(self.args)
+        except ValueError as error:
+            raise ConfigError(f"engine.args: {error}") from error
 
     def chosen(self, *, kind: DeviceKind, context: int, trainer_dtype: str | None) -> Self:
         """The same, with what follows from the devices and the trainer, for a plan before the

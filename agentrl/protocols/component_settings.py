@@ -15,6 +15,9 @@ class EngineSettingsOffers(Offers):
 
     max_context: int | None = None
     """Largest prompt plus completion, in tokens; None is the model's limit."""
+    log: str | None = None
+    """The file of the engine's own log, in which `{role}` and `{number}` stand for those of the
+    engine."""
     structured_outputs: bool = False
     """The engine can constrain completions to a format (`GenerateRequest.format`)."""
     dtype: str | None = None

@@ -136,7 +136,7 @@ async def learn(
     for text in notes_of_warm_up("trainer.warmup_steps", settings, len(batches), "the imitation"):
         run.recorder.note(0, text)
     async with (
-        open_cluster(run.config) as placed,
+        open_cluster(run.config, run.folder / "logs") as placed,
         make_trainer(
             placed,
             base,

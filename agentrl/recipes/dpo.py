@@ -114,7 +114,7 @@ async def _learn(
     for text in notes_of_warm_up("trainer.warmup_steps", scheduled, len(batches), "recipe=dpo"):
         run.recorder.note(0, text)
     async with (
-        open_cluster(run.config) as placed,
+        open_cluster(run.config, run.folder / "logs") as placed,
         make_trainer(placed, base, steps=len(batches), temperature=temperature, lr=lr) as trainer,
     ):
         # It is the first model still.

@@ -15,6 +15,7 @@ runs/NAME/
   timeline.jsonl     when each phase of each step began
   warnings.jsonl     warnings raised by the run
   origins.json       the origin of each setting in config.yaml
+  logs/              engine-0.log ...: what each engine itself logs, if it does (engine=vllm)
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
   demonstrations/    the model after supervised play, where the config asks for it

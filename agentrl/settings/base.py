@@ -52,6 +52,13 @@ class Settings(BaseModel):
         """
         return {}
 
+    def check_installed(self) -> None:
+        """Check what only the modules of `needs` can tell; called where they are installed.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+
     @model_validator(mode="before")
     @classmethod
     def _a_section_may_be_empty(cls, data: Any) -> Any:

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from agentrl.engines.local import LocalEngine
-from agentrl.engines.vllm import VllmEngine, set_environment
+from agentrl.engines.vllm import VllmEngine
+from agentrl.engines.vllm_environment import set_environment
+from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
@@ -231,7 +233,7 @@ def test_vllm_is_given_what_makes_it_compute_what_is_trained(
     settings: dict[str, Any], given: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert VllmEngine(config(), tmp_path)._overrides() == given
+    assert VllmStart(config(), tmp_path).overrides() == given
 
 
 def test_models_that_vllm_computes_otherwise_are_refused_by_name(tmp_path: Path) -> None:
@@ -239,11 +241,11 @@ def test_models_that_vllm_computes_otherwise_are_refused_by_name(tmp_path: Path)
     with pytest.raises(
         ConfigError, match=r"other logprobs than transformers for GPT-NeoX.*use engine=local"
     ):
-        VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=False)
+        VllmStart(config(), tmp_path).refuse_other_models(on_cpu=False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_moe"}))
-    VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=False)
+    VllmStart(config(), tmp_path).refuse_other_models(on_cpu=False)
     with pytest.raises(ConfigError, match=r"vLLM for CPUs computes .* ERNIE 4.5 MoE"):
-        VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=True)
+        VllmStart(config(), tmp_path).refuse_other_models(on_cpu=True)
 
 
 @pytest.mark.vllm

@@ -30,6 +30,8 @@ def definition(module: str, name: str) -> ast.AST | None:
     for node in ast.walk(source_of(module)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return node
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name:
+            return node
     return None
 
 

@@ -1,6 +1,8 @@
 """What vLLM is started with: what a user writes, what follows from devices, and what is refused."""
 
+import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,12 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from agentrl.assembly.devices import open_cluster
 from agentrl.cli import app
+from agentrl.cluster.engine_logs import with_log_of
 from agentrl.config import load_config
 from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
-from agentrl.engines.vllm_settings import prefill_tokens
-from agentrl.errors import ConfigError
+from agentrl.engines.vllm import VllmEngine
+from agentrl.engines.vllm_settings import VllmSettings, prefill_tokens
+from agentrl.errors import ConfigError, EngineError
 from agentrl.placement.devices import GIB, GPUS, DeviceKind, host
 from agentrl.planner.run_facts import chosen_settings, layouts, model_of, with_defaults
 from agentrl.protocols.component_settings import EngineSettingsOffers
@@ -90,7 +95,9 @@ RESOLVE = """
 import json, sys, types, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-from agentrl.engines.vllm import VllmEngine, set_environment
+from agentrl.engines.vllm_environment import set_environment
+from agentrl.engines.vllm_settings import VllmSettings
+from agentrl.engines.vllm_start import VllmStart
 set_environment()
 import vllm.platforms
 from vllm.platforms.interface import DeviceCapability
@@ -111,8 +118,7 @@ vllm.platforms._current_platform = Gpu()
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 for settings, Gpu.name, Gpu.gib in json.loads(sys.argv[2]):
-    engine = VllmEngine(VllmEngine.Config(**settings), Path(sys.argv[1]))
-    made = engine._vllm_config()
+    made = VllmStart(VllmSettings(**settings), Path(sys.argv[1])).vllm_config({})
     scheduler, parallel = made.scheduler_config, made.parallel_config
     print(json.dumps({
         "device": made.device_config.device_type,
@@ -163,3 +169,39 @@ def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
         "eager": False,
         "graphs": "FULL_AND_PIECEWISE",
     }
+
+
+def test_each_engine_of_a_run_logs_to_a_file_of_its_own(tmp_path: Path) -> None:
+    config = loaded("engine=vllm", f"run_dir={tmp_path}", "cluster.engines=2")
+
+    async def main() -> list[str]:
+        async with open_cluster(config, tmp_path / "logs") as placed:
+            engine = with_log_of(placed.config.engine, role="frozen engine")
+            factories = placed.cluster.engines(engine, tmp_path)
+            return [str(make()._log) for make in factories]  # type: ignore[attr-defined]
+
+    logs = asyncio.run(main())
+    assert logs == [f"{tmp_path}/logs/frozen-engine-{number}.log" for number in (0, 1)]
+
+
+@pytest.mark.vllm
+def test_a_start_that_fails_names_the_file_in_which_vllm_says_why(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "logs" / "engine-0.log"
+    settings = VllmSettings(max_context=64, max_num_batched_tokens=64, log=str(log))
+
+    async def main() -> None:
+        with pytest.raises(EngineError, match=f"its log says why: {log} on "):
+            await VllmEngine(settings, tiny_model_dir).__aenter__()
+
+    asyncio.run(main())
+    assert "INFO" in log.read_text()
+    shutil.rmtree(log.parent)
+    log.parent.touch()  # as on a machine that may not write there
+
+    async def elsewhere() -> None:
+        with pytest.raises(EngineError, match=f"it could write no log to {log} on "):
+            await VllmEngine(settings, tiny_model_dir).__aenter__()
+
+    asyncio.run(elsewhere())
