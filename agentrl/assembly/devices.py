@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.assembly.engines import places_of
 from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.workers import Cluster
 from agentrl.config.components import in_dtype_of
@@ -43,15 +44,16 @@ async def open_cluster(config: RunConfig, logs: Path | None = None) -> AsyncIter
         config = _with_settings(config, {"engine": {"log": file}})
     made: Cluster = config.cluster.make()
     async with made as cluster:
-        places = config.placement.name != "local"
-        inventory = await asyncio.to_thread(cluster.gpus) if places else None
+        is_placed = config.placement.name != "local"
+        inventory = await asyncio.to_thread(cluster.gpus) if is_placed else None
         if inventory is None:
-            yield PlacedCluster(config, cluster)
+            yield PlacedCluster(_on_engines(config, cluster.config.engines), cluster)
             return
         # It runs its own event loop.
         plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))
         async with cluster.placed(plan.devices):
-            yield PlacedCluster(_on_devices(config, plan.devices), cluster, plan)
+            placed = _on_engines(_on_devices(config, plan.devices), len(plan.devices.of("engine")))
+            yield PlacedCluster(placed, cluster, plan)
 
 
 @asynccontextmanager
@@ -105,6 +107,12 @@ def _trusting(config: RunConfig) -> RunConfig:
     return _with_settings(
         config, dict.fromkeys(("engine", "trainer", "reference", "critic"), settings)
     )
+
+
+def _on_engines(config: RunConfig, replicas: int) -> RunConfig:
+    """The config with as many live episodes as fill so many replicas of the engine."""
+    rollout = config.rollout.with_places(places_of(config, replicas))
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:

@@ -16,6 +16,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig
+from agentrl.protocols import EngineSettingsOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
 from agentrl.weights.config import WeightUpdate
@@ -52,6 +53,11 @@ def _router_over(
         nodes=[factory.node for factory in factories],
         starts_per_node=cluster.config.starts_per_node,
     )
+
+
+def places_of(config: RunConfig, replicas: int) -> int:
+    """Requests that so many replicas of the engine serve at once; 0 if that is not known."""
+    return replicas * EngineSettingsOffers.of(config.engine.settings).max_batch
 
 
 @asynccontextmanager

@@ -63,7 +63,7 @@ async def env_host(
                 pictures=pictures,
             )
         else:
-            sessions = ServerLimits(max_sessions=config.rollout.max_live_episodes)
+            sessions = ServerLimits(max_sessions=config.rollout.live_episodes().most)
             at = own_address() if cluster.spans_machines else "127.0.0.1"
             served = {}
             for name, make in made.items():  # of a mixture, each environment has as many workers

@@ -11,6 +11,7 @@ from agentrl.assembly.engines import (
     asked_teacher,
     evaluation_engine,
     opponent_engines,
+    places_of,
     teacher_served,
 )
 from agentrl.assembly.exact_metrics import ExactMetrics
@@ -128,6 +129,7 @@ class TrainingAssembly(RolloutAssembly):
             gives_up=gives_up,
             keep_untrained=self.config.observe.untrained_episodes,
             teaches=teaches,
+            places=places_of(self.config, self.engine.worker_count().count),
         )
         run.status.watch(rollouts.status)
         return rollouts

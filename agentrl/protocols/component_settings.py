@@ -15,6 +15,8 @@ class EngineSettingsOffers(Offers):
 
     max_context: int | None = None
     """Largest prompt plus completion, in tokens; None is the model's limit."""
+    max_batch: int = 0
+    """Requests that a replica serves at once; 0 if that is not known."""
     log: str | None = None
     """The file of the engine's own log, in which `{role}` and `{number}` stand for those of the
     engine."""

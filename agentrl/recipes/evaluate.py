@@ -61,7 +61,7 @@ async def play_members(
     it waits for up to `rollout.deadlines.outage`. If there is a turnstile, each episode passes it
     before it begins.
     """
-    slots = asyncio.Semaphore(config.rollout.max_live_episodes)
+    slots = asyncio.Semaphore(config.rollout.live_episodes().most)
     attempts = Attempts(NO_RETRIES, Outages(config.rollout.deadlines.outage))
 
     async def play(assignment: Assignment) -> MemberResult:

@@ -2,10 +2,13 @@
 that it limits.
 
 With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few,
-the engine is idle while environments compute. So the limit grows slowly while the engine has room,
-and shrinks at once under pressure. After meeting pressure at some limit, the controller avoids that
-limit for a time that doubles each time, which keeps it from oscillating. It counts episodes, never
-seconds, so it behaves the same under both clocks.
+the engine is idle while environments compute. So the limit starts from the requests that all
+engines serve at once, grows while they have room, and shrinks at once under pressure. It grows
+slowly if batches are full. If places in them stay empty, because much of an episode is the
+environment's, it grows by the share that is missing, and at most twofold at once. After meeting
+pressure at some limit, the controller avoids that limit for a time that doubles each time, which
+keeps it from oscillating. It counts episodes, never seconds, so it behaves the same under both
+clocks.
 """
 
 import asyncio
@@ -33,6 +36,8 @@ class EngineLoad:
     """Share of the KV cache in use."""
     preemptions: int = 0
     """Since the previous observation."""
+    places: int = 0
+    """Requests that fit into its batches; 0 if that is not known."""
 
     @property
     def pressed(self) -> bool:
@@ -86,10 +91,18 @@ class ConcurrencyController:
             return self
         ceiling = self.high if self.met > self.high else max(self.low, self.met * 7 // 8)
         if self.limit < ceiling:
-            return replace(self, limit=min(ceiling, self.limit + max(1, self.limit // 8)))
+            return replace(self, limit=min(ceiling, self._grown(load)))
         if self.quiet + 1 < self.patience or ceiling == self.high:
             return replace(self, quiet=min(self.quiet + 1, self.patience))
         return replace(self, met=self.high + 1, quiet=0)
+
+    def _grown(self, load: EngineLoad) -> int:
+        """The next limit: an eighth more, or as many as fill the empty places of the batches if the
+        share of episodes that wait for their environments stays.
+        """
+        slightly = self.limit + max(1, self.limit // 8)
+        filling = self.limit * load.places // max(1, load.running + load.waiting)
+        return max(slightly, min(filling, 2 * self.limit))
 
 
 class EpisodeSlots:

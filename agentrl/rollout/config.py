@@ -1,6 +1,6 @@
 """The settings of the rollouts."""
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -14,9 +14,6 @@ from agentrl.rollout.staleness import StalenessRule
 from agentrl.scoring.config import RulePoolConfig
 from agentrl.settings.base import Settings
 from agentrl.settings.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 SECONDS_PER_SAMPLED_TOKEN = 0.2
 """Slower engines count as hanging: those of full batches sample ten times as fast."""
@@ -90,6 +87,22 @@ class Deadlines(EnvDeadlines):
         return self
 
 
+_MIN_LIVE_EPISODES = 128
+"""Live episodes of a run with few or unknown engines."""
+_MAX_PER_LEAST = 8
+"""How many times as many episodes may be live as the engines serve at once: where seven eighths of
+an episode are the environment's."""
+
+
+class LiveEpisodes(NamedTuple):
+    """The bounds of the number of episodes that run at once."""
+
+    least: int
+    """Where the limit starts, and its lower bound."""
+    most: int
+    """Its upper bound."""
+
+
 class RolloutConfig(Settings):
     """How episodes are played and grouped."""
 
@@ -112,11 +125,13 @@ class RolloutConfig(Settings):
     `drop`, or a rule of another package (entry-point group `agentrl.staleness_rules`, or
     `package.module:Name`). `agentrl/rollout/staleness.py` lists the guarantees and costs of each.
     `wait`, `gate` and `drain` are for simulations alone (`agentrl simulate CONFIG`)."""
-    max_live_episodes: int = Field(1024, gt=0)
+    max_live_episodes: int | None = Field(None, gt=0)
     """Most episodes running at once; below this, the limit follows the engine's load
-    (`agentrl/rollout/concurrency.py`)."""
-    min_live_episodes: int = Field(128, gt=0)
-    """Where that limit starts, and its lower bound."""
+    (`agentrl/rollout/concurrency.py`). By default eight times
+    `min_live_episodes`."""
+    min_live_episodes: int | None = Field(None, gt=0)
+    """Where that limit starts, and its lower bound. By default as many as all replicas of the
+    engine serve at once (replicas x `engine.max_batch`), and at least 128."""
     retries: Retries = Retries()
     max_failed_tasks: int = Field(16, ge=0)
     """Tasks that may fail permanently before the run ends."""
@@ -140,6 +155,21 @@ class RolloutConfig(Settings):
     def rule(self) -> type[StalenessRule]:
         """The class of the staleness rule."""
         return load_rule(self.staleness_rule)
+
+    def live_episodes(self, places: int = 0) -> LiveEpisodes:
+        """The bounds of live episodes, of a run whose engines serve `places` requests at once; 0 if
+        that is not known.
+        """
+        least = self.min_live_episodes or max(_MIN_LIVE_EPISODES, places)
+        most = self.max_live_episodes or _MAX_PER_LEAST * least
+        return LiveEpisodes(min(least, most), most)
+
+    def with_places(self, places: int) -> "RolloutConfig":
+        """The same, with the bounds of live episodes as settings, for such engines."""
+        bounds = self.live_episodes(places)
+        return self.model_copy(
+            update={"min_live_episodes": bounds.least, "max_live_episodes": bounds.most}
+        )
 
     def check_rule_trains(self) -> None:
         """Refuse a staleness rule that is for simulations alone.

@@ -81,7 +81,7 @@ class Rollouts:
     it could help. `gives_up`: whether an environment of a mixture that has spent its budget of
     failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
     `teaches`: whether anything can be learned from a group; with `rollout.filter_zero_variance`,
-    others are replaced.
+    others are replaced. `places`: requests that all engines serve at once; 0 if that is not known.
     """
 
     def __init__(
@@ -103,8 +103,10 @@ class Rollouts:
         gives_up: bool = False,
         keep_untrained: int = 0,
         teaches: Callable[[Group], bool] = lambda group: group.has_signal,
+        places: int = 0,
     ) -> None:
         self._config = config
+        self._places = places
         self._tasks = tasks
         self._engine = engine
         self._ledger = ledger
@@ -118,9 +120,7 @@ class Rollouts:
         self._pending = deque(pending)
         self._next_number = next_number
         self._events = events or EventLog()
-        self._controller = ConcurrencyController.between(
-            config.min_live_episodes, config.max_live_episodes
-        )
+        self._controller = ConcurrencyController.between(*config.live_episodes(places))
         self._slots = EpisodeSlots(self._controller.limit)
         self._preemptions = 0
         self._episodes_ended = 0
@@ -513,7 +513,11 @@ class Rollouts:
             self._observe_at = self._episodes_ended + max(8, self._controller.limit // 4)
             stats = self._engine.stats()
             load = EngineLoad(
-                stats.running, stats.waiting, stats.kv_use, stats.preemptions - self._preemptions
+                stats.running,
+                stats.waiting,
+                stats.kv_use,
+                stats.preemptions - self._preemptions,
+                self._places,
             )
             self._preemptions = stats.preemptions
             self._controller = self._controller.observe(load, self._slots.taken + 1)

@@ -284,10 +284,10 @@ class Stages:
             }
         )
 
-    @staticmethod
-    def share(rollout: RolloutConfig, devices: DeviceMap) -> RolloutConfig:
+    def share(self, rollout: RolloutConfig, devices: DeviceMap) -> RolloutConfig:
         """The rollouts of one replica of the engine."""
         replicas = max(1, len(devices.of("engine")))
+        rollout = rollout.with_places(replicas * self.engine.max_batch)
         parts = {
             name: max(1, round(getattr(rollout, name) / replicas)) for name in _OF_ALL_REPLICAS
         }

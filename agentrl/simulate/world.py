@@ -191,6 +191,7 @@ class World:
             seed=self.seed,
             groups=steps * config.groups_per_step,
             events=events,
+            places=simulation.engines * simulation.engine.slots,
         )
 
     def _device_sharing(self, engines: list[SimulatedEngine]) -> DeviceSharing:

@@ -148,3 +148,12 @@ def test_the_earlier_ticket_gets_the_slot():
         assert order == [1, 2, 3]
 
     run_virtual(main)
+
+
+def test_it_grows_by_what_is_missing_in_the_batches_and_at_most_twofold():
+    limit = ConcurrencyController.between(100, 10_000)
+    assert limit.observe(EngineLoad(80, 0, places=100), live=100).limit == 125
+    assert limit.observe(EngineLoad(10, 0, places=100), live=100).limit == 200
+    assert limit.observe(EngineLoad(99, 0, places=100), live=100).limit == 112
+    assert limit.observe(EngineLoad(0, 0, places=100), live=100).limit == 200
+    assert limit.observe(EngineLoad(10, 0, places=100), live=99) == limit
