@@ -218,6 +218,12 @@ def at_least(number: float, bound: float, scale: float = 0.0) -> bool:
     return not above(bound, number, scale)
 
 
+def dimensions_of(value: object) -> int | None:
+    """The number of dimensions of an array of NumPy, torch or another library; else None."""
+    dimensions: int | None = getattr(value, "ndim", None)
+    return dimensions
+
+
 __all__ = [
     "ROUNDING",
     "ROUNDING_OF_SINGLES",
@@ -230,6 +236,7 @@ __all__ = [
     "above",
     "at_least",
     "constant",
+    "dimensions_of",
     "floats",
     "ints",
     "mask",

@@ -26,7 +26,7 @@ from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from agentrl.distribution import DISTRIBUTION
@@ -96,6 +96,12 @@ class Component:
         )
 
 
+def nested_settings(factory: object) -> type[Settings] | None:
+    """The nested class `Config` of a plug-in's class, if it has one."""
+    config: type[Settings] | None = getattr(factory, "Config", None)
+    return config
+
+
 def settings_of(factory: Any) -> type[Settings]:
     """The settings class of a plug-in: its nested class `Config`, or a function's annotation of its
     parameter `settings`.
@@ -103,9 +109,11 @@ def settings_of(factory: Any) -> type[Settings]:
     Raises:
         PluginError: this class is not a subclass of `Settings`.
     """
-    found = getattr(factory, "Config", None) or getattr(factory, "__annotations__", {}).get(
-        "settings", NoSettings
-    )
+    found: Any = nested_settings(factory)
+    if found is None and isinstance(factory, FunctionType):
+        found = factory.__annotations__.get("settings")
+    if found is None:
+        found = NoSettings
     if isinstance(found, str):  # under `from __future__ import annotations`
         found = factory.__globals__.get(found)
     if not (isinstance(found, type) and issubclass(found, Settings)):

@@ -273,7 +273,8 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
     try:
         point = spec.entry_point
         creator = load_env_creator(point) if isinstance(point, str) else point
-        modes = getattr(creator, "metadata", {}).get("render_modes", [])
+        metadata: Mapping[str, Any] = creator.metadata if isinstance(creator, type) else {}
+        modes = metadata.get("render_modes", [])
         # The passive checker's warnings are meant for the environment's author.
         arguments = {"disable_env_checker": True, **options.kwargs}
         if "ansi" in modes:
@@ -290,7 +291,8 @@ def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
         if env.render_mode != "ansi" and game.describe is None:
             check_readable(options.id, env.observation_space)
         space = env.action_space
-        words = game.actions if len(game.actions) == getattr(space, "n", 0) else ()
+        count = space.n if isinstance(space, gymnasium.spaces.Discrete) else 0
+        words = game.actions if len(game.actions) == count else ()
         return env, game, action_reader(options.id, space, options.actions or words)
     except ConfigError:
         env.close()
@@ -360,12 +362,10 @@ def _check_reward(options: Options, env: GymEnv) -> None:
     has parts.
     """
     space = getattr(env.unwrapped, "reward_space", None)
-    parts = math.prod(getattr(space, "shape", None) or ())
-    if (
-        space is None
-        or parts == len(options.reward_weights)
-        or (parts == 1 and not options.reward_weights)
-    ):
+    if space is None:
+        return
+    parts = math.prod(space.shape or ())
+    if parts == len(options.reward_weights) or (parts == 1 and not options.reward_weights):
         return
     raise ConfigError(
         f"the reward of {options.id} has {parts} parts, and options['reward_weights'] has"

@@ -415,7 +415,7 @@ def _name(tool: Schema) -> str:
 
 def _text(block: Any) -> str:
     """A block of a result as the model reads it; a picture or a sound becomes a placeholder."""
-    resource = getattr(block, "resource", block)
+    resource = block.resource if block.type == "resource" else block
     if (text := getattr(resource, "text", None)) is not None:
         return str(text)
     return f"[{block.type} {getattr(resource, 'mime_type', None) or getattr(resource, 'uri', '')}]"

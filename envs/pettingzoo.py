@@ -252,7 +252,8 @@ class PettingZoo(TextEnv):
         mask = info.get("action_mask") if mask is None else mask
         if mask is None:
             return None
-        first = int(getattr(self._env.action_space(agent), "start", 0))
+        space = self._env.action_space(agent)
+        first = int(space.start) if isinstance(space, spaces.Discrete) else 0
         return {first + int(index) for index in np.flatnonzero(mask)}
 
     def _next_message(self, agent: str) -> str:
@@ -308,7 +309,7 @@ def _module(name: str) -> ModuleType:
             " another module of PettingZoo; what a family's games need is installed by: pip"
             f" install '{extra}'"
         ) from error
-    if not (hasattr(module, "env") or hasattr(module, "parallel_env")):
+    if not {"env", "parallel_env"} & vars(module).keys():
         raise PluginError(
             f"'pettingzoo:{name}': the module has no game: neither `env` nor `parallel_env`"
         )
@@ -319,10 +320,12 @@ def _make(name: str, module: ModuleType, kwargs: Mapping[str, Any]) -> tuple[Any
     game = GAMES.get(
         name.replace("/", ".").rpartition(".")[2].rpartition("_v")[0], PettingZooGame("")
     )
-    modes = getattr(getattr(module, "raw_env", None), "metadata", {}).get("render_modes", ())
+    raw: Any = vars(module).get("raw_env")  # a class or a function
+    is_class = isinstance(raw, type)
+    modes = raw.metadata.get("render_modes", ()) if is_class else ()
     arguments = ({"render_mode": "ansi"} if "ansi" in modes else {}) | dict(kwargs)
     try:
-        if hasattr(module, "env"):
+        if "env" in vars(module):
             return module.env(**arguments), game
         from pettingzoo.utils import parallel_to_aec
 
@@ -341,9 +344,9 @@ def _readers(name: str, env: Any, game: PettingZooGame) -> dict[str, ActionReade
         space, seen = env.action_space(agent), env.observation_space(agent)
         if isinstance(seen, spaces.Dict) and "action_mask" in seen.spaces:
             seen = spaces.Dict({key: inner for key, inner in seen.items() if key != "action_mask"})
-        if game.show is None and getattr(env, "render_mode", None) != "ansi":
+        if game.show is None and not _draws_text(env):
             check_readable(f"{name} ({agent})", seen)
-        actions = int(getattr(space, "n", 0))
+        actions = int(space.n) if isinstance(space, spaces.Discrete) else 0
         words = game.words[:actions] if actions <= len(game.words) else ()
         readers[agent] = action_reader(f"{name} ({agent})", space, words)
     return readers
@@ -357,5 +360,10 @@ def _describe_observation(env: Any, game: PettingZooGame, agent: str) -> str:
         observation = rest["observation"] if list(rest) == ["observation"] else rest
     if game.show is not None:
         return game.show(observation, int(env.action_space(agent).n))
-    drawing = env.render() if getattr(env, "render_mode", None) == "ansi" else None
+    drawing = env.render() if _draws_text(env) else None
     return drawing if isinstance(drawing, str) else format_observation(observation)
+
+
+def _draws_text(env: Any) -> bool:
+    """True if an environment's `render` returns text."""
+    return getattr(env, "render_mode", None) == "ansi"

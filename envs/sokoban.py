@@ -132,11 +132,14 @@ class Sokoban(TextEnv):
                 raise ValueError(f"a room of {side} x {side} takes at most {side**2 // 3}")
             return walls
 
+    _has_started = False
+
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Set up the puzzle of this seed."""
         chosen = read_options(self.Options, options)
         self._shaping = chosen.shaping
         self._in_words = chosen.view == "words"
+        self._has_started = True
         self._puzzle = make_puzzle(chosen.level, seed, chosen.side, chosen.walls)
         self._boxes, self._player = self._puzzle.boxes, self._puzzle.player
         return self._view()
@@ -147,7 +150,7 @@ class Sokoban(TextEnv):
         Raises:
             EnvError: no episode is being played.
         """
-        if not hasattr(self, "_puzzle") or self._is_solved:
+        if not self._has_started or self._is_solved:
             raise EnvError("no episode is being played; call reset first")
         words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
         if len(words) != 1:

@@ -59,6 +59,11 @@ app.command("config", cls=TakesSettings)(settings.show_config)
 model_app.command("init")(models.model_init)
 
 
+def _with_notes(error: Exception) -> str:
+    """The message of an error, and the notes that were added to it, a line each."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def main() -> None:
     """Run the command line; turn an error into one message and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
@@ -70,11 +75,11 @@ def main() -> None:
     try:
         app(prog_name="agentrl")
     except ConfigError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        text = _with_notes(error)
         errors.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except AgentRLError as error:
-        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        text = _with_notes(error)
         errors.print(
             f"[red]{type(error).__name__}:[/red] {escape(text)}", highlight=False, soft_wrap=True
         )

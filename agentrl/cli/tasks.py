@@ -23,7 +23,7 @@ from agentrl.rollout.next_task import next_task
 from agentrl.runs.task_sources import fingerprints, task_source
 from agentrl.settings.yaml_values import in_yaml, to_yaml
 from agentrl.tasks.dataset import DatasetTasks
-from agentrl.trajectory import Score, Scored, Task
+from agentrl.trajectory import Failed, Score, Scored, Task
 
 if TYPE_CHECKING:
     from agentrl.conversation.renderer import TemplateRenderer
@@ -190,7 +190,8 @@ def _right_answers(task: Task) -> list[str]:
 
 def _format_score(score: Score, success: bool | None) -> str:
     if not isinstance(score.status, Scored):
-        return f"no score ({getattr(score.status, 'error', score.status.name)})"
+        why = score.status.error if isinstance(score.status, Failed) else score.status.name
+        return f"no score ({why})"
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
     verdict = "unknown" if success is None else "success" if success else "no success"
     return f"{score.value:g} ({parts}), {verdict}" if parts else f"{score.value:g}, {verdict}"

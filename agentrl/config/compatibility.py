@@ -11,6 +11,7 @@ train on what its engine samples, and those of `start` when it starts on this ma
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any, Literal
 
 from agentrl.algorithms.own_settings import without_effect
@@ -77,7 +78,9 @@ class ConfiguredRun:
         """True if its recipe is one of these, which agentrl has."""
         function = self.config.recipe.factory
         places = {(f"agentrl.recipes.{name}", name) for name in names}
-        return (function.__module__, getattr(function, "__name__", "")) in places
+        # A recipe of a user's may be any callable, which need not have a name.
+        is_function = isinstance(function, FunctionType)
+        return is_function and (function.__module__, function.__name__) in places
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,7 +438,7 @@ def episodes_have_others_to_be_normalised_with(run: ConfiguredRun) -> str:
         return ""
     by_algorithm = f"the algorithm {config.algorithm.name!r}"
     cause = by_algorithm if scope == "group" else f"batch_processing.normalize={scope}"
-    by_turn = hasattr(config.algorithm.settings, "reward_to_go")
+    by_turn = "reward_to_go" in type(config.algorithm.settings).model_fields
     whole = " (algorithm.reward_to_go=false)" if by_turn else ""
     return (
         f"rollout.groups_per_step and rollout.group_size are 1, and {cause} compares the"

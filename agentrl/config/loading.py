@@ -17,8 +17,8 @@ from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
 from agentrl.errors import ConfigError, PluginError
 from agentrl.net.credentials import refuse_credentials
+from agentrl.protocols import options_class_of
 from agentrl.protocols.component_settings import ClusterOffers
-from agentrl.settings.base import Settings
 from agentrl.tasks.env_config import OneEnv
 
 
@@ -188,8 +188,8 @@ def _options_problems(
     """What is wrong with the options of an environment. Tasks may add some, and wrappers may take
     some away.
     """
-    shape = getattr(plugins.load("envs", env.name), "Options", None)
-    if env.wrappers or not (isinstance(shape, type) and issubclass(shape, Settings)):
+    shape = options_class_of(plugins.load("envs", env.name))
+    if env.wrappers or shape is None:
         return
     try:
         shape.model_validate(env.options)

@@ -17,7 +17,7 @@ between them is the same.
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,14 +34,35 @@ _PLAIN_ELEMENT = re.compile(
 """HTML, which some tokenizers (Gemma's) have single tokens for."""
 
 
-def is_control(token: Any, template: str) -> bool:
+@dataclass(frozen=True, slots=True)
+class ExtraToken:
+    """A token that a tokenizer has been given besides its vocabulary."""
+
+    text: str
+    special: bool
+    """Decoding leaves it out where special tokens are skipped."""
+    normalized: bool
+    """It is found in normalised text, not in the text as written."""
+
+
+def extra_tokens(tokenizer: Any) -> dict[int, ExtraToken]:
+    """The added tokens of a tokenizer by their numbers; none of one that is not transformers'."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {
+        token_id: ExtraToken(
+            str(token), getattr(token, "special", True), getattr(token, "normalized", False)
+        )
+        for token_id, token in added.items()
+    }
+
+
+def is_control(token: ExtraToken, template: str) -> bool:
     """True if an added token of a tokenizer steers the model.
 
-    Others are pieces of plain text that a tokenizer has been given besides its vocabulary: white
-    space, letters, HTML.
+    Others are pieces of plain text: white space, letters, HTML.
     """
-    text = str(token)
-    if getattr(token, "special", True) or text in template:
+    text = token.text
+    if token.special or text in template:
         return bool(text.strip())
     plain = len(text) == 1 or all(one.isalnum() or one.isspace() or one == "\u2581" for one in text)
     return not plain and not _PLAIN_ELEMENT.fullmatch(text)
@@ -53,9 +74,9 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {})
+        added = extra_tokens(tokenizer)
         self._tokenizer = tokenizer
-        self._ids = {str(token): i for i, token in added.items() if is_control(token, template)}
+        self._ids = {token.text: i for i, token in added.items() if is_control(token, template)}
         self._pattern = re.compile(_pattern_of(self._ids))
         self._starts = re.compile(f"(?=({_pattern_of(self._ids)}))(.)", re.DOTALL)
         long = [text for text in self._ids if len(text) > 1]
@@ -63,7 +84,7 @@ class ControlTokens:
         self._rests = {text[1:] for text in long}
         self._reach = sorted({len(text) for text in self._beginnings | self._rests})
         self._core = getattr(tokenizer, "backend_tokenizer", None)
-        changing = any(getattr(token, "normalized", False) for token in added.values())
+        changing = any(token.normalized for token in added.values())
         self._normalizer = self._core.normalizer if self._core is not None and changing else None
 
     @property

@@ -20,13 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MethodType
 from typing import Any, Protocol
 
 from agentrl import plugins
 from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
-from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare
+from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare, extra_tokens
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
 from agentrl.conversation.placing import Places, placed
 from agentrl.conversation.reading import (
@@ -78,8 +79,6 @@ class _FastTokenizer:
         self.chat_template = tokenizer.chat_template
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.apply_chat_template = tokenizer.apply_chat_template
-        self.response_schema = getattr(tokenizer, "response_schema", None)
-        self.parse_response = getattr(tokenizer, "parse_response", None)
         self.whole = tokenizer
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
         self.unk_token_id = tokenizer.unk_token_id
@@ -126,6 +125,10 @@ class TemplateRenderer:
         known = [*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *stops]
         known += family.stop_token_ids if family is not None else ()
         self._tokenizer = tokenizer
+        self._whole_tokenizer: Any = tokenizer
+        """With the layers that `_FastTokenizer` leaves out."""
+        if isinstance(tokenizer, _FastTokenizer):
+            self._whole_tokenizer = tokenizer.whole
         self._variables = dict(self.config.chat_template_kwargs)
         if self.config.chat_template is not None:
             self._variables["chat_template"] = _read(self.config.chat_template)
@@ -138,9 +141,8 @@ class TemplateRenderer:
                 else tokenizer.encode(text, add_special_tokens=False)
             ),
         )
-        specials = {
-            i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
-        }
+        self._added = extra_tokens(tokenizer)
+        specials = {token_id: token.text for token_id, token in self._added.items()}
         self._template = ChatTemplate(
             self._render,
             stops=[self._text_of(i) for i in known],
@@ -154,7 +156,9 @@ class TemplateRenderer:
             tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None
         ) = None
         own = syntax_of(self._template.calls) if self.config.tool_format != "canonical" else None
-        self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format, own)
+        self._read_calls = call_reader(
+            self._whole_tokenizer, self._template, self.config.tool_format, own
+        )
         self._reader: Family | None = None
         self._syntax: Syntax | None = None
         if self._family is not None and self._read_calls is not canonical:
@@ -239,13 +243,12 @@ class TemplateRenderer:
             return "the canonical parser"
         if reader is not None:
             return f"the family {reader.name}"
-        owner = getattr(self._read_calls, "__self__", None)
-        own = (
-            f"the syntax that the template shows ({type(owner).__name__})"
-            if owner is not None
-            else "a known parser"
-        )
-        return "" if self._read_calls is None else own
+        if self._read_calls is None:
+            return ""
+        if isinstance(self._read_calls, MethodType):
+            syntax = type(self._read_calls.__self__).__name__
+            return f"the syntax that the template shows ({syntax})"
+        return "a known parser"
 
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateConversation":
         """A new, empty conversation."""
@@ -262,9 +265,7 @@ class TemplateRenderer:
         """Look among the parsers of vLLM for one that reads the calls which the template writes, or
         warn.
         """
-        self._read_calls = slow_call_reader(
-            getattr(self._tokenizer, "whole", self._tokenizer), self._template
-        )
+        self._read_calls = slow_call_reader(self._whole_tokenizer, self._template)
         if self._read_calls is None:
             logger.warning(
                 "the model's chat template writes calls of tools as %.300r, which no tool format"
@@ -399,8 +400,7 @@ class TemplateRenderer:
     def _careful_family(self) -> Family:
         """The family's rules, which take for control tokens only what has no guard."""
         assert self._family is not None
-        whole = getattr(self._tokenizer, "whole", self._tokenizer)
-        return self._family.of_tokenizer(self._control.careful(whole))
+        return self._family.of_tokenizer(self._control.careful(self._whole_tokenizer))
 
     @cached_property
     def _own(self) -> frozenset[str]:
@@ -410,11 +410,8 @@ class TemplateRenderer:
         They are what a family writes within an answer, and its tokens that are not marked as
         special, without those that it writes around messages.
         """
-        find, added = (
-            self._control.found_in,
-            getattr(self._tokenizer, "added_tokens_decoder", {}).values(),
-        )
-        plain = {str(token) for token in added if not getattr(token, "special", True)}
+        find = self._control.found_in
+        plain = {token.text for token in self._added.values() if not token.special}
         called = find(self._template.call(PROBE_CALL)[1] + PROBE_CALL.render())
         within = (plain | called) - find(self._template.frames())
         return frozenset(
@@ -561,8 +558,7 @@ class TemplateRenderer:
     def ids_by_text(self) -> Mapping[str, Sequence[int]]:
         """The tokens of the vocabulary, by the text that each is decoded to."""
         found: dict[str, list[int]] = {}
-        whole: Any = getattr(self._tokenizer, "whole", self._tokenizer)
-        for token_id in sorted(whole.get_vocab().values()):
+        for token_id in sorted(self._whole_tokenizer.get_vocab().values()):
             found.setdefault(self._text_of(token_id), []).append(token_id)
         return found
 

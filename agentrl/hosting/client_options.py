@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper, address
 from agentrl.plugins import Component
-from agentrl.protocols.env import Env, OwnerOnly, ResetResult
+from agentrl.protocols.env import Env, OwnerOnly, ResetResult, options_class_of
 from agentrl.settings.base import Settings
 from agentrl.trajectory import unshared
 
@@ -83,10 +83,8 @@ SAFE_OPTIONS = ClientOptions.Config()
 
 def owner_only(env: Env) -> set[str]:
     """The options that the environment's class `Options` marks as `OwnerOnly`."""
-    shape = getattr(env, "Options", None)
-    return (
-        marked_options(shape) if isinstance(shape, type) and issubclass(shape, Settings) else set()
-    )
+    shape = options_class_of(env)
+    return set() if shape is None else marked_options(shape)
 
 
 def marked_options(shape: type[Settings]) -> set[str]:

@@ -9,6 +9,7 @@ JSON, never pickle, so that an untrusted environment cannot make the driver run 
 import json
 import random
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from agentrl.errors import ConfigError, EnvError, EnvProcessDiedError
@@ -88,7 +89,8 @@ class ProcessEnv:
         """The action of `player`, a function of a module. It runs in the worker, with a copy of
         `rng`.
         """
-        address = f"{player.__module__}:{getattr(player, '__qualname__', '?')}"
+        name = player.__qualname__ if isinstance(player, FunctionType) else "?"
+        address = f"{player.__module__}:{name}"
         if "<" in address or "?" in address:
             raise ConfigError(
                 f"a worker process cannot import {player!r}: a player must be a function at the top"

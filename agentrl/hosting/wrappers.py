@@ -278,7 +278,7 @@ def wrapper(raw: Any) -> Component:
         factory = plugins.load("env_wrappers", name)
     except PluginError as error:
         raise ConfigError(str(error)) from error
-    shape: type[Settings] = getattr(factory, "Config", NoSettings)
+    shape = plugins.nested_settings(factory) or NoSettings
     try:
         return Component(name, factory, shape.model_validate(settings))
     except ValidationError as error:

@@ -29,9 +29,11 @@ def compute_only_needed(model: Any) -> None:
     `needed_only=True`, and may do the same.
     """
     layers: Any = getattr(model.base_model, "layers", None)
-    last = layers[-1] if layers else None
-    mlp = getattr(last, "mlp", None)
-    if last is not None and isinstance(mlp, nn.Module):
+    if not layers:
+        return
+    last = layers[-1]
+    mlp = dict(last.named_children()).get("mlp")
+    if mlp is not None:
         hooks = _Hooks()
         last.forward = partial(hooks.layer, last.forward)
         mlp.register_forward_pre_hook(hooks.before_mlp)

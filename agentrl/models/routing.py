@@ -167,14 +167,16 @@ def _routers(model: Any) -> Iterator[tuple[Any, int]]:
     named = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorders = named.get("router_logits", ())
     for name, module in model.base_model.named_modules():
-        for one in recorders if isinstance(recorders, list | tuple) else [recorders]:
-            kind, within = getattr(one, "target_class", one), getattr(one, "layer_name", None)
+        for recorder in recorders if isinstance(recorders, list | tuple) else [recorders]:
+            kind, within, index = recorder, None, 0
+            if not isinstance(recorder, type):  # transformers' `OutputRecorder`
+                kind, within, index = recorder.target_class, recorder.layer_name, recorder.index
             if (
                 isinstance(kind, type)
                 and isinstance(module, kind)
                 and (within is None or within in name)
             ):
-                yield module, int(getattr(one, "index", 0))
+                yield module, int(index)
 
 
 __all__ = ["Balance", "Routing", "balance_loss", "differing", "without_router_logits"]

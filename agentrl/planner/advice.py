@@ -235,7 +235,7 @@ def _trainer(name: str, **update: Any) -> Change:
 
     def apply(config: RunConfig) -> RunConfig | None:
         factory = plugins.load("trainers", name)
-        model = getattr(factory, "Config", None)
+        model: Any = plugins.nested_settings(factory)
         if (
             model is None
             or TrainerSettingsOffers.of(model).layout is None

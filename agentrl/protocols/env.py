@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from agentrl.settings.base import Settings
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerOnly:
@@ -118,6 +120,13 @@ def preload_of(factory: object) -> Sequence[str]:
     """The modules that a factory of environments asks to import once, before processes start."""
     modules: Sequence[str] = getattr(factory, "preload", ())
     return modules
+
+
+def options_class_of(factory: object) -> type[Settings] | None:
+    """The class of an environment's options (`Options`), if it has one."""
+    options = getattr(factory, "Options", None)
+    is_class = isinstance(options, type) and issubclass(options, Settings)
+    return options if is_class else None
 
 
 def unwrapped_env(env: Env) -> Env:

@@ -9,6 +9,7 @@ from agentrl.protocols.offers import Offers
 from agentrl.trajectory import Score, Trajectory
 
 
+@runtime_checkable
 class Reward(Protocol):
     """Scores a trajectory. If it cannot, it raises `RewardError` or returns `Score.failed(...)`.
 

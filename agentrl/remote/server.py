@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -77,7 +78,8 @@ class EnvServer(HttpServer):
         self.limits = limits or ServerLimits()
         seconds = self.limits.call_seconds
         deadlines = EnvDeadlines(reset=seconds, step=seconds, tool=seconds)
-        in_processes = getattr(factory, "func", factory) is ProcessEnv
+        made_by = factory.func if isinstance(factory, partial) else factory
+        in_processes = made_by is ProcessEnv
         if options is not None:
             factory = for_clients(factory, options)
         host_of_envs = EnvPool({name: factory}, deadlines, isolation, pictures=pictures)

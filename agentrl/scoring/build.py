@@ -8,9 +8,9 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Retries
-from agentrl.plugins import Component, unbound
+from agentrl.plugins import Component, nested_settings, unbound
 from agentrl.protocols.env import isolation_of
-from agentrl.protocols.reward import GroupReward
+from agentrl.protocols.reward import GroupReward, Reward, Rule
 from agentrl.scoring.config import PART_SETTINGS, RewardsConfig, name_of
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
@@ -53,7 +53,8 @@ def build_reward(factory: Any, settings: Mapping[str, Any]) -> Any:
     """
     if not isinstance(factory, type):
         return partial(factory, **settings) if settings else factory
-    return factory(factory.Config(**settings)) if hasattr(factory, "Config") else factory()
+    config = nested_settings(factory)
+    return factory() if config is None else factory(config(**settings))
 
 
 def build_part(component: Component) -> RewardPart:
@@ -66,12 +67,7 @@ def build_part(component: Component) -> RewardPart:
     own = {key: value for key, value in component.settings if key not in PART_SETTINGS}
     reward = build_reward(component.factory, own)
     shared["isolation"] = shared["isolation"] or isolation_of(unbound(component.factory), None)
-    if not (
-        callable(reward)
-        or hasattr(reward, "score")
-        or hasattr(reward, "evaluate")
-        or isinstance(reward, GroupReward)
-    ):
+    if not (callable(reward) or isinstance(reward, Reward | Rule | GroupReward)):
         raise ConfigError(
             f"the reward {component.name!r} has no score(trajectory), score_group(trajectories) or"
             " content and evaluate"

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from agentrl.errors import ConfigError
-from agentrl.plugins import Component, NoSettings, unbound
+from agentrl.plugins import Component, NoSettings, nested_settings, unbound
 from agentrl.protocols.env import Isolation
 from agentrl.protocols.reward import GroupReward, RewardOffers
 from agentrl.settings.base import Settings
@@ -93,8 +93,8 @@ class RewardsConfig:
 
 def name_of(part: Component) -> str:
     """A part's name in metrics: its `as`, or the last component of its name."""
-    given: str | None = getattr(part.settings, "as")
-    return given or part.name.rpartition(":")[2]
+    label: str | None = dict(part.settings)["as"]  # a keyword, so no attribute to write
+    return label or part.name.rpartition(":")[2]
 
 
 def settings_of_part(name: str, factory: Any) -> type[Settings]:
@@ -123,7 +123,7 @@ class _Identical:
 def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
     factory = identical.value
     if isinstance(factory, type):
-        own: type[Settings] = getattr(factory, "Config", NoSettings)
+        own = nested_settings(factory) or NoSettings
     elif any(hasattr(factory, method) for method in _METHODS):
         # an instance that is a reward already
         own = NoSettings

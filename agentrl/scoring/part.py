@@ -14,12 +14,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinMethodType, MethodType
 from typing import Any, cast
 
 from agentrl.errors import ConfigError, RuleLimitError
 from agentrl.plugins import unbound
 from agentrl.protocols.env import Isolation, isolation_of
-from agentrl.protocols.reward import GroupReward, RewardOffers, Rule
+from agentrl.protocols.reward import GroupReward, Reward, RewardOffers, Rule
 from agentrl.scoring.returned import as_score, as_scores
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Score, Trajectory
@@ -103,7 +104,9 @@ class RewardPart:
             pool.imports += [type(reward).__module__, *offers.imports]
             is_inline = (self.isolation or offers.isolation) == "inline"
             return partial(_evaluate, reward, None if is_inline else pool)
-        function = reward.score_group if self.compares else getattr(reward, "score", reward)
+        function: Any = reward.score if isinstance(reward, Reward) else reward
+        if self.compares:
+            function = reward.score_group
         isolation = self.isolation or isolation_of(self.owner)
         if _is_async(function):
             return cast(Callable[[Any], Awaitable[Any]], function)
@@ -119,16 +122,19 @@ class RewardPart:
 def module_of(function: Any) -> str:
     """The module that a process has to import to run a function, a method or a callable object."""
     function = unbound(function)
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not inspect.ismodule(owner):
-        function = owner
+    # A function of C has its module as `__self__`.
+    if isinstance(function, MethodType | BuiltinMethodType):
+        owner = function.__self__
+        if owner is not None and not inspect.ismodule(owner):
+            function = owner
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
 def _is_async(function: Any) -> bool:
     function = unbound(function)
-    called = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    if callable(function) and inspect.iscoroutinefunction(type(function).__call__):
+        return True  # an object with an async `__call__`
+    return inspect.iscoroutinefunction(function)
 
 
 def _check_it_pickles(function: Any, name: str) -> None:

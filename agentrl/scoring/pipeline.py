@@ -8,9 +8,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import zip_longest
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Self
 
 from agentrl.arrays import settled
@@ -80,7 +80,10 @@ class RewardPipeline:
         """`reward` itself if it is a pipeline, else a pipeline with it as the only part."""
         if isinstance(reward, RewardPipeline):
             return reward
-        part = RewardPart(reward, getattr(reward, "__name__", type(reward).__name__))
+        function: Any = reward
+        is_function = isinstance(function, FunctionType)
+        name = function.__name__ if is_function else type(reward).__name__
+        part = RewardPart(reward, name)
         return RewardPipeline([part], deadline=deadline, retries=retries)
 
     async def __aenter__(self) -> Self:
@@ -90,7 +93,7 @@ class RewardPipeline:
                 *self.parts,
                 *(part for own in self._by_env.values() for part in own.parts),
             ]:
-                if hasattr(part.owner, "__aenter__"):
+                if isinstance(part.owner, AbstractAsyncContextManager):
                     await opened.enter_async_context(part.owner)
             self._open = opened.pop_all()
         return self

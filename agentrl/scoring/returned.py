@@ -9,6 +9,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from agentrl.arrays import dimensions_of
 from agentrl.errors import ScoreError
 from agentrl.settings.base import LARGEST
 from agentrl.trajectory import Failed, Score
@@ -60,7 +61,7 @@ def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
         ScoreError: they are no sequence of that many scores.
     """
     # An array of numbers.
-    listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
+    listed = returned.tolist() if dimensions_of(returned) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise ScoreError(
             f"score_group returned {_describe_value(returned)}; return a list with one Score or "
@@ -77,7 +78,7 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
     Raises:
         ScoreError: it is no sequence of finite numbers.
     """
-    listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
+    listed = returned.tolist() if dimensions_of(returned) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise ScoreError(
             f"the reward returned {_describe_value(returned)} for its turns; return a tuple of "
@@ -109,7 +110,7 @@ def read_number(value: Any) -> float | None:
             return float(value)
         except (OverflowError, ValueError):
             return math.inf
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's scalars
+    if dimensions_of(value) == 0:  # a scalar of NumPy or torch
         return read_number(value.item())
     return None
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.client_options import marked_options
+from agentrl.protocols.env import options_class_of
 from agentrl.rollout.seeds import derive_seed, split_seed
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
@@ -297,10 +298,9 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
 def _options_of(env: str) -> type[Settings] | None:
     """The options that an environment's class declares, if it does."""
     try:
-        found = getattr(plugins.load("envs", env), "Options", None)
+        return options_class_of(plugins.load("envs", env))
     except PluginError:
         return None  # of another interpreter; a wrong name has been refused before
-    return found if isinstance(found, type) and issubclass(found, Settings) else None
 
 
 def pay_check(env: str) -> TaskCheck | None:

@@ -887,7 +887,7 @@ def _plausible(env: Env, observation: str, rng: random.Random) -> str:
         return ToolCall(
             function["name"], {name: _example(shape, rng) for name, shape in properties.items()}
         ).render()
-    words = re.findall(r"\w+", f"{getattr(env, 'system_prompt', '')} {observation}")
+    words = re.findall(r"\w+", f"{system_prompt_of(env)} {observation}")
     return rng.choice(words) if words else "yes"
 
 

@@ -18,7 +18,7 @@ from agentrl.errors import (
     is_cancellation,
 )
 from agentrl.flow import Flow, deadline
-from agentrl.protocols import Rule
+from agentrl.protocols import RewardOffers, Rule
 from agentrl.scoring.config import RulePoolConfig
 from agentrl.scoring.part import Ask, RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
@@ -140,10 +140,11 @@ async def _findings(
 
 
 def _findings_of_metrics(reward: Any) -> list[str]:
-    if not hasattr(reward, "metrics"):
+    measure = RewardOffers.of(reward).metrics
+    if measure is None:
         return []
     try:
-        returned = reward.metrics()
+        returned = measure()
         kept = own_metrics(returned)
     except ScoreError as error:
         return [f"[metrics] {error}"]

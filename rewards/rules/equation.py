@@ -216,12 +216,12 @@ def is_meant(form: Any, expected: Any) -> bool:
     math-verify compares the last side of `5 = 7`, and the only element of a set or of the interval
     [7, 7].
     """
-    from sympy import Equality, Expr, Set
+    from sympy import Basic, Equality, Expr, Set
 
     expected = expected.rhs if isinstance(expected, Equality) else expected
     if isinstance(form, Set) and isinstance(expected, Expr):
         return False
-    equations = form.atoms(Equality) if hasattr(form, "atoms") else ()
+    equations = form.atoms(Equality) if isinstance(form, Basic) else ()
     return not any(
         not (each.lhs.free_symbols | each.rhs.free_symbols) and _differ(each) for each in equations
     )

@@ -120,12 +120,17 @@ def _pairs(expected: Any, given: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(expected, FiniteSet | Union) and isinstance(given, FiniteSet | Union):
         yield from zip(_sort_numbers(expected.args), _sort_numbers(given.args), strict=False)
     elif isinstance(expected, Tuple) and isinstance(given, Tuple | FiniteSet):
-        yield from zip(expected.args, getattr(given, "_unsorted_args", given.args), strict=False)
+        # A set that was parsed has its elements as they were written: `args` has them sorted.
+        elements = getattr(given, "_unsorted_args", given.args)
+        yield from zip(expected.args, elements, strict=False)
 
 
 def _sort_numbers(forms: Sequence[Any]) -> list[Any]:
     """Numbers and intervals by their value; the rest as it is."""
-    starts = [value_of(getattr(_side(form), "start", _side(form))) for form in forms]
+    from sympy import Interval
+
+    sides = [_side(form) for form in forms]
+    starts = [value_of(side.start if isinstance(side, Interval) else side) for side in sides]
     if not all(start is not None and start.is_real for start in starts):
         return []
-    return [_side(forms[at]) for at in sorted(range(len(forms)), key=starts.__getitem__)]
+    return [sides[at] for at in sorted(range(len(sides)), key=starts.__getitem__)]

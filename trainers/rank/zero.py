@@ -189,7 +189,7 @@ class Zero:
 
         whole: dict[str, Tensor] = {}
         for name, tensor in trainable_tensors(self.trainable).items():
-            with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+            with deepspeed.zero.GatheredParameters([tensor] if _is_partitioned(tensor) else []):
                 if everywhere or self.rank == 0:
                     whole[name] = tensor.detach().cpu().clone()
         return whole
@@ -209,7 +209,7 @@ class Zero:
         """
         for share in self._shares():
             share.master.copy_(share.weights)
-        gathered = [p for p in self.engine.module.parameters() if hasattr(p, "ds_id")]
+        gathered = [p for p in self.engine.module.parameters() if _is_partitioned(p)]
         if gathered:
             gathered[0].partition(gathered)
 
@@ -273,7 +273,7 @@ class Zero:
         """ZeRO 3 divides the elements of a parameter into parts of equal size, and fills up the
         last one.
         """
-        if not hasattr(tensor, "ds_id"):
+        if not _is_partitioned(tensor):
             return Part(tensor.shape, 0, tensor.detach(), replicated=True)
         size = tensor.ds_tensor.numel()
         start = min(self.rank * size, tensor.ds_numel)
@@ -290,7 +290,7 @@ class Zero:
                 continue
             part = self._part(tensor)
             weights, start = part.values, part.start
-            if hasattr(tensor, "ds_id"):
+            if _is_partitioned(tensor):
                 group, first, _ = zero.grad_position[zero.get_param_id(tensor)]
                 flat = zero.fp32_partitioned_groups_flat[group]
             else:
@@ -326,3 +326,8 @@ class _Share(NamedTuple):
     def master(self) -> Tensor:
         """The float32 copy."""
         return self.flat.detach().narrow(0, self.first, self.weights.numel())
+
+
+def _is_partitioned(tensor: object) -> bool:
+    """True if ZeRO 3 keeps only a part of a parameter on each rank."""
+    return hasattr(tensor, "ds_id")
