@@ -157,7 +157,8 @@ class ClusterSettings(Settings):
     """Seconds that an engine, a worker or a rank may take to start, in which it loads its model."""
     starts_per_node: int = Field(default=STARTS_PER_NODE, ge=1)
     """How many engines may start at the same time on a machine, each of which reads its model from
-    the same disk. The others wait, and their `start_seconds` begin after that."""
+    the same disk. The others wait, and their `start_seconds` begin after that. vLLM's engines that
+    share a GPU must start one by one (1), since each measures its free memory."""
 
     @property
     def has_others(self) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import math
 import os
 import socket
+import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from agentrl.engines.vllm_worker import Counters
 
 T = TypeVar("T")
+_STARTING = threading.Lock()
+"""Held by the engine of this process that starts."""
 _TIED_HEAD = "lm_head.weight"
 _EQUALS = 64
 """How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the
@@ -87,6 +90,7 @@ class VllmEngine(Engine):
         self._updating = asyncio.Lock()
         self._asleep = False
         self._heartbeat: Heartbeat | None = None
+        self._is_given_up = False
 
     @property
     def policy_version(self) -> int:
@@ -320,6 +324,7 @@ class VllmEngine(Engine):
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
+            self._is_given_up = True
             await asyncio.wait({starting})
             if not starting.exception():
                 await self.__aexit__()
@@ -331,8 +336,11 @@ class VllmEngine(Engine):
         """Returns nothing: one of vLLM's imports keeps its callers' frames alive, and their return
         values with them.
         """
-        with quiet_imports():
-            self._llm = self._made()
+        # Engines of one process share its devices, whose free memory vLLM measures as it starts;
+        # and the filters of warnings and the place of the log are the whole process's.
+        with _STARTING, quiet_imports():
+            if not self._is_given_up:
+                self._llm = self._made()
 
     def _made(self) -> "AsyncLLM":
         try:

@@ -41,7 +41,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "from_vllm_config(stat_loggers, disable_log_stats)",
         "generate(priority)",
         "get_supported_tasks",
-        "is_sleeping",
         "model_config",
         "output_handler",
         "output_processor",
@@ -86,6 +85,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.v1.metrics.stats:PromptTokenStats": ("cached_tokens", "computed"),
     "vllm.v1.metrics.stats:SchedulerStats": ("kv_cache_usage", "num_running_reqs"),
+    # Signs of life: a worker in the core's process, or one whose answers the core unpickles.
+    "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend",),
+    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue": ("dequeue",),
+    "vllm.v1.worker.worker_base:WorkerBase": ("parallel_config",),
     # The memory that sleeping frees.
     "vllm.device_allocator.cumem:CuMemAllocator": ("get_current_usage", "get_instance"),
     # New weights in the workers.

@@ -120,6 +120,28 @@ def test_a_start_that_is_given_up_is_ended_when_it_has_come_up_and_others_are_se
     asyncio.run(main())
 
 
+def test_engines_of_a_process_start_one_by_one_and_one_that_is_given_up_does_not_start(
+    tiny_model_dir: Path,
+) -> None:
+    async def main() -> None:
+        first, second = Slow(tiny_model_dir), Slow(tiny_model_dir)
+        entering = asyncio.create_task(first.__aenter__())
+        await asyncio.to_thread(first.starting.wait)
+        waiting = asyncio.create_task(second.__aenter__())
+        await asyncio.sleep(0.05)
+        assert not second.starting.is_set()
+        waiting.cancel()
+        entering.cancel()
+        await asyncio.sleep(0.01)
+        first.may_start.set()
+        for given_up in (waiting, entering):
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+        assert not second.starting.is_set()
+
+    asyncio.run(main())
+
+
 @pytest.mark.vllm
 @pytest.mark.long
 def test_a_real_start_that_is_given_up_leaves_no_process(tiny_model_dir: Path) -> None:

@@ -92,7 +92,7 @@ def a_gpu(name: str, gib: int) -> DeviceKind:
 
 
 RESOLVE = """
-import json, sys, types, warnings
+import itertools, json, os, sys, types, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 from agentrl.engines.vllm_environment import set_environment
@@ -117,7 +117,9 @@ class Gpu(NonNvmlCudaPlatform):
 vllm.platforms._current_platform = Gpu()
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+processes = itertools.count(10_000)
 for settings, Gpu.name, Gpu.gib in json.loads(sys.argv[2]):
+    os.getpid = lambda: next(processes)  # as if each engine were in another process
     made = VllmStart(VllmSettings(**settings), Path(sys.argv[1])).vllm_config({})
     scheduler, parallel = made.scheduler_config, made.parallel_config
     print(json.dumps({
@@ -130,6 +132,7 @@ for settings, Gpu.name, Gpu.gib in json.loads(sys.argv[2]):
         "logprobs": made.model_config.logprobs_mode,
         "eager": made.model_config.enforce_eager,
         "graphs": made.compilation_config.cudagraph_mode.name,
+        "compiled": made.compute_hash(),
     }))
 """
 
@@ -156,7 +159,11 @@ def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
         ("NVIDIA L40S", 45),
         ("NVIDIA B200", 180),
     ]
-    made = resolved(tiny_model_dir, *[({"max_context": 512}, name, gib) for name, gib in gpus])
+    *made, again = resolved(
+        tiny_model_dir, *[({"max_context": 512}, name, gib) for name, gib in [*gpus, gpus[0]]]
+    )
+    # What one replica has compiled, the others and the next start find.
+    assert made[0].pop("compiled") == again.pop("compiled") != made[1]["compiled"]
     assert [one["tokens"] for one in made] == [8192, 2048, 2048, 16384]
     assert [prefill_tokens(a_gpu(*gpu), 128, 512) for gpu in gpus] == [8192, 2048, 2048, 16384]
     assert {key: value for key, value in made[0].items() if key != "tokens"} == {
