@@ -29,6 +29,7 @@ from agentrl.config import validate_config
 from agentrl.config.source import Source
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
+from agentrl.runs.summary import count_steps
 from tests.covering import Coverage
 
 Piece = Mapping[str, Any]
@@ -247,6 +248,10 @@ ONLY_AT_THE_START: Sequence[tuple[Row, str]] = (
         ({"env": "agent", "reward": reward}, f"with the reward {reward}")
         for reward in ("exact", "math", "code")
     ),
+    (
+        {"env": "agent", "reward": "judge_pairwise", "evaluation": "every step"},
+        "checkpoint.best=eval/success is unknown",
+    ),
 )
 """What is refused only when a run starts, because the config alone does not tell, and how the
 sentence begins.
@@ -450,7 +455,8 @@ class Runs:
         if status == 0:
             return Outcome("accepted")
         sentence = said[said.index("error: ") :].removeprefix("error: ").strip()
-        began = [name for name in (*FINAL, "metrics.jsonl") if _is_there(folder / "run" / name)]
+        began = [name for name in FINAL if _is_there(folder / "run" / name)]
+        began += ["a step"] if _has_trained(folder / "run") else []
         return (
             Outcome("wrong", f"refused after {began[0]}: {sentence}")
             if began
@@ -502,6 +508,13 @@ def _working() -> "subprocess.Popen[str]":
 
 def _is_there(path: Path) -> bool:
     return path.is_dir() or (path.is_file() and path.stat().st_size > 0)
+
+
+def _has_trained(run: Path) -> bool:
+    """True after a step. The evaluation before the first one can still refuse the run."""
+    metrics = run / "metrics.jsonl"
+    rows = metrics.read_text().splitlines() if metrics.exists() else []
+    return count_steps([json.loads(row) for row in rows]) > 0
 
 
 def ignored(row: Row, run: Path) -> list[str]:
