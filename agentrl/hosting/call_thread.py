@@ -5,7 +5,7 @@ import inspect
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agentrl.errors import as_exception
@@ -30,7 +30,13 @@ class CallThread:
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._put(work, future)
-        result, error = await future
+        try:
+            result, error = await future
+        except asyncio.CancelledError:
+            # The answer may have arrived in the same turn of the loop.
+            if not future.cancelled():
+                _drop(future.result()[0])
+            raise
         if error is None:
             return await result if inspect.isawaitable(result) else result
         if isinstance(error, SystemExit | asyncio.CancelledError):
@@ -62,6 +68,7 @@ class CallThread:
                 continue
             loop = future.get_loop()
             if loop.is_closed():
+                _drop(result)
                 return
             # An error travels as a value: a future refuses some of them, such as StopIteration.
             loop.call_soon_threadsafe(_settle, future, result, error)
@@ -69,5 +76,13 @@ class CallThread:
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     # The caller's deadline may have passed; then nobody waits for the answer.
-    if not future.done():
+    if future.done():
+        _drop(result)
+    else:
         future.set_result((result, error))
+
+
+def _drop(result: Any) -> None:
+    """Close the coroutine of an async method that nobody will await."""
+    if isinstance(result, Coroutine):
+        result.close()

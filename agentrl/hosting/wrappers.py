@@ -15,7 +15,7 @@ package registers a wrapper in the entry-point group `agentrl.env_wrappers`: a c
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -340,8 +340,34 @@ def _then(
     """Apply `change` to the result of a method, which is awaited first if it is an awaitable."""
     if isinstance(result, tuple):
         return change(result)
-    return _later(result, change)
+    return _Changed(result, change)
 
 
-async def _later(result: Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result:
+async def _change(result: Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result:
     return change(await result)
+
+
+class _Changed(Coroutine[Any, Any, _Result]):
+    """The coroutine of an async method, with a change of its result.
+
+    It closes the method's coroutine with it. An async function would leave that open when it is
+    closed before it has begun, as it is where the caller has been cancelled.
+    """
+
+    def __init__(self, result: Awaitable[_Result], change: Callable[[_Result], _Result]) -> None:
+        self._result: Awaitable[_Result] = result
+        self._outer: Coroutine[Any, Any, _Result] = _change(result, change)
+
+    def __await__(self) -> Generator[Any, Any, _Result]:
+        return self._outer.__await__()
+
+    def send(self, value: Any, /) -> Any:
+        return self._outer.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._outer.throw(*error)
+
+    def close(self) -> None:
+        self._outer.close()
+        if isinstance(self._result, Coroutine):
+            self._result.close()

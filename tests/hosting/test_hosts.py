@@ -1,10 +1,13 @@
 """The contract of the three hosts: an environment that fails in whatever way costs one instance."""
 
 import asyncio
+import gc
 import json
 import os
 import random
+import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -213,3 +216,51 @@ def test_a_player_is_called_where_the_environment_runs(place: str) -> None:
         await live.close()
 
     asyncio.run(main())
+
+
+class SlowlyAsync(Unruly):
+    """An environment whose step is an async method behind a lock, as some libraries have."""
+
+    def __init__(self, entered: threading.Event, left: threading.Event) -> None:
+        self.entered, self.left = entered, left
+
+    def step(self, action: str) -> Any:
+        self.entered.set()
+        self.left.wait()
+        return self.answer(action)
+
+    async def answer(self, action: str) -> Any:
+        return f"did {action}", 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("answered", [False, True], ids=["before the answer", "with the answer"])
+def test_a_caller_that_leaves_closes_the_coroutine_that_its_thread_answers(
+    wrapped: bool, answered: bool
+) -> None:
+    entered, left = threading.Event(), threading.Event()
+    env: Env = SlowlyAsync(entered, left)
+
+    async def leave() -> None:
+        host = ThreadHost(Wrapper(env) if wrapped else env)
+        await host.reset(60, seed=1, options={})
+        call = asyncio.ensure_future(host.step("step", 60, "x"))
+        await asyncio.to_thread(entered.wait)
+        if answered:
+            # The thread's answer and the caller's end come in the same turn of the loop.
+            asyncio.get_running_loop().call_soon(call.cancel)
+            left.set()
+            time.sleep(0.05)  # noqa: ASYNC251  the loop stands still
+        else:
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        left.set()
+        await host.close(60)
+        await asyncio.sleep(0.05)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(leave())
+        gc.collect()
+    assert not [warning for warning in caught if "never awaited" in str(warning.message)]
