@@ -134,7 +134,7 @@ class TextArena(TextEnv):
         self._env = None
 
     def _turn(self) -> dict[str, Any]:
-        """Whose turn it is, if several agents play."""
+        """The agent whose turn it is, if several play."""
         agent = self._agents[self._player]
         return {"agent": agent} if agent else {}
 

@@ -80,7 +80,7 @@ def leave_one_out(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]
 
 
 Comparison = Literal["none", "group_mean", "group_std", "leave_one_out"]
-"""What a return is compared with: nothing, or the returns of the group, with or without itself."""
+"""The baseline of a return: none, or the returns of the group, with or without itself."""
 _ADVANTAGES: dict[Comparison, Advantage] = {
     "none": lambda rewards_G, scale: list(rewards_G),
     "group_mean": group_mean,

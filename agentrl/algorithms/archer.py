@@ -32,7 +32,7 @@ class Archer(CriticBased):
     """
 
     class Config(CriticBased.Config):
-        """How turns are credited, and the loss."""
+        """The credit of turns, and the loss."""
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
         """Discount from one turn to the next. Below 1 it also bounds how far the critic's errors
@@ -40,7 +40,7 @@ class Archer(CriticBased):
         """
 
         truncated: Literal["bootstrap", "terminal"] = "bootstrap"
-        """What is expected after the end of a truncated episode: what the critic says there, or
+        """The expected return after the end of a truncated episode: the critic's value there, or
         nothing. If nothing would have come next, as where a context policy replaced the
         conversation, `bootstrap` leaves the answer out of the critic's lesson."""
 

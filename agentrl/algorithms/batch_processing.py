@@ -94,8 +94,8 @@ class BatchProcessing:
         return normalised(advantages, ["" if whole else group.task.env for group in groups])
 
     def trained(self, trajectories: Sequence[Trajectory]) -> list[bool]:
-        """Which of a batch's trajectories carry loss: overlong filtering, DAPO (arXiv:2503.14476),
-        section 3.4.
+        """True for the trajectories of a batch that carry loss: overlong filtering, DAPO
+        (arXiv:2503.14476), section 3.4.
 
         Raises:
             TrainingError: none does.
@@ -114,7 +114,8 @@ class BatchProcessing:
     def informative(
         self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()
     ) -> list[bool]:
-        """Which groups vary enough to be trained on: `keep_variance`. All, if none varies.
+        """True for the groups that vary enough to be trained on: `keep_variance`. All, if none
+        varies.
 
         Each is a group of one agent. They are compared with those of the same environment and
         agent, since others' rewards may have another scale. `algorithms`: whose advantages each
@@ -141,8 +142,8 @@ class BatchProcessing:
         return kept
 
     def left_out(self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()) -> list[str]:
-        """Why each trajectory of these groups carries no loss (`trained`, `informative`); "" for
-        those that do.
+        """The reason why each trajectory of these groups carries no loss (`trained`,
+        `informative`); "" for those that do.
         """
         share, reasons = self._config.keep_variance, list[str]()
         trained = iter(
@@ -243,9 +244,7 @@ class _Learner:
 
 
 def _spread(group: Group, algorithm: Algorithm | None) -> float:
-    """How much the members of a group differ in what the algorithm compares; by default, in their
-    whole rewards.
-    """
+    """The spread of a group in what the algorithm compares; by default, in whole rewards."""
     measure = AlgorithmOffers.of(algorithm).spread
     if measure is not None:
         return measure(group)

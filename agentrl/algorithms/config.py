@@ -19,8 +19,7 @@ class Constraint(Settings):
     at_most: float = Field(ge=0, allow_inf_nan=False)
     """Bound of its mean over a batch."""
     rate: float = Field(0.1, gt=0, allow_inf_nan=False)
-    """How far the multiplier moves in a step, for each unit of the mean above or below the bound.
-    """
+    """The step of the multiplier, for each unit of the mean above or below the bound."""
     initial: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The multiplier of the first step."""
     largest: float = Field(10.0, gt=0, allow_inf_nan=False)
@@ -28,7 +27,7 @@ class Constraint(Settings):
 
 
 class BatchProcessingConfig(Settings):
-    """How scores and advantages are processed."""
+    """The processing of scores and advantages."""
 
     normalize: Literal["group", "batch", "environment"] = "group"
     """Further normalisation of the advantages: none beyond the algorithm's own in each group
@@ -36,11 +35,11 @@ class BatchProcessingConfig(Settings):
     biases its gradient as `whiten` of `ppo` does; that of an environment also weighs the
     environments."""
     length_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """How much reward the longest member of a group loses to the shortest."""
+    """The reward that the longest member of a group loses to the shortest."""
     overlong: Literal["train", "mask"] = "train"
-    """Whether tokens of truncated episodes carry loss. `mask` is biased, whatever the batch size:
-    what led to them is never unlearned (0.09 of the gradient with 2 % truncated, 0.5 with 20 %, in
-    the example of docs/algorithms.md)."""
+    """The loss of truncated episodes: `train` on their tokens, or `mask` them. `mask` is biased,
+    whatever the batch size: what led to them is never unlearned (0.09 of the gradient with 2 %
+    truncated, 0.5 with 20 %, in the example of docs/algorithms.md)."""
     keep_variance: float = Field(1.0, gt=0, le=1)
     """Train only on the groups that vary most, as many as have this share of the variance of all
     groups of a batch together (top-p filtering, RAGEN-2, arXiv:2604.06268; there 0.9). In groups

@@ -1,4 +1,4 @@
-"""What algorithms with a critic have in common."""
+"""The common parts of algorithms with a critic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ class CriticBased(PolicyAlgorithm):
         """The policy's loss, and the end of a truncated episode."""
 
         truncated: Literal["bootstrap", "terminal"] = "bootstrap"
-        """What is expected after the end of a truncated episode: what the critic says there, or
+        """The expected return after the end of a truncated episode: the critic's value there, or
         nothing.
         """
 

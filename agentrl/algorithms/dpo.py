@@ -20,10 +20,10 @@ from agentrl.protocols.algorithm import AlgorithmOffers
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]
-"""Which members of a group are compared: the best with the worst, or each with each."""
+"""The pairs of members that are compared: the best with the worst, or each with each."""
 Labels = Literal["hard", "soft"]
-"""Whether the better half of a pair is chosen for certain, or with the probability that the rewards
-give it.
+"""The label of a pair: the better half is chosen for certain, or with the probability that the
+rewards give it.
 """
 
 
@@ -95,7 +95,8 @@ class OnlineDpo(PolicyAlgorithm):
         """The strength of the reference, the labels, and the loss."""
 
         beta: Annotated[float, Field(gt=0)] = 0.1
-        """How strongly the policy is held to the reference: the smaller, the further it may move.
+        """Strength with which the policy is held to the reference: the smaller, the further it may
+        move.
         """
 
         kl_reward: Literal[0] = 0

@@ -36,10 +36,10 @@ class Grpo(PolicyAlgorithm):
         """The baseline of the advantages, and the loss."""
 
         advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
-        """What a reward is compared with; see `agentrl.algorithms.advantages`. `group_std` is
-        biased, whatever the batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of
-        the gradient). The others are not biased. With `reward_to_go` the spread is that of the
-        group's turns."""
+        """The comparison of a reward; see `agentrl.algorithms.advantages`. `group_std` is biased,
+        whatever the batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of the
+        gradient). The others are not biased. With `reward_to_go` the spread is that of the group's
+        turns."""
 
         std: Deviation = "population"
         """The standard deviation of `group_std`, of the numbers of a group: with `population` of n
@@ -112,7 +112,7 @@ class Rloo(Grpo):
         """As `grpo`, with the baseline of the other members."""
 
         advantage: Literal["group_std", "group_mean", "leave_one_out"] = "leave_one_out"
-        """What a reward is compared with."""
+        """The comparison of a reward."""
 
 
 def discounted(group: Group, gamma: float) -> list[float]:

@@ -101,7 +101,7 @@ def policy_metrics(
     level: Level = "token",
     floor: float | None = None,
 ) -> dict[str, Tensor]:
-    """What a policy's loss reports of each token, besides what its surrogate cuts.
+    """Per-token metrics of a policy's loss, besides what its surrogate cuts.
 
     `ratio`, `importance_weight` (of its `level`, before the cap), `importance_truncated`, `entropy`
     (-logprob of the sampled token, an unbiased estimate under the policy that sampled) and `kl` (of
@@ -122,7 +122,8 @@ def policy_metrics(
 def cut_by_gradient(
     surrogate: Callable[[Tensor, LossTokens], Tensor], logprobs_N: Tensor, tokens: LossTokens
 ) -> dict[str, Tensor]:
-    """Which gradients a surrogate of single tokens cuts: they are 0, though the advantage is not.
+    """True for the gradients that a surrogate of single tokens cuts: they are 0, though the
+    advantage is not.
 
     `clipped_low` (the ratio is below 1), `clipped_high` (above 1, with a positive advantage) and
     `clipped_dual` (above 1, with a negative one).
@@ -140,7 +141,7 @@ def cut_by_gradient(
 def cut_by_clips(
     ratio_N: Tensor, gain_N: Tensor, low: float, high: float, dual: float | None = None
 ) -> dict[str, Tensor]:
-    """Which ratios the clips of `clipped` cut, by the names of `cut_by_gradient`."""
+    """True for the ratios that the clips of `clipped` cut, by the names of `cut_by_gradient`."""
     below_N, above_N = (ratio_N < 1 - low) & (gain_N < 0), (ratio_N > 1 + high) & (gain_N > 0)
     far_N = (ratio_N > (math.inf if dual is None else dual)) & (gain_N < 0)
     return _cut(below_N | above_N | far_N, ratio_N, gain_N)

@@ -31,11 +31,12 @@ class PolicyLoss(SurrogateSettings):
     `vllm_importance_sampling_clip_min`."""
 
     importance: Literal["truncate", "mask"] = "truncate"
-    """What happens to weights beyond these: they are cut to the cap and raised to the floor, or
+    """The treatment of weights beyond these: they are cut to the cap and raised to the floor, or
     their tokens are left out."""
 
     importance_level: Literal["token", "sequence"] = "token"
-    """Whether each token has its own weight, or all tokens of a sample have the product of theirs.
+    """The scope of a weight: each token has its own, or all tokens of a sample have the product of
+    theirs.
     """
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0

@@ -26,7 +26,7 @@ class Ppo(CriticBased):
     """
 
     class Config(CriticBased.Config):
-        """How advantages are estimated, and the losses."""
+        """The estimate of advantages, and the losses."""
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
         """Discount from one turn to the next; the tokens of a turn are not discounted."""
@@ -48,7 +48,7 @@ class Ppo(CriticBased):
         the gradient with 2 loss tokens in a batch, by 0.005 with 128."""
 
         value_clip: Annotated[float, Field(gt=0)] | None = None
-        """How far a value may move from the old one before the loss stops pushing it; none: no
+        """Largest distance of a value from the old one at which the loss still pushes it; none: no
         limit.
         """
 

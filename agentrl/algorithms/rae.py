@@ -31,7 +31,7 @@ class RoleAdvantage(Reinforce):
         """Credit each turn only with what is earned from it on."""
 
         decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-        """How much of a baseline an episode leaves as it was."""
+        """The share of a baseline that an episode leaves as it was."""
 
         roles: bool = True
         """A baseline for each role of an environment; else one for all of its roles together."""

@@ -23,7 +23,7 @@ class Reinforce(PolicyAlgorithm):
     """
 
     class Config(PolicyLoss):
-        """How turns are credited, and the loss."""
+        """The credit of turns, and the loss."""
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
         """Discount of a turn's reward for each turn before it."""
@@ -66,7 +66,7 @@ class ReinforcePlusPlus(Reinforce):
         """Subtract the mean of the group before normalising."""
 
         statistics: Literal["trajectories", "tokens"] = "trajectories"
-        """What the mean and the standard deviation of a batch are over: its trajectories (with
+        """The unit of the mean and the standard deviation of a batch: its trajectories (with
         `reward_to_go` their turns), each counted once; or its loss tokens, as in the paper and in
         verl, where long episodes count more."""
 

@@ -23,7 +23,7 @@ from agentrl.trajectory import Group, Score, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SampleOrigin:
-    """Where a training sample comes from: the turns `first` to `last` of an agent's view of an
+    """The origin of a training sample: the turns `first` to `last` of an agent's view of an
     episode.
     """
 
@@ -103,7 +103,7 @@ def traced_batch_of(
 
 
 def _masked(groups: Sequence[Group], lossless: Sequence[tuple[Trajectory, str]]) -> dict[str, str]:
-    """Why each episode carries no loss of which no agent's view does, by its id."""
+    """The reasons of the episodes of which no agent's view carries loss, by episode id."""
     left = Counter(trajectory.id for group in groups for trajectory in group.trajectories)
     whys: dict[str, dict[str, None]] = {}
     for trajectory, why in lossless:

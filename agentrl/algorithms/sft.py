@@ -47,7 +47,7 @@ class RejectionSampling(Sft):
     """
 
     class Config(Settings):
-        """Which episodes are imitated."""
+        """The episodes that are imitated."""
 
         keep: Literal["success", "best", "above_mean"] = "success"
         """Those that succeeded, the best of each group (all that are equally good), or those above

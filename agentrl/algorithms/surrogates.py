@@ -27,8 +27,8 @@ class SurrogateSettings(Settings):
     """The surrogate, and its clips or temperatures."""
 
     surrogate: SurrogateName = "ppo"
-    """What is made of a token's ratio (policy / old policy) and its advantage. `ppo` clips the
-    ratio. `gspo` clips the one ratio that the tokens of a sample share. `cispo` clips ratios as
+    """The objective of a token, from its ratio (policy / old policy) and its advantage. `ppo` clips
+    the ratio. `gspo` clips the one ratio that the tokens of a sample share. `cispo` clips ratios as
     weights only, so that every token keeps its gradient. With `sapo`, gradients fade with the ratio
     instead of being clipped. Some settings have other defaults with `gspo` (`clip_low` 0.0003,
     `clip_high` 0.0004, `normalizer` trajectories) and `cispo` (`clip_low` 1, `clip_high` 1)."""
@@ -75,7 +75,8 @@ class SurrogateSettings(Settings):
 
 
 Objective = Callable[[SurrogateSettings, "Tensor", LossTokens], "Tensor"]
-"""What the policy is to increase, from logprobs of shape N: one number per token, of shape N."""
+"""The objective that the policy increases, from logprobs of shape N: one number per token, of shape
+N."""
 Cuts = Callable[[SurrogateSettings, "Tensor", LossTokens], Mapping[str, "Tensor"]]
 """Metrics of each token, of shape N: the gradient that the surrogate cuts."""
 
@@ -153,7 +154,7 @@ class Surrogate:
     """A surrogate objective."""
 
     objective: Objective
-    """What the policy is to increase."""
+    """The objective that the policy increases."""
     shared_cuts: Cuts | None = None
     """The gradient that it cuts, if tokens share a ratio; else each token's is asked by autograd.
     """

@@ -13,7 +13,8 @@ from agentrl.batch import TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class BatchTurns:
-    """Where turns begin and end among the loss tokens of a batch, and what each one earned.
+    """The beginnings and ends of turns among the loss tokens of a batch, and the reward of each
+    turn.
 
     `turns_N` numbers the turns of the whole batch. `lengths_J` is the number of turns of each
     trajectory.
@@ -38,9 +39,7 @@ def turns_of(batch: TrainBatch) -> BatchTurns:
 
 
 def after_trajectories(ends_M: FloatArray, batch: TrainBatch) -> FloatArray:
-    """What is expected after each trajectory, from what is expected after each sample: after its
-    last one.
-    """
+    """The expected return after each trajectory: that after its last sample."""
     return floats(
         np.bincount(
             batch.trajectories_M, weights=ends_M, minlength=len(batch.tokens_of_trajectories)

@@ -55,13 +55,13 @@ Json = dict[str, Any]
 Render = Callable[[list[Json], list[Json] | None, bool], str]
 """Renders messages and tools as text, with or without the beginning of an answer at the end."""
 Kind = Literal["user", "tool"]
-"""What follows an answer: a message of the user, or the result of a tool."""
+"""The messages that follow an answer: one of the user, or the result of a tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities(Places):
-    """What a template can express. Without `calls`, these stand in the answer's content, in the
-    canonical form.
+    """The roles and messages that a template can express. Without `calls`, these stand in the
+    answer's content, in the canonical form.
     """
 
     tools: bool = True
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @property
     def abilities(self) -> Abilities:
-        """What the template can express."""
+        """The roles and messages that the template can express."""
         return self._abilities
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
@@ -239,21 +239,21 @@ class ChatTemplate:
 
     @property
     def header(self) -> str:
-        """What the template writes where an answer begins."""
+        """The text that the template writes where an answer begins."""
         user = [_in_parts({"role": "user", "content": _MARK}, self._abilities)]
         before, begun = self._try(user, None, False), self._try(user)
         found = isinstance(before, str) and isinstance(begun, str) and begun.startswith(before)
         return str(begun)[len(str(before)) :] if found else ""
 
     def closing(self, messages: Sequence[Message]) -> str:
-        """What ends the turn of an answer that was cut short, before `messages`."""
+        """The end of the turn of an answer that was cut short, before `messages`."""
         return self._continuations[
             self._kind(self.messages_of(messages, (), begins=False)[0])
         ].closing
 
     def frames(self) -> str:
-        """What the template writes around messages of the system, the user and tools, and before an
-        answer.
+        """The text that the template writes around messages of the system, the user and tools, and
+        before an answer.
         """
         messages = (
             Message("user", ""),

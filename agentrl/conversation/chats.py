@@ -45,7 +45,7 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 def is_chat(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether a value is meant as the messages of a chat."""
+    """True if a value is meant as the messages of a chat."""
     if not isinstance(value, list | tuple) or not value:
         return False
     first = value[0]

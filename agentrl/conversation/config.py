@@ -9,7 +9,7 @@ from agentrl.settings.base import Settings
 
 
 class RendererConfig(Settings):
-    """How a model's conversations become tokens."""
+    """The settings by which a model's conversations become tokens."""
 
     history: Literal["extend", "template"] = "extend"
     """`extend` shows the model all that it has written, reasoning included, and renders only what
@@ -17,12 +17,12 @@ class RendererConfig(Settings):
     does: if that strips earlier reasoning, the conversation forks at every turn, and every prompt
     is computed again."""
     renderer: str = "auto"
-    """Whose rules are used. `template`: those of the model's chat template. A family of the library
-    `renderers`, by its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: those of the family
-    that writes the same tokens as the template, if there is one, else the template's. Or another
-    renderer, by the name of its plug-in or `package.module:Name`."""
+    """The source of the rules. `template`: the model's chat template. A family of the library
+    `renderers`, by its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: the family that writes
+    the same tokens as the template, if there is one, else the template. Or another renderer, by the
+    name of its plug-in or `package.module:Name`."""
     tool_format: str = "auto"
-    """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`:
+    """The format of calls of tools. `auto`: as the family or the template writes them. `canonical`:
     tools are described in the system message, and called as `<tool_call>{"name": ..., "arguments":
     ...}</tool_call>`. Or a registered format: those of the library `renderers` (`qwen3`, `qwen3.5`,
     `glm`, `deepseek-v3`), of other packages (entry-point group `agentrl.tool_formats`, or

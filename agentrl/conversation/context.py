@@ -1,4 +1,4 @@
-"""Which part of its conversation a model sees: `rollout.context`.
+"""The part of its conversation that a model sees: `rollout.context`.
 
     context: full
     context: {name: last_k, turns: 3}
@@ -85,7 +85,7 @@ class Scratchpad(ContextPolicy):
 
     @property
     def instructions(self) -> str:
-        """How to use the scratchpad."""
+        """Instructions for the scratchpad."""
         return self.prompt
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:

@@ -1,4 +1,5 @@
-"""What a tool declares of its parameters, for syntaxes of calls that write texts without quotes.
+"""The types that a tool declares of its parameters, for syntaxes of calls that write texts without
+quotes.
 
 There, nothing tells the text `12` from the number 12. The tool's schema does:
 
@@ -19,7 +20,7 @@ Tools = Sequence[Mapping[str, Any]]
 _WORDS = {"True": True, "False": False, "None": None}
 """Templates that write Python's words instead of JSON's."""
 _DEPTH = 16
-"""How far references and alternatives are followed: a schema may refer to itself."""
+"""Most references and alternatives that are followed: a schema may refer to itself."""
 
 
 class Declared(NamedTuple):
@@ -34,7 +35,7 @@ class Declared(NamedTuple):
         return _kinds(self.schema, self.root, _DEPTH)
 
     def inner(self, name: str) -> "Declared":
-        """What is declared of an object's property, or of a parameter."""
+        """The declared type of an object's property, or of a parameter."""
         for one in _alternatives(self.schema, self.root, _DEPTH):
             found = _mapping(one.get("properties")).get(name)
             found = one.get("additionalProperties") if found is None else found
@@ -44,13 +45,13 @@ class Declared(NamedTuple):
 
     @property
     def items(self) -> "Declared":
-        """What is declared of a list's items."""
+        """The declared type of a list's items."""
         found = (one.get("items") for one in _alternatives(self.schema, self.root, _DEPTH))
         return Declared(next((one for one in found if isinstance(one, Mapping)), {}), self.root)
 
 
 def declared(tools: Tools, name: str) -> Declared:
-    """What the tool with this name declares of its parameters; nothing if there is none."""
+    """The declared types of the parameters of the tool with this name; nothing if there is none."""
     functions = (_mapping(tool.get("function", tool)) for tool in tools)
     found = next((one for one in functions if one.get("name") == name), {})
     schema = _mapping(found.get("parameters"))

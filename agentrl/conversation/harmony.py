@@ -22,7 +22,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _MARKS = ("<|start|>", "<|channel|>", "<|message|>", *_ENDS)
 _RECIPIENT = re.compile(r"\bto=([^\s<]*)")
 _NO_TEXT = re.compile(r"^\s*assistant\b|\bto=\S*|<\|constrain\|>\s*\w*")
-"""What belongs before the channel in a header."""
+"""The part of a header before the channel."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -112,7 +112,7 @@ def _blocks(tokenizer: Any, answer_ids: Sequence[int]) -> Iterator[_Block]:
 
 
 def _without_text(header: str, last: bool) -> _Block:
-    """What a header is that no text follows: a message that was cut short, or a text outside of
+    """The kind of a header that no text follows: a message that was cut short, or a text outside of
     messages.
     """
     begun = _RECIPIENT.search(header) or _CHANNEL.search(header)

@@ -40,7 +40,7 @@ _PROBE_TOOLS: Tools = [
 
 
 class _UnreadableError(Exception):
-    """Why a call cannot be read."""
+    """The reason why a call cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class NestedSyntax:
         )
 
     def start(self, text: str) -> int:
-        """Where the first tag stands; -1 if none does."""
+        """The position of the first tag; -1 if there is none."""
         return text.find(self.mark)
 
     def _calls(self, text: str, number: int, tools: Tools) -> Sequence[ToolCall]:

@@ -1,4 +1,4 @@
-"""Where the messages of a conversation stand in a model's prompt: `placed`, by what the model's
+"""The places of a conversation's messages in a model's prompt: `placed`, by what the model's
 template can express.
 
 Chat APIs take sequences of messages that templates refuse, or leave parts of out. What a template
@@ -26,7 +26,7 @@ from agentrl.trajectory import Message
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What a template has a place for."""
+    """The places that a template has."""
 
     system: bool = True
     systems: bool = True

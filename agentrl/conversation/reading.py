@@ -1,4 +1,4 @@
-"""What a model wrote, taken apart: its reasoning, its answer, and its calls of tools.
+"""The parts of a text that a model wrote: its reasoning, its answer, and its calls of tools.
 
 A family writes reasoning and calls in a syntax of its own. `Reading` is what remains of it:
 reasoning without its marks, and calls as values. An environment gets `action`: the answer, followed
@@ -17,7 +17,7 @@ from agentrl.trajectory import NO_CALLS, ToolCall, quoted, unreadable
 
 
 class Marks(NamedTuple):
-    """What a family writes around its reasoning."""
+    """The marks that a family writes around its reasoning."""
 
     begin: str
     end: str
@@ -36,7 +36,7 @@ MARKS = (
 
 
 _NEAR = 160
-"""How much of a text that cannot be read is told."""
+"""Most characters that are quoted of a text that cannot be read."""
 
 
 class Unread(NamedTuple):
@@ -47,7 +47,7 @@ class Unread(NamedTuple):
 
     @property
     def told(self) -> str:
-        """What the model is told of it."""
+        """The message to the model about it."""
         near = self.text.strip()
         return f"{self.why}: {near if len(near) <= _NEAR else f'{near[:_NEAR]}...'!r}"
 
@@ -70,7 +70,7 @@ class Reading:
 
     @property
     def action(self) -> str:
-        """What the environment gets: the answer, then its calls in the canonical form, and what
+        """The text for the environment: the answer, then its calls in the canonical form, and what
         cannot be read.
         """
         written = [

@@ -225,7 +225,7 @@ class TemplateRenderer:
 
     @property
     def reasoning_marks(self) -> Marks | None:
-        """What the model writes around its reasoning, where the template shows it."""
+        """The marks that the model writes around its reasoning, where the template shows them."""
         return self._marks
 
     @property
@@ -235,7 +235,7 @@ class TemplateRenderer:
 
     @property
     def calls_read_by(self) -> str:
-        """What reads calls of tools, for people; empty if nothing does, but for calls in the
+        """The reader of tool calls, in words; empty if nothing reads them, but for calls in the
         canonical form.
         """
         reader = self._family or self._reader
@@ -363,7 +363,7 @@ class TemplateRenderer:
 
     @cached_property
     def _family_places(self) -> Places:
-        """What the family's rules have a place for: often the same as the template."""
+        """The places that the family's rules have: often the same as the template's."""
         family = self._family
         assert family is not None
 
@@ -499,7 +499,7 @@ class TemplateRenderer:
         before: str,
         tools: Sequence[Mapping[str, Any]],
     ) -> Reading:
-        """What a family has found in an answer, with calls read to the letter and all that was
+        """The reading of an answer by the family, with calls read to the letter and all that was
         written accounted for.
 
         The family's parser is followed in what is reasoning.
@@ -618,7 +618,7 @@ class TemplateConversation:
         self._answered = False
 
     def size(self, messages: Sequence[Message]) -> int:
-        """How many tokens the prompt would have with `messages`."""
+        """The number of tokens of the prompt with `messages`."""
         _, new_ids, forked = self._next(messages)
         return len(new_ids) + (0 if forked else len(self._seen_ids))
 
@@ -722,7 +722,7 @@ def by_template(folder: Path, config: RendererConfig) -> TemplateRenderer:
 
 _TAG = "<tool_call>"
 _TAIL = 64
-"""How many tokens before an answer are looked at, to see whether its reasoning begins there."""
+"""Tokens before an answer that are searched for the beginning of its reasoning."""
 
 
 def _family_of(tokenizer: Any, config: RendererConfig) -> Family | None:

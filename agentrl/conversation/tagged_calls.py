@@ -42,7 +42,7 @@ _ONE, _TWO, _KEY, _OTHER_KEY, _NUMBER = (
 )
 _VALUE, _OTHER_VALUE = "xqValueOne", "xqValueTwo"
 _HARD = '  x"q\\ \n{"a":1}  '
-"""What only a syntax without quotes writes as it is."""
+"""Characters that only a syntax without quotes writes as they are."""
 _DECODER = json.JSONDecoder(strict=False)
 """Not strict: models write unescaped line breaks into strings."""
 _NAME = re.compile(r"[^\s<>\"']+")
@@ -62,7 +62,7 @@ _PROBE_TOOLS: Tools = [
 
 
 class _UnreadableError(Exception):
-    """Why a call cannot be read."""
+    """The reason why a call cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,12 @@ class TaggedSyntax:
     between: Pieces
     end: Pieces
     none: Pieces
-    """What follows the name of a call without arguments."""
+    """The text after the name of a call without arguments."""
     after: Pieces
     lead: str
     trail: str
     headers: tuple[str, ...] = ()
-    """What begins a message that holds a call, as regular expressions."""
+    """The beginnings of a message that holds a call, as regular expressions."""
     as_json: bool = False
     """The arguments are one JSON object, between `first` and `end`."""
 
@@ -135,7 +135,7 @@ class TaggedSyntax:
         )
 
     def start(self, text: str) -> int:
-        """Where the first tag stands; -1 if none does."""
+        """The position of the first tag; -1 if there is none."""
         found = self._marks.search(text)
         return -1 if found is None else found.start()
 
@@ -213,8 +213,8 @@ class TaggedSyntax:
         return written.removesuffix(self.trail), mark.start()
 
     def _end_of_stray(self, text: str, mark: re.Match[str]) -> int:
-        """Where reading goes on after a tag that begins no call: what follows an opening one may be
-        a part of it.
+        """The position after a tag that begins no call: the text after an opening one may be a part
+        of it.
         """
         if mark[0].startswith("</"):
             return mark.end()
@@ -354,7 +354,7 @@ def _pieces(text: str) -> Pieces:
 
 
 def _shared(one: Pieces, other: Pieces) -> int:
-    """How many pieces both begin with."""
+    """The number of pieces that both begin with."""
     return next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
         len(one),
@@ -362,7 +362,7 @@ def _shared(one: Pieces, other: Pieces) -> int:
 
 
 def _matched(pieces: Pieces, text: str, at: int) -> int | None:
-    """Where these pieces end, if they begin at `at`; None if they do not stand there."""
+    """The end of these pieces, if they begin at `at`; None if they do not stand there."""
     for piece in pieces:
         at = _blank(text, at)
         if not text.startswith(piece, at):

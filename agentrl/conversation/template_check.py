@@ -1,5 +1,4 @@
-"""What the chat template and the tokenizer of a model can do here, found by trying: `agentrl
-check-model`.
+"""The abilities of a model's chat template and tokenizer, found by trying: `agentrl check-model`.
 
 Each `Finding` is one line. A finding that is not `right` says what goes wrong in a run, and what to
 write.
@@ -56,7 +55,7 @@ _PLACES = {
     "results": "results of tools",
     "repeated_users": "two messages of the user in a row",
 }
-"""What a template may have no place for, and is folded into other messages then
+"""Messages that a template may have no place for, which are folded into others then
 (`agentrl.conversation.placing`).
 """
 _LISTED = 12
@@ -64,7 +63,7 @@ _LISTED = 12
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about one `subject`, in words. `right`: nothing is wrong with it."""
+    """A finding about one `subject`, in words. `right`: nothing is wrong with it."""
 
     subject: str
     words: str
@@ -168,8 +167,8 @@ def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, di
 
 
 def _control(renderer: TemplateRenderer) -> Finding:
-    """Whether text of others with each control token in it has no control token that other text has
-    not.
+    """The finding about control tokens: text of others with one in it has no control token that
+    other text has not.
     """
     texts = sorted(renderer.control_tokens)
     few = ", ".join(texts[:_LISTED]) + (
@@ -191,8 +190,8 @@ def _forged(renderer: TemplateRenderer, text: str) -> list[int]:
 
 
 def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
-    """Whether turns extend each other, and whether the template writes the same of the whole
-    conversation.
+    """The finding about turns: whether they extend each other, and whether the template writes the
+    same of the whole conversation.
     """
     try:
         news = [Message("system", "You play."), Message("user", "Begin now.")]

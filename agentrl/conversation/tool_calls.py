@@ -166,7 +166,7 @@ def is_quoted(text: str, at: int, begun: int = 0) -> bool:
 
 
 def _next_call(text: str, start: int) -> int:
-    """Where parsing continues after a malformed tag: after its end, or at the next opening tag."""
+    """The position after a malformed tag: its end, or the next opening tag."""
     found = _NEXT_CALL.search(text, start)
     return found.end() if found else len(text)
 

@@ -78,8 +78,8 @@ def syntax_read_by(
 def call_reader(
     tokenizer: Any, template: ChatTemplate, wanted: str, own: Syntax | None
 ) -> ReadCalls | None:
-    """What reads the calls that a template writes, or the format that is `wanted`; None if nothing
-    quick does.
+    """The reader of the calls that a template writes, or of the format that is `wanted`; None if
+    nothing quick reads them.
 
     `own`: the template's syntax, if it is one in tags.
 
@@ -117,7 +117,7 @@ def _checked(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
 
 
 def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
-    """What a parser of others has read of a text, if the template would write it so; else that it
+    """The reading of a text by a parser of others, if the template would write it so; else that it
     cannot be read.
 
     Such parsers leave out what they do not expect, and read half of a call. So words, numbers and

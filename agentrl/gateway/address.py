@@ -22,7 +22,8 @@ SCHEME = "agent:"
 
 @dataclass(frozen=True, slots=True)
 class AgentAddress:
-    """What follows `agent:`. It stands where a factory of environments does, and makes none."""
+    """The rest of an address after `agent:`. It stands where a factory of environments does, and
+    makes none."""
 
     rest: str
 
@@ -72,7 +73,7 @@ class AgentAddress:
         )
 
     def _folder(self) -> str:
-        """Where the function's package was found."""
+        """The folder of the function's package."""
         module = plugins.load("agents", self.rest).__module__
         file = Path(sys.modules[module].__file__ or "").absolute()
         depth = module.count(".") + (file.name == "__init__.py")

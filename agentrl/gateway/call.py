@@ -22,7 +22,7 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion, Message, ToolCall
 
 CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compaction", "edit"]
-"""How a call begins, from the calls before it in its episode:
+"""The beginning of a call, from the calls before it in its episode:
 
 - `start`: it is the first one;
 - `extension`: it goes on after an answer that no other call went on after;
@@ -104,13 +104,13 @@ class AgentCall:
     by_name: bool = True
     """True if it asked for the policy by its name."""
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
-    """When it was asked, as programs are told: in seconds since 1970."""
+    """The time of the request, as programs see it: in seconds since 1970."""
     answers: list["AgentAnswer"] = field(default_factory=list)
     delivered: bool = False
     """True if the program has received all answers."""
     error: Exception | None = None
     prompt_length: int = field(init=False)
-    """How many tokens the whole prompt has."""
+    """The number of tokens of the whole prompt."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.new_ids) + (0 if self.parent is None else self.parent.end)
@@ -157,7 +157,7 @@ class AgentAnswer:
 
     @property
     def end(self) -> int:
-        """How many tokens the conversation has up to its end."""
+        """The number of tokens of the conversation up to its end."""
         return self.call.prompt_length + len(self.completion.token_ids)
 
     @property

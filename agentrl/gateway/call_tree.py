@@ -29,9 +29,9 @@ from agentrl.trajectory import Message
 
 
 class CallPlace(NamedTuple):
-    """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of
-    the whole request; that of its opening, which are the messages before the first answer; that of
-    its tools; and that of its tools and the system messages at its beginning.
+    """The place of a request in the tree: after `parent`, if any, with the messages `new`.
+    `digests`: that of the whole request; that of its opening, which are the messages before the
+    first answer; that of its tools; and that of its tools and the system messages at its beginning.
     """
 
     parent: AgentAnswer | None
@@ -44,7 +44,7 @@ class CallPlace(NamedTuple):
 
     @property
     def known(self) -> int:
-        """How many tokens the conversation has up to the end of `parent`."""
+        """The number of tokens of the conversation up to the end of `parent`."""
         return 0 if self.parent is None else self.parent.end
 
 
@@ -54,7 +54,7 @@ class CallTree:
     def __init__(self) -> None:
         self.calls: list[AgentCall] = []
         self.by_name: Counter[bool] = Counter()
-        """How many calls asked for the policy by its name, and how many did not."""
+        """The numbers of calls that asked for the policy by its name, and of those that did not."""
         self._answers: dict[bytes, list[AgentAnswer]] = {}
         self._asked: dict[bytes, list[AgentCall]] = {}
         self._tools_of: dict[AgentCall, bytes] = {}
@@ -63,8 +63,8 @@ class CallTree:
         self._tools: tuple[Sequence[Mapping[str, Any]], bytes] = ((), digest_of_tools(()))
 
     def place(self, request: ChatRequest) -> CallPlace:
-        """Where a request goes on: after the answer with which most of its messages end, if only
-        new ones follow it.
+        """The place of a request: after the answer with which most of its messages end, if only new
+        ones follow it.
         """
         if request.tools != self._tools[0]:
             self._tools = (request.tools, digest_of_tools(request.tools))
@@ -209,5 +209,5 @@ def conversation_of(row: Sequence[AgentAnswer]) -> tuple[Message, ...]:
 
 
 def kinds_of(calls: Sequence[AgentCall]) -> Mapping[str, int]:
-    """How many calls there are of each kind."""
+    """The number of calls of each kind."""
     return Counter(call.kind for call in calls)

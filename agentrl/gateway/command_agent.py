@@ -41,7 +41,7 @@ from agentrl.sandbox import network
 
 _LEADER = str(Path(__file__).with_name("command_leader.py"))
 _END_SECONDS = 15.0
-"""How long the leader may take to end what the command has started."""
+"""Time for the leader to end what the command has started, in seconds."""
 _LAST_BYTES = 2000
 _LONGEST_REWARD = 1 << 16
 _START_SECONDS = 60.0
@@ -175,7 +175,7 @@ def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
 
 
 def _outcome(file: Path, command: str) -> AgentOutcome:
-    """What the command has written for its reward; nothing if it wrote nothing."""
+    """The text that the command has written for its reward; nothing if it wrote nothing."""
     try:
         # A program may have made anything of it: a pipe, on which reading waits, or a link to a
         # file without an end.

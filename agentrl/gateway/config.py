@@ -8,7 +8,7 @@ from agentrl.settings.base import Settings
 
 
 class GatewayConfig(Settings):
-    """Where agents reach the run, and how much they may ask of it."""
+    """The address at which agents reach the run, and the limits of their requests."""
 
     host: str = "127.0.0.1"
     """The address that it listens on. Agents on other machines need another one than the default,
@@ -27,13 +27,14 @@ class GatewayConfig(Settings):
     """The environment variable with the token that agents elsewhere (`env: agent:remote`) show to
     get tasks. Needed unless the gateway listens on this machine alone."""
     network: Literal["open", "gateway"] = "open"
-    """What the run's program can reach by network: what you can, or the gateway alone. The latter
-    is for programs in processes of their own (a command, or a function with `env.isolation:
-    process`), and needs user namespaces."""
+    """The network that the run's program can reach: yours, or the gateway alone. The latter is for
+    programs in processes of their own (a command, or a function with `env.isolation: process`), and
+    needs user namespaces."""
     max_body_bytes: int = Field(16 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)
-    """How long a program may take to send a request; a connection that is idle this long is closed.
+    """Time for a program to send a request, in seconds; a connection that is idle this long is
+    closed.
     """
     max_answers: int = Field(16, ge=1)
     """Most answers of one call (`n`)."""
@@ -46,8 +47,8 @@ class GatewayConfig(Settings):
     idle_seconds: float = Field(600.0, gt=0)
     """An episode fails if its program makes no call for so long."""
     reward_seconds: float = Field(0.0, ge=0)
-    """How long the reward of an episode may come after its program has ended (`POST /v1/rewards`);
-    0: it does not.
+    """Time for the reward of an episode to come after its program has ended (`POST /v1/rewards`),
+    in seconds; 0: it does not come.
     """
     lease_seconds: float = Field(60.0, gt=0)
     """Agents elsewhere (`env: agent:remote`) lose their task if they have made no request for so

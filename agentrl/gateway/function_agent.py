@@ -24,7 +24,7 @@ from agentrl.gateway.program import ProgramAssignment
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
-"""How long a cancelled function may take to clean up."""
+"""Time for a cancelled function to clean up, in seconds."""
 
 
 class FunctionAgent:

@@ -1,4 +1,4 @@
-"""How a program ended: what it says that it earned."""
+"""The outcome of a program: the reward that it reports."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from agentrl.trajectory import Failed, Score
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """How a program ended: the reward that it earned, if it says so, and more about that.
+    """The outcome of a program: the reward that it earned, if it reports one, and more about that.
 
     Without a reward, the run's own rewards are all there is. `parts`: named parts of it, for the
     records.
@@ -25,14 +25,14 @@ class AgentOutcome:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the last turn's info says of it."""
+        """The entries of the last turn's info about it."""
         known = {} if self.success is None else {"success": self.success}
         return {**known, **{f"reward/{name}": value for name, value in self.parts.items()}}
 
 
 def outcome_of(result: object, name: str) -> AgentOutcome:
-    """What a program returned, as an outcome: nothing, a number, a `Score`, or a mapping with
-    `reward` and `success`.
+    """The returned value of a program as an outcome: nothing, a number, a `Score`, or a mapping
+    with `reward` and `success`.
 
     Raises:
         EnvError: it is something else, or no finite number.

@@ -10,7 +10,7 @@ from agentrl.trajectory import Task
 
 @dataclass(frozen=True, slots=True)
 class ProgramAssignment:
-    """What a program gets: its task, and where it calls the model. `api_key` is that of this
+    """The inputs of a program: its task, and the address of the model. `api_key` is that of this
     episode alone.
 
     `url` is the gateway's address. OpenAI's clients take `base_url`, Anthropic's take `url`.

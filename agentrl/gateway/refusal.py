@@ -1,4 +1,4 @@
-"""What the gateway refuses: a status and a code, which each protocol writes in its own form."""
+"""Refusals of the gateway: a status and a code, which each protocol writes in its own form."""
 
 
 class CallRefusedError(Exception):

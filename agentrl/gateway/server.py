@@ -66,7 +66,7 @@ STATUSES = {
     503: "The engine did not answer; try again",
     504: "The engine did not answer in time",
 }
-"""What each status means."""
+"""The meaning of each status."""
 
 
 class PostedReward(BaseModel):
@@ -536,7 +536,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""What Anthropic calls them."""
+"""The names of finish reasons at Anthropic."""
 _GOOGLES = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
@@ -547,7 +547,7 @@ _GOOGLES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""What Google calls them."""
+"""The names of finish reasons at Google."""
 _GEMINI = re.compile(r"/v1(?:alpha|beta)\d*/|/v1/(?:models|publishers)/.+:[a-zA-Z]+$")
 """The paths of Gemini's API: it is refused in its own form, which its clients show as it is."""
 _GOOGLES_PATH, _GOOGLES_KEY = "/v1beta/", "x-goog-api-key"

@@ -38,13 +38,13 @@ from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 _WORDS = ("", "chatcmpl-", "resp_", "msg_")
-"""What the protocols put before the ids of answers."""
+"""The prefixes of the ids of answers in the protocols."""
 _SPENT = {
     "turns": "turn_limit_exceeded",
     "tokens": "token_limit_exceeded",
     "seconds": "time_limit_exceeded",
 }
-"""What programs read when a limit of `rollout.budget` is reached."""
+"""The message to programs when a limit of `rollout.budget` is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +103,28 @@ class AgentSession:
         self.model = model
         """The name of the policy for programs."""
         self.name = blake2b(f"{episode.id} {episode.seed}".encode(), digest_size=6).hexdigest()
-        """What the ids of its answers begin with."""
+        """The prefix of the ids of its answers."""
         self.tree = CallTree()
         self.refused = ""
         """The limit that the last call exceeded, if it did: "context", or one of the budget."""
         self.first_too_long = 0
         """The tokens of the first prompt, if the context is too small for it."""
         self.engine_error: RolloutError | None = None
-        """Why the engine has not answered the last call, if it has not."""
+        """The reason why the engine has not answered the last call, if it has not."""
         self.outcome: AgentOutcome | None = None
         """The reward of the episode, if it came by a request."""
         self.rewarded = asyncio.Event()
-        """Whether a reward came by a request, of the episode or of a call."""
+        """A reward came by a request, of the episode or of a call."""
         self.done = asyncio.Event()
-        """Whether an agent elsewhere has said that it has ended."""
+        """A remote agent has reported its end."""
         self.failure = ""
-        """Why it failed, if it said so."""
+        """The failure that it reported, if any."""
         self.waiting = False
-        """Whether the task waits for an agent."""
+        """The task waits for an agent."""
         self.began = self.used = now()
         self.closed = False
         self.calls_at_once = 0
-        """How many calls are under way."""
+        """Calls that are being answered."""
         self._policy = policy
         self._renderer = renderer
         self._limits = limits
@@ -168,7 +168,7 @@ class AgentSession:
             self.used = now()
 
     def prompt_length(self, request: ChatRequest) -> int:
-        """How many tokens the prompt of a request would have. Nothing is sampled or kept.
+        """The number of tokens of a request's prompt. Nothing is sampled or kept.
 
         Raises:
             CallRefusedError: the chat template refuses it.
@@ -215,8 +215,8 @@ class AgentSession:
         return self._renderer.decode(token_ids)
 
     def dropped(self) -> Mapping[str, tuple[int, int]]:
-        """What is in no row: for each reason, how many answers, and how many tokens the engine
-        returned for them.
+        """The answers that are in no row: for each reason their number, and the tokens that the
+        engine returned for them.
         """
         answers = {"unseen": self.tree.unseen(), "other_model": self.tree.of_another_model()}
         found = {

@@ -1,4 +1,4 @@
-"""What the three protocols have in common: reading requests strictly, writing answers, and
+"""The common parts of the three protocols: reading requests strictly, writing answers, and
 server-sent events.
 
 A field of a request is supported, ignored (it cannot change an answer that is recorded, or the run
@@ -160,8 +160,8 @@ def _what_is_wrong(error: ValidationError, body: Json) -> str:
 
 
 def _place(error: ErrorDetails, body: Any) -> str:
-    """Where in a body it is: without the names of types, which stand between the fields where
-    several types fit.
+    """The place of a fault in a body: without the names of types, which stand between the fields
+    where several types fit.
     """
     place: list[int | str] = []
     for part in error["loc"]:
@@ -277,7 +277,7 @@ _MOST_STOPS = 64
 
 
 def format_of(asked: Any) -> AnswerFormat | None:
-    """What an answer must be: any JSON object, or what fits a schema. None: any text."""
+    """The format of an answer: any JSON object, or what fits a schema. None: any text."""
     if not asked or asked["type"] == "text":
         return None
     described = asked.get("json_schema", asked)  # where responses have it

@@ -1,4 +1,4 @@
-"""What a run records besides its metrics."""
+"""The records of a run besides its metrics."""
 
 from pydantic import Field
 
@@ -6,10 +6,10 @@ from agentrl.settings.base import Settings
 
 
 class ObserveConfig(Settings):
-    """What a run records besides its metrics, for `agentrl view`."""
+    """The records of a run besides its metrics, for `agentrl view`."""
 
     notes: str = ""
-    """What this run is for, in words, for the page of `agentrl view`. What is known later may be
+    """The purpose of this run, in words, for the page of `agentrl view`. What is known later may be
     written into the file `notes.md` of the run's folder."""
     tags: tuple[str, ...] = ()
     """Words to find the run by, such as `[baseline, seed-3]`: in `agentrl view`, and as tags in

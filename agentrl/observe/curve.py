@@ -110,7 +110,7 @@ def _draw_evaluated(axes: "Axes", rows: Rows, name: str, label: str, colour: str
 
 
 def _to_interval(tested: Rows, name: str) -> list[list[float]]:
-    """How far the interval of each evaluation reaches below and above its rate."""
+    """The reach of the interval of each evaluation below and above its rate."""
     rates = [row[name] for row in tested]
     lows = [row.get(f"{name}_low", rate) for row, rate in zip(tested, rates, strict=True)]
     highs = [row.get(f"{name}_high", rate) for row, rate in zip(tested, rates, strict=True)]

@@ -25,7 +25,7 @@ How = Literal["completed", "stopped", "failed", "killed"]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended.
+    """The end of a run.
 
     `completed`: the recipe has done its work. `stopped`: by Ctrl-C or a signal. `failed`: by an
     error. `killed`: its process is gone and has written nothing, which is read from what it has
@@ -101,8 +101,8 @@ def resume_command(folder: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why an error ended a run: its own words, what is wrong with the disk, or where in whose code
-    it was raised.
+    """The reason why an error ended a run: its own words, the problem of the disk, or the place in
+    the code where it was raised.
     """
     return (
         str(error) if isinstance(error, AgentRLError) else storage_problem(error) or describe(error)

@@ -83,8 +83,8 @@ def passes(by_task: Mapping[str, Sequence[bool]], samples: int) -> tuple[int, di
 def paired_difference(
     one: Mapping[Hashable, float], other: Mapping[Hashable, float], largest: float | None = None
 ) -> tuple[int, Interval]:
-    """How many tasks both have, and by how much `other` is larger there: the mean of the
-    differences, task by task.
+    """The number of tasks that both have, and the mean by which `other` is larger there, task by
+    task.
 
     The interval is narrower than that of two separate means, as a task is hard or easy for both. It
     is the normal one of the differences with the `largest` possible one added in both directions

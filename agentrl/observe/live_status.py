@@ -31,9 +31,9 @@ _WHOLE = ("episode", "group")
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What the process `pid` of a run did at a Unix time: its workers, the calls that wait for an
-    answer, the longest wait first, what the work waits for outside (notices), and the episodes, if
-    any are played.
+    """The state of the process `pid` of a run at a Unix time: its workers, the calls that wait for
+    an answer, the longest wait first, the reasons for waits outside, and the episodes, if any are
+    played.
     """
 
     pid: int

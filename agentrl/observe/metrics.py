@@ -153,7 +153,8 @@ def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _calls(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How the calls of programs became samples; nothing for environments, which make none."""
+    """Metrics of the calls of programs and their samples; nothing for environments, which make
+    none."""
     kinds = Counter(
         turn.info["call_kind"]
         for trajectory in trajectories
@@ -206,7 +207,7 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
 
 
 def verdicts(scored: Iterable[tuple[Trajectory, Score]]) -> list[bool]:
-    """Whether each episode succeeded, without those of which nothing tells."""
+    """The success of each episode, without those of which nothing tells."""
     told = (succeeded(*pair) for pair in scored)
     return [verdict for verdict in told if verdict is not None]
 

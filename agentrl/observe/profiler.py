@@ -219,8 +219,8 @@ def resource_of(group: str) -> str:
 
 
 def _costs() -> tuple[float, float]:
-    """What a span costs, and a turn of the event loop, in seconds; medians, as RL-Scope calibrates
-    its book-keeping.
+    """The cost of a span, and of a turn of the event loop, in seconds; medians, as RL-Scope
+    calibrates its book-keeping.
 
     What begins in other threads meanwhile is not recorded, since no trace has begun.
     """

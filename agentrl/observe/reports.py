@@ -32,7 +32,7 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True)
 class PlayedTask:
-    """What an episode was about: two of the same problem, whatever the runs are called that played
+    """The problem of an episode: two of the same problem, whatever the runs are called that played
     them, are equal.
     """
 
@@ -69,7 +69,7 @@ class PlayedTask:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """How one episode of an evaluation ended. `task` names its task, with the seed of its
+    """The outcome of one episode of an evaluation. `task` names its task, with the seed of its
     environment.
     """
 
@@ -99,14 +99,14 @@ class EpisodeResult:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """How the episodes of an evaluation were played and scored, each by its own name or that of a
-    setting.
+    """The settings by which the episodes of an evaluation were played and scored, each by its own
+    name or that of a setting.
     """
 
     environments: Mapping[str, Any] = field(default_factory=dict)
     """The options of each environment."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """How the policy was sampled, and what an episode could use."""
+    """The sampling of the policy, and the budget of an episode."""
     reward: Any = None
     """The section of the config."""
 
@@ -123,7 +123,7 @@ class EvaluationReport:
     episodes: Sequence[EpisodeResult]
     conditions: Conditions = Conditions()
     file: Path | None = None
-    """Where it was read."""
+    """The file that it was read from."""
 
     def write(self, folder: Path) -> Path:
         """Write the report into a folder, and return its path."""
@@ -136,7 +136,7 @@ class EvaluationReport:
 
     @property
     def failed(self) -> int:
-        """How many episodes failed. They are in no figure."""
+        """Failed episodes. They are in no figure."""
         names = ("eval/failed", f"eval/{self.name}/failed")
         return next((round(self.metrics[name]) for name in names if name in self.metrics), 0)
 
@@ -156,8 +156,8 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two models did on the tasks that both were evaluated on, and by how much the second did
-    better.
+    """The results of two models on the tasks that both were evaluated on, and the lead of the
+    second.
 
     The success of both, `first` and `second`, is NaN where it is unknown, as is a difference.
     """
@@ -303,7 +303,7 @@ def left_out(
     second: Mapping[str, EvaluationReport],
     compared: Sequence[Comparison],
 ) -> dict[str, str]:
-    """Why the other evaluations of the two cannot be compared, by name."""
+    """The reasons why the other evaluations of the two cannot be compared, by name."""
     found = {}
     for name in sorted((first.keys() | second.keys()) - {one.name for one in compared}):
         if name in first and name in second:

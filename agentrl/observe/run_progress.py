@@ -1,4 +1,4 @@
-"""How far a run has come: what its display shows."""
+"""The progress of a run, for its display."""
 
 import time
 from collections import defaultdict, deque
@@ -15,9 +15,7 @@ _SLOWEST = 3
 
 
 class EnvPace(NamedTuple):
-    """How long the steps of an environment took, in the last batch: on average, and the longest. In
-    seconds.
-    """
+    """The mean and the longest duration of an environment's steps in the last batch, in seconds."""
 
     env: str
     mean: float
@@ -61,9 +59,7 @@ class RunProgress:
 
     @property
     def remaining(self) -> float | None:
-        """How many seconds the steps that are left will take, at the pace of the last ones; None if
-        unknown.
-        """
+        """Seconds for the steps that are left, at the pace of the last ones; None if unknown."""
         paces = tuple(self._paces)
         if not paces or self.done >= self.steps:
             return None

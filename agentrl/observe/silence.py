@@ -101,7 +101,7 @@ def _how_hard(row: Row) -> str:
 
 
 def _only_the_bonus(row: Row) -> str:
-    """What happens meanwhile, if the loss has a bonus on entropy and no group says where to go."""
+    """The effect meanwhile of a loss with a bonus on entropy, where no group gives a direction."""
     if row["mixed_groups"] > 0 or "policy_entropy" not in row:
         return ""
     return (

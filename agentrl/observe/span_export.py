@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _QUEUED = 1 << 16
 _SECONDS = 5
-"""How long a collector may take for an answer, and for the last spans at the end."""
+"""Time for an answer of a collector, and for the last spans at the end, in seconds."""
 
 
 class SpanExport:

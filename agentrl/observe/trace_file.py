@@ -121,7 +121,7 @@ class Trace:
 
     @property
     def begin(self) -> float:
-        """When the first slice or counter begins; 0 if there is none."""
+        """The beginning of the first slice or counter; 0 if there is none."""
         return min(
             [one.begin for one in self.slices] + [found[0].begin for found in self.levels.values()],
             default=0.0,
@@ -129,7 +129,7 @@ class Trace:
 
     @property
     def end(self) -> float:
-        """When the last one ends; 0 if there is none."""
+        """The end of the last slice or counter; 0 if there is none."""
         return max(
             [one.end for one in self.slices] + [found[-1].end for found in self.levels.values()],
             default=0.0,

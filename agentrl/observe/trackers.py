@@ -24,7 +24,7 @@ _DEFAULT_PROJECT = "agentrl"
 
 
 class TrackerSettings(Settings):
-    """What trackers with a server let one set: all of them this much.
+    """The settings that all trackers with a server have.
 
     A run is tagged with `observe.tags`, too, in each tracker whose settings are of this class.
     """
@@ -440,7 +440,7 @@ def _has_run(mlflow: Any, run_id: str) -> bool:
 
 
 def _ending(how: HowEnded, why: str) -> str:
-    """How and why a run has ended, in a line."""
+    """The end of a run and its reason, in a line."""
     return why if why.startswith(how) else f"{how}: {why}"
 
 

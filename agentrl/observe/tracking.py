@@ -21,15 +21,15 @@ from agentrl.protocols import EpisodeSample, HowEnded, Tracker, TrackerOffers
 from agentrl.trajectory import Message, Score, Trajectory, Unscored, succeeded
 
 QUEUED = 1000
-"""How many rows may wait for a tracker; what comes then is not sent to it."""
+"""Most rows that wait for a tracker; later ones are not sent to it."""
 START_SECONDS = 60.0
-"""How long a run's start waits for its trackers' own, which may refuse the config."""
+"""Time for the starts of a run's trackers, which may refuse the config, in seconds."""
 END_SECONDS = 60.0
-"""How long the end of a run waits for what its trackers have not sent yet."""
+"""Time at the end of a run for the rows that its trackers have not sent yet, in seconds."""
 AGAIN_SECONDS = 60.0
 """After how long a tracker that could not begin tries again."""
 LAST_SECONDS = 5.0
-"""How long it then waits for what a tracker is doing."""
+"""Time after that for the call that a tracker is in, in seconds."""
 _LONGEST = 20_000
 _Work = Callable[[Tracker], None]
 

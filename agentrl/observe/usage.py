@@ -1,4 +1,4 @@
-"""How busy the processes, threads and GPUs of a run are, sampled from outside of them."""
+"""The load of the processes, threads and GPUs of a run, sampled from outside of them."""
 
 import re
 import threading

@@ -23,15 +23,15 @@ class ArcherSettings(Settings):
     replay: Annotated[int, Field(gt=0)] = 8
     """Of how many earlier steps the episodes are kept. Each checkpoint has them too."""
     replayed: Annotated[float, Field(ge=0)] = 1.0
-    """How many earlier episodes each update of the critic draws, for each new one."""
+    """Earlier episodes that each update of the critic draws, for each new one."""
     critic_updates: Annotated[int, Field(gt=0)] = 4
-    """How often the critic is updated in a step: on the new episodes and those that are drawn, with
-    new targets.
+    """Updates of the critic in a step: on the new episodes and those that are drawn, with new
+    targets.
     """
     critic_warmup: Annotated[int, Field(ge=0)] = 10
     """Steps before the policy starts to learn. Until then the critic learns alone."""
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first, if it cannot do the task at all yet."""
+    """The episodes that the model imitates first, if it cannot do the task at all yet."""
 
 
 async def archer(run: Run, settings: ArcherSettings) -> None:

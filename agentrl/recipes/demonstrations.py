@@ -64,8 +64,8 @@ class DemonstrationsConfig(Settings):
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
     temperature: float = Field(1.0, ge=COLDEST)
-    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature`
-    is; the loss that is reported is at this temperature too."""
+    """The temperature that divides logits while the model imitates, whatever
+    `rollout.sampling.temperature` is; the loss that is reported is at this temperature too."""
     successes_only: bool = False
     """Imitate only the episodes that succeeded."""
 
@@ -102,7 +102,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
 
 
 async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:
-    """Whether each episode succeeded. The run's reward is asked where the environment gives no
+    """The success of each episode. The run's reward is asked where the environment gives no
     verdict.
     """
     scores = [UNSCORED] * len(played)

@@ -31,7 +31,7 @@ class DistillSettings(DistillLoss):
     teacher: TeacherConfig = TeacherConfig()
     """The teacher and its engine."""
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first."""
+    """The episodes that the model imitates first."""
 
     @property
     def algorithm(self) -> Distill:

@@ -59,14 +59,14 @@ class DpoSettings(Settings):
     has its own.
     """
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held to the model that training begins with: the smaller, the
-    further it may move.
+    """Strength with which the policy is held to the model that training begins with: the smaller,
+    the further it may move.
     """
     temperature: Annotated[float, Field(ge=COLDEST)] = 1.0
-    """What logits are divided by, of the model and of the one that training begins with, whatever
-    `rollout.sampling.temperature` is."""
+    """The temperature that divides logits, of the model and of the one that training begins with,
+    whatever `rollout.sampling.temperature` is."""
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first."""
+    """The episodes that the model imitates first."""
 
 
 async def dpo(run: Run, settings: DpoSettings) -> None:

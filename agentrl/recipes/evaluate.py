@@ -275,7 +275,7 @@ def _played_task(trajectory: Trajectory, config: RunConfig) -> PlayedTask:
 
 
 def _conditions(name: str, config: RunConfig) -> Conditions:
-    """How the evaluation of this name is played and scored."""
+    """The settings by which the evaluation of this name is played and scored."""
     suite = next((suite for suite in config.evaluation.suites if suite.name == name), None)
     envs = dict(config.env.all) if suite is None else {suite.label: config.envs[suite.label]}
     sampling = (

@@ -49,7 +49,7 @@ class Iterations:
             self.add(iteration)
 
     def lineage(self, iteration: int, tasks: Sequence[str], *, pairs: int, updates: int) -> Lineage:
-        """How the model of an iteration came to be, after so many updates. The checksum of its
+        """The lineage of an iteration's model, after this number of updates. The checksum of its
         weights is left out.
         """
         parent, before = self._first, 0

@@ -60,7 +60,8 @@ class IterativeDpoSettings(Settings):
     """
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the policy is held to the reference: the smaller, the further it may move."""
+    """Strength with which the policy is held to the reference: the smaller, the further it may
+    move."""
     labels: Labels = "hard"
     """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the probability
     sigmoid(difference of the rewards), as the model of Bradley and Terry says; for a reward on that
@@ -76,7 +77,7 @@ class IterativeDpoSettings(Settings):
     pairs_per_step: int = Field(32, gt=0)
     """Pairs in one update."""
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first."""
+    """The episodes that the model imitates first."""
 
     @property
     def algorithm(self) -> OnlineDpo:
@@ -231,7 +232,7 @@ def rank(
 def unpaired(
     groups: Sequence[Group], ranking: Ranking, settings: IterativeDpoSettings
 ) -> dict[str, str]:
-    """Why each episode that is in no pair carries no loss, by its id."""
+    """The reason why each episode that is in no pair carries no loss, by its id."""
     paired = {trajectory.id for trajectory in ranking.trajectories}
     why = f"it is in no pair of its group (recipe.pairs={settings.pairs})"
     return {t.id: why for group in groups for t in group.trajectories if t.id not in paired}

@@ -42,7 +42,7 @@ class RewardRecord(_Record):
 
 
 class Lineage(_Record):
-    """How a model came to be. `sha256` is that of its own weights, `parent` the model that played
+    """The lineage of a model. `sha256` is that of its own weights, `parent` the model that played
     and was trained on.
 
     `reference` is DPO's. `tasks` are the ids of all tasks that were played, `pairs` is the number

@@ -39,7 +39,7 @@ class PolicyGradientSettings(Settings):
     """Settings of `recipe: policy_gradient`."""
 
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first, if it cannot do the task at all yet."""
+    """The episodes that the model imitates first, if it cannot do the task at all yet."""
 
 
 async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:

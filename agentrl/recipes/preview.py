@@ -31,12 +31,13 @@ class Opening:
         return renderer.decode(renderer.whole(self.messages, self.tools))
 
     def tokens(self, renderer: TemplateRenderer) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens of the prompt."""
         return len(renderer.conversation(self.tools).prompt(self.messages).ids)
 
 
 async def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Opening]:
-    """What the model sees first in each of these tasks. Of several agents, the one that acts first.
+    """The first prompt of the model in each of these tasks. Of several agents, that of the one that
+    acts first.
 
     Raises:
         RolloutError: an environment fails.

@@ -41,8 +41,8 @@ class RecordingsConfig(Settings):
     lr: float = Field(1e-4, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
     temperature: float = Field(1.0, ge=COLDEST)
-    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature`
-    is.
+    """The temperature that divides logits while the model imitates, whatever
+    `rollout.sampling.temperature` is.
     """
 
 

@@ -25,7 +25,7 @@ class SelfPlaySettings(OpponentsConfig):
     """Settings of `recipe: self_play`."""
 
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first, if it cannot play at all yet."""
+    """The episodes that the model imitates first, if it cannot play at all yet."""
 
 
 async def self_play(run: Run, settings: SelfPlaySettings) -> None:

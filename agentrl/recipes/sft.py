@@ -34,7 +34,7 @@ class SftSettings(Settings):
     tokens.
     """
     rejection: RejectionSampling.Config | None = None
-    """Which of its own episodes the model then imitates, for `steps` steps of
+    """The episodes of its own that the model then imitates, for `steps` steps of
     `rollout.groups_per_step` groups.
     """
 

@@ -93,7 +93,7 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
 
 
 async def texts_of_agent(config: RunConfig, episodes: int = 16) -> list[str]:
-    """What a program writes to the model in some episodes of the split "corpus", in which all
+    """The messages of a program to the model in some episodes of the split "corpus", in which all
     answers are empty.
 
     A program may fail over such answers; what it has written until then is kept.

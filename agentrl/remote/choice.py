@@ -10,11 +10,11 @@ from agentrl.errors import EnvError, OutageError
 from agentrl.flow import now, waiting_for
 
 FULL_SECONDS = 10.0
-"""How long a reset waits for a full server; then the episode waits outside of the deadline, as in
-an outage.
+"""Time for which a reset waits for a full server, in seconds; then the episode waits outside of the
+deadline, as in an outage.
 """
 REST_SECONDS = 5.0
-"""How long a server that could not be used ranks last."""
+"""Time for which a server that could not be used ranks last, in seconds."""
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -28,14 +28,14 @@ class LostError(EnvError):
     """The server cannot be reached, or has closed the connection."""
 
     lives = False
-    """Whether it said that it closes the connection, as one that dies does not."""
+    """The server announced that it closes the connection, as one that dies does not."""
 
 
 class FullError(EnvError):
     """The server has no room for another session."""
 
     retry_seconds: float | None = None
-    """When the server wants to be asked again, if it says so."""
+    """Seconds after which the server wants to be asked again, if it says so."""
 
 
 class Loaded(ABC):

@@ -20,9 +20,9 @@ from websockets.protocol import State
 from websockets.uri import WebSocketURI, parse_uri
 
 CONNECT_SECONDS = 10.0
-"""How long a server may take to accept a connection."""
+"""Time for a server to accept a connection, in seconds."""
 CLOSE_SECONDS = 1.0
-"""How long a server may take to confirm a close."""
+"""Time for a server to confirm a close, in seconds."""
 MAX_REDIRECTS = 10
 """Redirects that are followed, one after another."""
 
@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def loss(self, error: Exception | None = None) -> LostConnectionError:
-        """Why the connection has ended; `error` is the transport's reason, if it has one."""
+        """The reason why the connection has ended; `error` is the transport's, if it has one."""
         received = self._wire.close_rcvd
         if received is not None:
             reason = f"{received.code} {received.reason}".strip()

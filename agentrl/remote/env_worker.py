@@ -33,7 +33,7 @@ MakeEnvs = Callable[[], Callable[[], Env]]
 _PAUSE_SECONDS = 0.2
 """Pause before the next attempt to reset: the death of a worker may not have been noticed yet."""
 _PATIENCE_SECONDS = 10.0
-"""How long a reset waits for a worker; less than the deadline of a reset."""
+"""Time for which a reset waits for a worker, in seconds; less than the deadline of a reset."""
 _ALL_DEAD = "the workers of the environments are starting again"
 _FIRST_ATTEMPTS = 3
 """The run fails when this many workers of a rank die before any episode has begun."""
@@ -167,7 +167,7 @@ class _Pool:
         self._suspicion = suspicion()
 
     def worker_count(self) -> WorkerCount:
-        """How many workers serve. Any thread may ask."""
+        """The number of workers that serve. Any thread may ask."""
         restarts = sum(worker.restarts for worker in self._supervised)
         return WorkerCount(
             "env", len(self._urls), len(self._supervised), restarts, self._suspicion.set_aside

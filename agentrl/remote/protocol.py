@@ -60,7 +60,7 @@ STATUSES = {
     503: "The server is draining: no new session, no new episode; running episodes may finish",
     504: "The environment did not answer in time; the session ended",
 }
-"""What each status other than 200 means, and what it does to the session. The body is a
+"""The meaning of each status other than 200, and its effect on the session. The body is a
 `ProblemDetail`.
 """
 
@@ -89,7 +89,7 @@ class Reset(_Message):
     """One more than the `seq` of the session's last reset or step."""
     seed: Whole = Field(ge=0)
     options: Annotated[dict[str, Any], AfterValidator(_kept)] = {}
-    """What a config can hold too: no NaN, no infinity."""
+    """A value that a config can hold too: no NaN, no infinity."""
 
 
 class Step(_Message):

@@ -39,14 +39,16 @@ class ServerLimits(Settings):
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)
-    """How long a client may take to write a request; a connection that is idle this long is closed.
+    """Time for a client to write a request, in seconds; a connection that is idle this long is
+    closed.
     """
     call_seconds: float = Field(60.0, gt=0)
-    """How long the environment may take for one reset or step."""
+    """Time for one reset or step of the environment, in seconds."""
     drain_seconds: float = Field(60.0, ge=0)
-    """How long running episodes may continue after the server receives a stop signal."""
+    """Time for running episodes to continue after the server receives a stop signal, in seconds."""
     retry_seconds: float = Field(1.0, gt=0)
-    """When a client that was refused because the server is full or draining should retry."""
+    """Seconds after which a client that was refused should retry, because the server is full or
+    draining."""
 
 
 @dataclass(eq=False)
@@ -55,7 +57,7 @@ class _Session:
     env: LiveEnv
     used: float
     client: str | None
-    """Whose WebSocket it was used over last, if any."""
+    """The id of the WebSocket that it was used over last, if any."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     seq: int = 0
     asked: tuple[Any, ...] = ()

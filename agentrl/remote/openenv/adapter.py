@@ -187,7 +187,7 @@ class OpenEnvSessions:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many sessions are open and allowed, in the form that a full server reports."""
+        """The numbers of open and of allowed sessions, in the form that a full server reports."""
         return {
             "active_sessions": len(self.sessions),
             "max_sessions": self.sessions.limits.max_sessions,

@@ -84,8 +84,8 @@ class ServerObservation(BaseModel):
 
 
 class Server(Loaded):
-    """What this process knows about a server. `waiting` counts the clients that wait for a free
-    session on it.
+    """The state of a server, as known to this process. `waiting` counts the clients that wait for a
+    free session on it.
     """
 
     def __init__(self, url: str, token: str | None) -> None:
@@ -216,7 +216,7 @@ class Socket:
         self.action_schema = action_schema
         self.tools: tuple[dict[str, Any], ...] = ()
         self.usable = True
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         self._unread: deque[bytes] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._lost: LostConnectionError | None = None
