@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.machinery import PathFinder
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -133,7 +133,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def installed(kind: str) -> list[Plugin]:
     """All plug-ins of a kind ("envs", "engines", ...), by name."""
     return [
-        Plugin(kind, name, point.value, _origin(point))
+        Plugin(kind, name, point.value, _origin(point.dist))
         for name, point in sorted(_registered(kind).items())
     ]
 
@@ -330,8 +330,12 @@ def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]
     return groups
 
 
-def _origin(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+@lru_cache(maxsize=64)
+def _origin(distribution: Distribution | None) -> str:
+    """The name and version of a distribution; cached, as each of them is read from a file in
+    milliseconds.
+    """
+    return f"{distribution.name} {distribution.version}" if distribution else "unknown"
 
 
 def unbound(function: Any) -> Any:

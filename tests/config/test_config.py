@@ -1,5 +1,6 @@
 """Configs: strict, with the way out in every error and the origin of every value."""
 
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_file_that_is_no_config_is_told_by_its_name(path, written, expected):
     said = problem(path)
     assert "lake.yaml" in said
     assert expected in said
+
+
+def test_a_config_is_validated_again_without_a_look_into_what_is_installed(path, monkeypatch):
+    load_config(path)
+    # Each distribution's metadata takes milliseconds, and every rule asks for plug-ins.
+    monkeypatch.setattr(PathDistribution, "read_text", lambda self, name: pytest.fail(name))
+    load_config(path)
 
 
 def test_a_folder_in_place_of_a_config_is_answered_with_what_to_write(path):

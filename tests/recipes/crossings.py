@@ -322,7 +322,7 @@ def blamed(row: Row, outcome: Callable[[Row], Outcome]) -> tuple[dict[str, str],
     kept: set[str] = set()
     while True:
         reduced = dict(row)
-        for factor in row.keys() - kept:
+        for factor in (factor for factor in row if factor not in kept):
             nearer = {**reduced, factor: BASE_ROW[factor]}
             reduced = nearer if outcome(nearer).kind != "accepted" else reduced
         needed = {factor for factor in row if _matters(reduced, factor, outcome)}
