@@ -123,8 +123,8 @@ class Coverage:
 
     def _allowed(self, row: Row, name: str, value: Hashable) -> bool:
         """Whether nothing refused is in the row with this choice."""
-        rest = row.items() - {(name, value)}
-        return not any(others <= rest for others in self._with.get((name, value), ()))
+        chosen = row.items()
+        return not any(others <= chosen for others in self._with.get((name, value), ()))
 
 
 def covering_rows(

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,14 @@ from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import Worker, WorkerGroup
 from agentrl.errors import StallError, WorkerDiedError
-from agentrl.flow import run_virtual
+from agentrl.flow import Retries, run_virtual
 from agentrl.protocols import Recovery
 from agentrl.runs.checkpoint import Checkpoints
 from agentrl.testing.trainers import LOSS, TrainerCase, random_batches
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
+from agentrl.weights.store import SHARED_MEMORY
 from tests.properties import examples
 
 
@@ -114,7 +115,7 @@ def trainer_over(make: Callable[[], Worker], **recovery: Any) -> LocalTrainer:
     )
 
 
-@examples(30)  # a checkpoint waits for the disk
+@examples(30)
 @given(
     every=st.integers(1, 4),
     deaths=st.lists(
@@ -122,29 +123,35 @@ def trainer_over(make: Callable[[], Worker], **recovery: Any) -> LocalTrainer:
     ),
 )
 def test_no_step_is_lost_or_made_twice_wherever_ranks_die(
-    tmp_path_factory: pytest.TempPathFactory, every: int, deaths: list[tuple[int, bool]]
+    every: int, deaths: list[tuple[int, bool]]
 ) -> None:
-    checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints")
     calls = [0]
 
-    def trainer() -> LocalTrainer:
+    def trainer(checkpoints: Checkpoints) -> LocalTrainer:
         return trainer_over(lambda: Mortal(deaths, calls), latest=checkpoints.latest)
 
-    async def main() -> None:
-        async with trainer() as first:
+    async def main(checkpoints: Checkpoints) -> None:
+        async with trainer(checkpoints) as first:
             for step in range(9):
                 assert (await first.step(batch_of(step), LOSS, 1.0))["steps"] == step + 1.0
                 assert await first.weights() == list(range(step + 1))
                 if (step + 1) % every == 0:
                     await checkpoints.save(step + 1, first)
-        async with trainer() as resumed:
+        async with trainer(checkpoints) as resumed:
             step, folder = checkpoints.latest() or (0, Path())
             await resumed.load(folder)
             await resumed.step(batch_of(99), LOSS, 1.0)
             assert await resumed.weights() == [*range(step), 99]
 
-    asyncio.run(main())
-    shutil.rmtree(checkpoints.folder.parent)
+    # In memory, where there is some: on a disk each checkpoint waits for it a dozen times.
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as run,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        # Between restarts a run waits for its machines, of which there are none here.
+        patched.setattr(Retries, "pause", lambda failures: 0.0)
+        asyncio.run(main(Checkpoints(Path(run) / "checkpoints")))
 
 
 def test_ranks_that_take_up_a_checkpoint_that_is_no_runs_find_it_again_when_they_have_died(
