@@ -24,11 +24,25 @@ from agentrl.weights.config import WeightUpdate
 
 @asynccontextmanager
 async def engine_router(
-    config: RunConfig, cluster: Cluster, model: Path, role: str = "engine"
+    config: RunConfig,
+    cluster: Cluster,
+    model: Path,
+    role: str = "engine",
+    *,
+    answer_seconds: float | None = None,
 ) -> AsyncIterator[Router]:
-    """Start the engine's replicas, and a router over them. `role`: what displays call them."""
+    """Start the engine's replicas, and a router over them. `role`: what displays call them.
+    `answer_seconds`: the deadline of what they are asked, by default that of a completion.
+    """
     factories = cluster.engines(with_log_of(config.engine, role=role), model)
-    router = _router_over(factories, config, cluster, model, config.weights.update)
+    router = _router_over(
+        factories,
+        config,
+        cluster,
+        model,
+        update=config.weights.update,
+        answer_seconds=answer_seconds,
+    )
     with register_workers(partial(router.worker_count, role)):
         async with router:
             yield router
@@ -39,7 +53,9 @@ def _router_over(
     config: RunConfig,
     cluster: Cluster,
     model: Path,
+    *,
     update: WeightUpdate = "keep",
+    answer_seconds: float | None = None,
 ) -> Router:
     """A router over new engines that serve `model`, supervised as the cluster's settings say."""
     return Router(
@@ -50,6 +66,7 @@ def _router_over(
         restarts=cluster.config.restarts,
         start_seconds=cluster.config.start_seconds,
         update_seconds=config.weights.for_model(model).seconds,
+        answer_seconds=answer_seconds or config.rollout.deadlines.generate,
         nodes=[factory.node for factory in factories],
         starts_per_node=cluster.config.starts_per_node,
     )
@@ -124,7 +141,13 @@ async def teacher_served(
     )
     engine = in_dtype_of(engine, placed.config.trainer)
     config = placed.config.model_copy(update={"engine": engine})
-    async with engine_router(config, placed.cluster, teacher.model or model, "teacher") as served:
+    async with engine_router(
+        config,
+        placed.cluster,
+        teacher.model or model,
+        "teacher",
+        answer_seconds=config.rollout.deadlines.score,
+    ) as served:
         if served.max_context < longest:
             raise ConfigError(
                 f"the teacher's engine takes at most {served.max_context} tokens, and the policy's"

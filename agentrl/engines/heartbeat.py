@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-BEAT_SECONDS = 0.5
+BEAT_SECONDS = 0.2
 """Pause between two signs of life of a process."""
 _TIME = struct.Struct("d")
 """Seconds of the monotonic clock, which is the machine's, so processes can compare its values."""

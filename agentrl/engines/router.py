@@ -19,6 +19,7 @@ With `keep` and `abort_resume`, no token is sampled twice, except tokens lost wi
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -89,6 +90,10 @@ class _Replica:
     """Answers to requests so far."""
     seen: tuple[int, int] = (-1, -1)
     """Generated tokens and answers when `evict_unresponsive` last looked."""
+    progress: tuple[int, int, int] = (-1, -1, -1)
+    """Answers, generated and prefilled tokens when it was last watched."""
+    progress_at: float = 0.0
+    """When these last grew, or it had no requests, in seconds of loop time."""
     is_starting: bool = False
     """A replacement takes memory, but no requests yet."""
     occupations: int = 0
@@ -121,8 +126,9 @@ class Router(Engine):
     may go without a sign of life. `restarts`: how often in a row a replica may be replaced without
     an answer in between. `start_seconds`: how long a replica may take to start. `update_seconds`:
     how long it may take to stage weights, and to commit them; then it is evicted. Without it, the
-    caller's deadline counts. `nodes`: the machine of each replica, by default the same. At most
-    `starts_per_node` replicas start there at the same time.
+    caller's deadline counts. `answer_seconds`: how long a replica with a method `probe` may have
+    requests without any progress. `nodes`: the machine of each replica, by default the same. At
+    most `starts_per_node` replicas start there at the same time.
 
     Raises:
         EngineDeadError: while the router is open: a dead replica could not be replaced, or its
@@ -141,6 +147,7 @@ class Router(Engine):
         restarts: int = RESTARTS,
         start_seconds: float = START_SECONDS,
         update_seconds: float | None = None,
+        answer_seconds: float = math.inf,
         nodes: Sequence[str] = (),
         starts_per_node: int = STARTS_PER_NODE,
     ) -> None:
@@ -172,6 +179,7 @@ class Router(Engine):
         self._factory = factory
         self._lease = lease
         self._update_seconds = update_seconds
+        self._answer_seconds = answer_seconds
         self._nodes = nodes or [""] * len(engines)
         self._starts = defaultdict[str, asyncio.Semaphore](
             lambda: asyncio.Semaphore(starts_per_node)
@@ -351,7 +359,9 @@ class Router(Engine):
         try:
             if self._update == "abort_resume":
                 self._interruptions += 1
-                await self.interrupt()
+                await self._everywhere(
+                    "interrupt", lambda engine: engine.interrupt(), self._update_seconds
+                )
             else:
                 await self._no_calls()
             await self._commit(weights, version)
@@ -537,8 +547,23 @@ class Router(Engine):
                 if not is_free and not offers.probes_while_busy:
                     continue
                 death = EngineDeadError(f"it gave no sign of life for {lease:g} s (cluster.lease)")
+            if death is None and self._seconds_still(replica) > self._answer_seconds:
+                # Its processes live, and their work hangs: new requests would all go there.
+                death = EngineDeadError(
+                    f"it has requests, and sampled nothing for {self._answer_seconds:g} s"
+                    " (rollout.deadlines)"
+                )
             if death is not None and replica.engine is engine:
                 self._evict(replica, death)
+
+    def _seconds_still(self, replica: _Replica) -> float:
+        """For how long a replica has made no progress, although it has requests."""
+        stats = replica.engine.stats()
+        progress = replica.answers, stats.generated_tokens, stats.prefilled_tokens
+        is_at_work = _requests(replica) and not replica.occupations and self._awake.is_set()
+        if progress != replica.progress or not is_at_work:
+            replica.progress, replica.progress_at = progress, now()
+        return now() - replica.progress_at
 
     async def _replace(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
         """Replace a dead engine by a new one with the latest published weights."""
@@ -598,7 +623,7 @@ class Router(Engine):
             if len(self._replicas) == 1:
                 raise
             which = f"engine {replica.number} of {len(self._replicas)} did not start"
-            if isinstance(error, EngineError):
+            if type(error) in (EngineError, EngineDeadError):
                 raise type(error)(f"{which}: {error}") from error
             error.add_note(which)
             raise
@@ -699,7 +724,7 @@ async def _limit(what: str, seconds: float | None) -> AsyncIterator[None]:
         if not clock.expired():
             raise
         raise _TooLateError(
-            f"it did not {what} weights within {seconds:g} s (weights.deadline)"
+            f"it took longer than {seconds:g} s to {what} (weights.deadline)"
         ) from error
 
 

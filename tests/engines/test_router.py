@@ -668,6 +668,9 @@ class Core(ScriptedEngine):
             await asyncio.sleep(1e9 if version == self._hangs_at else self._stage_seconds)
         self.staged.append(version)
 
+    async def sleep(self) -> None:
+        """Nothing to release."""
+
     async def update_weights(self, weights: Any, version: int) -> None:
         async with self._queue:
             await asyncio.sleep(self._stage_seconds)
@@ -735,6 +738,58 @@ def test_an_engine_that_hangs_as_it_stages_is_replaced_at_the_updates_own_deadli
     run_virtual(main)
 
 
+def test_an_engine_that_hangs_as_it_is_interrupted_for_new_weights_is_replaced_too() -> None:
+    class Stuck(Core):
+        async def interrupt(self) -> None:
+            await asyncio.sleep(1e9)
+
+    async def main() -> None:
+        async with Router(
+            [Stuck(), Core()],
+            update="abort_resume",
+            factory=lambda number: Core(),
+            update_seconds=300,
+        ) as router:
+            with deadline("engine", "update_weights", 300):
+                await router.update_weights({}, 1)
+            assert now() == pytest.approx(300.0)
+            assert router.worker_count() == WorkerCount("engine", 2, 2, restarts=1)
+            assert router.policy_version == 1
+
+    run_virtual(main)
+
+
+def test_an_engine_whose_work_hangs_while_it_gives_signs_of_life_is_replaced() -> None:
+    hung, slow = BesideCore(), BesideCore()
+    hung._hang = lambda request: request.id != "first"
+    slow._seconds_per_token = lambda request: 100.0  # slow, but not hanging
+    replaced_at: list[float] = []
+
+    def again(number: int) -> Core:
+        replaced_at.append(now())
+        return BesideCore()
+
+    async def main() -> None:
+        async with (
+            Router([hung, slow], factory=again, lease=5.0, answer_seconds=120) as router,
+            Flow("requests") as flow,
+        ):
+            await router.generate(request("first", tokens=1))
+            await asyncio.sleep(1000)  # without requests
+            await router.sleep()
+            asked = [
+                flow.start(router.generate(request(str(n), tokens=20)), name=str(n))
+                for n in range(2)
+            ]
+            await asyncio.sleep(1000)  # it cannot answer now
+            await router.wake()
+            woken = now()
+            assert [len((await task).token_ids) for task in asked] == [20, 20]
+            assert replaced_at == [pytest.approx(woken + 120, abs=2)]
+
+    run_virtual(main)
+
+
 def test_a_sign_of_life_that_stops_in_the_middle_of_an_update_is_missed_within_the_lease() -> None:
     stopped, healthy = BesideCore(100.0), BesideCore(100.0)
     stopped.stops_at = 20.0
@@ -775,10 +830,7 @@ def test_staging_that_all_engines_died_of_is_done_by_their_replacements() -> Non
 
 @pytest.mark.parametrize("busy_with", ["sleep", "weights", "start"])
 def test_the_watchdog_spares_engines_that_cannot_answer_for_now(busy_with: str) -> None:
-    class Frozen(Core):
-        async def sleep(self) -> None: ...
-
-    engines = [Frozen(5000.0), Frozen(5000.0)]
+    engines = [Core(5000.0), Core(5000.0)]
 
     async def main() -> None:
         router = Router(
@@ -874,8 +926,21 @@ def test_engines_that_died_together_are_started_again_side_by_side() -> None:
     run_virtual(main)
 
 
+class OutOfMemoryError(EngineError):
+    """An error of a plug-in."""
+
+    def __init__(self, device: int, gib: float) -> None:
+        super().__init__(f"device {device} lacks {gib} GiB")
+
+
 @pytest.mark.parametrize(
-    "error", [EngineError("no memory"), ConfigError("no such dtype"), RuntimeError("CUDA error")]
+    "error",
+    [
+        EngineError("no memory"),
+        OutOfMemoryError(3, 1.5),
+        ConfigError("no such dtype"),
+        RuntimeError("CUDA error"),
+    ],
 )
 def test_an_engine_that_does_not_start_ends_the_start_of_the_others_and_is_named(
     error: Exception,
