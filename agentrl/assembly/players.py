@@ -163,6 +163,7 @@ def engine_policy(
         config.rollout.compare_routing,
         EngineSettingsOffers.of(config.engine.settings).structured_outputs,
         vocabulary_size(model),
+        config.rollout.deadlines.seconds_per_context_token,
     )
 
 

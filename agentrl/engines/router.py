@@ -15,6 +15,9 @@ three ways:
 - `drain`: new turns wait until those in flight have ended.
 
 With `keep` and `abort_resume`, no token is sampled twice, except tokens lost with a dead replica.
+
+The router's clock stands still while no answer can be expected: while it sleeps, stages or commits
+weights, and while all replicas are being restarted.
 """
 
 import asyncio
@@ -33,7 +36,16 @@ from agentrl.arrays import Ragged
 from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
-from agentrl.flow import Flow, Suspect, Suspicion, now, pause_deadlines, span, waiting_for
+from agentrl.flow import (
+    Flow,
+    PausableClock,
+    Suspect,
+    Suspicion,
+    now,
+    pause_deadlines,
+    span,
+    waiting_for,
+)
 from agentrl.protocols import (
     Engine,
     EngineOffers,
@@ -187,6 +199,7 @@ class Router(Engine):
         self._revived = asyncio.Event()
         self._max_context = 0
         self._published: tuple[Mapping[str, Tensor], int] | None = None
+        self._clock = PausableClock()
         self._flow = Flow("engines")
 
     @property
@@ -200,6 +213,11 @@ class Router(Engine):
     def max_context(self) -> int:
         """The smallest `max_context` of all replicas."""
         return self._max_context
+
+    @property
+    def clock(self) -> PausableClock:
+        """See `Engine.clock`."""
+        return self._clock
 
     def worker_count(self, role: str = "engine") -> WorkerCount:
         """How many replicas serve. Any thread may ask."""
@@ -325,8 +343,9 @@ class Router(Engine):
             staged.append(engine)
 
         # The replacements of replicas that died meanwhile stage them too.
-        while not self._alive or not all(has_staged(replica.engine) for replica in self._alive):
-            await self._everywhere("stage", stage, self._update_seconds)
+        with self._clock.held():
+            while not self._alive or not all(has_staged(replica.engine) for replica in self._alive):
+                await self._everywhere("stage", stage, self._update_seconds)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`. A replica that fails it is dropped, or replaced by one with
@@ -359,9 +378,10 @@ class Router(Engine):
         try:
             if self._update == "abort_resume":
                 self._interruptions += 1
-                await self._everywhere(
-                    "interrupt", lambda engine: engine.interrupt(), self._update_seconds
-                )
+                with self._clock.held():
+                    await self._everywhere(
+                        "interrupt", lambda engine: engine.interrupt(), self._update_seconds
+                    )
             else:
                 await self._no_calls()
             await self._commit(weights, version)
@@ -369,9 +389,12 @@ class Router(Engine):
             self._open.set()
 
     async def _commit(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        await self._everywhere(
-            "update", lambda engine: engine.update_weights(weights, version), self._update_seconds
-        )
+        with self._clock.held():
+            await self._everywhere(
+                "update",
+                lambda engine: engine.update_weights(weights, version),
+                self._update_seconds,
+            )
 
     async def sleep(self) -> int | None:
         """See `Engine.sleep`. Applies to all live replicas; one that is starting is waited for, and
@@ -382,20 +405,27 @@ class Router(Engine):
         async def sleep(engine: Engine) -> None:
             freed_bytes.append(await engine.sleep())
 
-        self._awake.clear()
+        if self._awake.is_set():
+            self._awake.clear()
+            self._clock.hold()
         try:
             await self._settled()
             await self._on_all("sleep", sleep)
             await self._settled()
         except BaseException:
-            self._awake.set()
+            self._note_awake()
             raise
         return max((freed for freed in freed_bytes if freed is not None), default=None)
 
     async def wake(self) -> None:
         """See `Engine.wake`. Replicas that have died meanwhile are started afterwards."""
         await self._on_all("wake", lambda engine: engine.wake())
-        self._awake.set()
+        self._note_awake()
+
+    def _note_awake(self) -> None:
+        if not self._awake.is_set():
+            self._awake.set()
+            self._clock.release()
 
     def stats(self) -> EngineStats:
         """Sums over all live replicas; `kv_use` is that of the fullest KV cache."""
@@ -437,7 +467,9 @@ class Router(Engine):
     async def _until_served(self) -> None:
         """Wait while an update holds requests back, or no replica is alive."""
         if not self._open.is_set():
-            await self._open.wait()
+            # With `drain`, those in flight have their deadlines, and those that wait for them none.
+            with pause_deadlines() if self._update == "drain" else nullcontext():
+                await self._open.wait()
         if not self._alive:
             await self._wait_for_a_replica()
 
@@ -513,9 +545,15 @@ class Router(Engine):
         replica.dead = why
         if request is not None:
             self._suspicion.died({request, *_requests(replica)}, why)
-        self._alive = [replica for replica in self._alive if replica.dead is None]
+        self._note_alive()
         if self._factory is not None:
             self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
+
+    def _note_alive(self) -> None:
+        had_some = bool(self._alive)
+        self._alive = [replica for replica in self._replicas if replica.dead is None]
+        if self._factory is not None and had_some != bool(self._alive):
+            (self._clock.hold if had_some else self._clock.release)()
 
     def _evict(self, replica: _Replica, why: EngineDeadError, *, suspects: bool = True) -> None:
         """Stop sending requests to a replica, and move the requests that it has to the others.
@@ -578,7 +616,7 @@ class Router(Engine):
         except EngineDeadError as error:
             raise EngineDeadError(f"{error} ({_ATTEMPTS} times in a row)") from error
         replica.dead, replica.seen = None, (-1, -1)
-        self._alive = [replica for replica in self._replicas if replica.dead is None]
+        self._note_alive()
         self._revived.set()
 
     async def _renew(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:

@@ -16,7 +16,7 @@ from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import EngineError, LethalRequestError
 from agentrl.flow import Flow, deadline
-from agentrl.protocols import Engine, ScoreRequest
+from agentrl.protocols import Engine, ScoreRequest, clock_of
 from agentrl.settings.base import Settings
 
 
@@ -85,7 +85,7 @@ class Teacher:
                     f"teacher/{number}", sample.tokens_S[:stop], first, self._temperature
                 )
                 try:
-                    with deadline("engine", "score", self._seconds):
+                    with deadline("engine", "score", self._seconds, clock_of(self._engine)):
                         scores = await self._engine.score(request)
                 except LethalRequestError:
                     found[number] = np.full(len(wanted), np.nan, np.float32)

@@ -6,6 +6,7 @@ from agentrl.flow.completion import run_to_completion
 from agentrl.flow.deadline import PendingWait, deadline, pause_deadlines, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
+from agentrl.flow.pausable_clock import PausableClock
 from agentrl.flow.periodic import PeriodicThread
 from agentrl.flow.retries import Retries
 from agentrl.flow.spans import Span, SpanLog, record_spans, span
@@ -27,6 +28,7 @@ __all__ = [
     "ChannelStats",
     "EventLog",
     "Flow",
+    "PausableClock",
     "PendingWait",
     "PeriodicThread",
     "Retries",

@@ -6,7 +6,8 @@ that ends a stalled run.
 
 All deadlines of one kind are equally long, so they expire in the order in which they were set. One
 queue and one timer per kind suffice. A timer for each deadline would cost five times as much (an
-episode sets five, and a million episodes are simulated in a minute).
+episode sets five, and a million episodes are simulated in a minute). Only those that turn out to
+have time left, because their clock stood still, get a timer of their own.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from typing import Self
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import DeadlineError, Layer
+from agentrl.flow.pausable_clock import PausableClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +36,60 @@ class PendingWait:
 
 class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
     """`with deadline("environment", "step", 30): ...` limits the awaits inside to 30 seconds of
-    loop time.
+    loop time, or of `clock`. `allowance` are seconds more, which may grow meanwhile.
 
     Raises:
         DeadlineError: they took longer. A TimeoutError that the awaited code raises passes through
         unchanged.
     """
 
-    __slots__ = ("_cancelling", "_loop", "_queue", "expired", "task", "when")
+    __slots__ = (
+        "_began",
+        "_cancelling",
+        "_clock",
+        "_loop",
+        "_queue",
+        "allowance",
+        "expired",
+        "task",
+        "when",
+    )
 
-    def __init__(self, layer: Layer, phase: str, seconds: float) -> None:
+    def __init__(
+        self, layer: Layer, phase: str, seconds: float, clock: PausableClock | None = None
+    ) -> None:
         loop = self._loop = asyncio.get_running_loop()
         queues = _table.of(loop) if _table.loop() is not loop else _table.queues
         queue = queues.get((phase, seconds, layer))
         if queue is None:
             queue = queues[phase, seconds, layer] = _Queue(layer, phase, seconds)
         self._queue = queue
+        self._clock = clock
+        self._began = 0.0
+        self.allowance = 0.0
         self.expired = False
         self.when = 0.0
+
+    def begin(self) -> None:
+        """Let all of its seconds begin now."""
+        began = self._loop.time()
+        self.when = began + self._queue.seconds
+        self._began = began if self._clock is None else self._clock.now()
+
+    def left(self) -> float:
+        """The seconds that are left."""
+        return self._queue.seconds + self.allowance - (self._now() - self._began)
+
+    def call_when_due(self, call: Callable[[], None]) -> None:
+        """Call `call` when no time is left, or later."""
+        due = self._now() + self.left()
+        if self._clock is None:
+            self._loop.call_at(due, call)
+        else:
+            self._clock.call_at(due, call)
+
+    def _now(self) -> float:
+        return self._loop.time() if self._clock is None else self._clock.now()
 
     def __enter__(self) -> Self:
         task = asyncio.current_task(self._loop)
@@ -70,7 +108,7 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
     ) -> None:
         queue = self._queue
         if not self.expired:
-            del queue.open[self]
+            queue.remove(self)
         elif self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise DeadlineError(queue.layer, queue.phase, queue.seconds) from None
 
@@ -85,9 +123,9 @@ def pause_deadlines() -> Iterator[None]:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     paused = []
     for queue in _table.known(loop):
-        paused += [(queue, entry) for entry in queue.open if entry.task is task]
+        paused += [(queue, entry) for entry in queue.waiting() if entry.task is task]
     for queue, entry in paused:
-        del queue.open[entry]
+        queue.remove(entry)
     try:
         yield
     finally:
@@ -103,12 +141,25 @@ class _Queue:
         self.phase = phase
         self.seconds = seconds
         self.open: OrderedDict[deadline, None] = OrderedDict()
+        self.late: dict[deadline, None] = {}
+        """Those that have time left although all of their seconds are over."""
         self.armed = False
+
+    def waiting(self) -> tuple[deadline, ...]:
+        """All that have not expired, those that began first at the beginning."""
+        return (*self.late, *self.open)
+
+    def remove(self, one: deadline) -> None:
+        """Take out a deadline that has not expired."""
+        if one in self.open:
+            del self.open[one]
+        else:
+            del self.late[one]
 
     def add(self, one: deadline) -> None:
         """Let a deadline begin now: it is the last to expire."""
         loop = asyncio.get_running_loop()
-        one.when = loop.time() + self.seconds
+        one.begin()
         self.open[one] = None
         if not self.armed:
             self.armed = True
@@ -126,9 +177,20 @@ class _Queue:
                 loop.call_at(first.when, self.fire)
                 return
             del self.open[first]
-            first.expired = True
-            first.task.cancel()
+            self.late[first] = None
+            self._end(first)
         self.armed = False
+
+    def _end(self, one: deadline) -> None:
+        """Expire a deadline that is late, or look again when it has no time left."""
+        if one not in self.late:
+            return  # its wait is over
+        if one.left() > 1e-9:
+            one.call_when_due(lambda: self._end(one))
+            return
+        del self.late[one]
+        one.expired = True
+        one.task.cancel()
 
 
 _Queues = dict[tuple[str, float, Layer], _Queue]
@@ -162,7 +224,7 @@ def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[PendingWait]:
     loop = loop or asyncio.get_running_loop()
     found = []
     for queue in _table.known(loop):
-        if waiting := tuple(queue.open):  # copied at once, as the loop's thread may change it
-            longest = loop.time() - waiting[0].when + queue.seconds
+        if waiting := queue.waiting():  # copied at once, as the loop's thread may change it
+            longest = loop.time() - min(one.when for one in waiting) + queue.seconds
             found.append(PendingWait(queue.layer, queue.phase, len(waiting), longest))
     return sorted(found, key=lambda wait: -wait.longest)

@@ -64,7 +64,7 @@ class AgentEpisodeRunner:
                 watching = flow.start(_watch(session, config.idle_seconds), name="idle")
                 try:
                     with (
-                        deadline("environment", "episode", self.deadline),
+                        deadline("environment", "episode", self.deadline, episode.clock),
                         self.registry.opened(session) as key,
                     ):
                         outcome = await self._run(session, key)

@@ -122,6 +122,7 @@ class AgentSession:
         self.waiting = False
         """The task waits for an agent."""
         self.began = self.used = now()
+        self._began_by_budget = episode.clock.now()
         self.closed = False
         self.calls_at_once = 0
         """Calls that are being answered."""
@@ -322,7 +323,8 @@ class AgentSession:
         """
         limits = self._limits
         usage = self.episode.usage
-        seconds = now() - self.began if self.tree.calls else 0.0
+        used_seconds = self.episode.clock.now() - self._began_by_budget
+        seconds = used_seconds if self.tree.calls else 0.0
         if spent := usage.spent(turns, seconds):
             self.refused = spent if matters else self.refused
             limit = getattr(usage.budget, spent)

@@ -29,6 +29,7 @@ from agentrl.protocols.engine import (
     GenerateRequest,
     ScoreRequest,
     Scores,
+    clock_of,
 )
 from agentrl.protocols.enumeration import (
     Credit,
@@ -141,6 +142,7 @@ __all__ = [
     "TrainerSettingsOffers",
     "WriteWeights",
     "check_trainer",
+    "clock_of",
     "isolation_of",
     "missing_methods",
     "options_class_of",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.errors import ConfigError, EngineError
+from agentrl.flow.pausable_clock import PausableClock
 from agentrl.protocols.offers import Offers
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
@@ -148,6 +149,13 @@ class Engine(Protocol):
         """Largest prompt plus completion, in tokens."""
         ...
 
+    @property
+    def clock(self) -> PausableClock | None:
+        """The clock for deadlines of its answers, if there are times in which none can be expected:
+        it stands still then. By default, None.
+        """
+        return None
+
     async def __aenter__(self) -> Self:
         """Load the model."""
         return self
@@ -284,6 +292,11 @@ class EngineOffers(Offers):
             stages_weights=_has_own(kind, "stage_weights"),
             probes=_has_own(kind, "probe"),
         )
+
+
+def clock_of(engine: Engine) -> PausableClock | None:
+    """The clock of an engine (`Engine.clock`); None if it does not inherit from `Engine`."""
+    return getattr(engine, "clock", None)
 
 
 def _has_own(kind: type, method: str) -> bool:

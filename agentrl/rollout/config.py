@@ -17,6 +17,15 @@ from agentrl.settings.sampling import SamplingParams
 
 SECONDS_PER_SAMPLED_TOKEN = 0.2
 """Slower engines count as hanging: those of full batches sample ten times as fast."""
+CONTEXT_STEP = 8192
+"""Tokens by which a prompt is counted: one that is shorter costs no time."""
+
+
+def context_seconds(tokens: int, seconds_per_token: float) -> float:
+    """Seconds for the prompt of an answer, counted in whole `CONTEXT_STEP`s of tokens, so that
+    there are few different deadlines.
+    """
+    return tokens // CONTEXT_STEP * CONTEXT_STEP * seconds_per_token
 
 
 class Deadlines(EnvDeadlines):
@@ -24,7 +33,12 @@ class Deadlines(EnvDeadlines):
 
     generate: float = Field(120.0, gt=0)
     """One completion, including its wait for a place in the batch. By default 120, and 0.2 for each
-    token that it may have (`rollout.sampling.max_tokens`)."""
+    token that it may have (`rollout.sampling.max_tokens`). It stands still while the engine can
+    answer nothing: while it sleeps, takes new weights, or is restarted."""
+    seconds_per_context_token: float = Field(0.005, ge=0)
+    """What each token of the prompt adds to `generate`, in seconds, counted in whole 8192s: after
+    an update, an engine computes all contexts again before it goes on, which takes minutes if they
+    are long. 0 if `generate` is set and this is not."""
     score: float = Field(600.0, gt=0)
     """A teacher's logprobs of one sample, including its wait for others (`recipe: distill`)."""
     train: float | None = Field(None, gt=0)
@@ -35,17 +49,19 @@ class Deadlines(EnvDeadlines):
     episode: float = Field(900.0, gt=0)
     """A whole episode, which has failed then; `rollout.budget.seconds` is when it is over. By
     default 900, and 0.2 for each token that it may sample (`rollout.budget`), and at least the
-    budget's seconds and the longest turn."""
+    budget's seconds and the longest turn. Both stand still while the episode waits for an engine
+    that can answer nothing."""
     group: float = Field(7200.0, gt=0)
     """A whole group, including the episodes that are played again. By default 7200, and at least
-    two episodes.
+    two episodes. It stands still while the policy's engine can answer nothing.
     """
     outage: float = Field(600.0, ge=0)
     """How long episodes wait for a server of environments that cannot be reached. Until then these
     failures count in no retry budget, and the deadline of a group stands still."""
     stall: float = Field(1200.0, gt=0)
     """How long the run may make no progress at all before it is ended; must exceed every phase of
-    an episode. By default 1200, and at least twice the longest phase."""
+    an episode. By default 1200, and at least twice the longest phase. Time in which the engine can
+    answer nothing does not count, and it is never shorter than an answer to a full context."""
 
     def for_answers(self, tokens: int, budget: Budget) -> "Deadlines":
         """The same, with more time for answers of so many `tokens` in an episode, where the
@@ -56,6 +72,8 @@ class Deadlines(EnvDeadlines):
             budget.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set}
+        if "generate" in given:
+            given.setdefault("seconds_per_context_token", 0.0)
         more = {
             "generate": self.generate + SECONDS_PER_SAMPLED_TOKEN * tokens,
             "episode": self.episode + SECONDS_PER_SAMPLED_TOKEN * budget.most_tokens(tokens),
@@ -76,6 +94,13 @@ class Deadlines(EnvDeadlines):
             "stall": max(self.stall, 2 * longest),
         } | more
         return Deadlines.model_validate({**self.model_dump(), **more})
+
+    def stall_at(self, max_context: int) -> float:
+        """`stall` with an engine of this context: at least twice an answer to the longest prompt,
+        if that has more time than one to a short prompt.
+        """
+        more = context_seconds(max_context, self.seconds_per_context_token)
+        return max(self.stall, 2 * (self.generate + more)) if more else self.stall
 
     @model_validator(mode="after")
     def _a_stall_is_longer_than_a_phase(self) -> Self:

@@ -10,8 +10,10 @@ from agentrl.protocols import (
     Engine,
     GenerateRequest,
     Prompt,
+    clock_of,
 )
 from agentrl.rollout.answers import checked_completion
+from agentrl.rollout.config import context_seconds
 from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.settings.sampling import SamplingParams
@@ -28,7 +30,8 @@ class EnginePolicy:
     `max_tokens`: longest answer in the environments of a mixture that have a limit of their own.
     `keep_experts`: keep the experts that a mixture of experts chose, too
     (`rollout.compare_routing`). `formats`: the engine can constrain answers. `vocab_size`: an
-    answer with an id that is not below it is a failure of the engine.
+    answer with an id that is not below it is a failure of the engine. `deadline` is that of an
+    answer to a short prompt, in seconds; `seconds_per_context_token` adds to it (`Deadlines`).
     """
 
     engine: Engine
@@ -39,6 +42,7 @@ class EnginePolicy:
     keep_experts: bool = False
     formats: bool = False
     vocab_size: int | None = None
+    seconds_per_context_token: float = 0.0
 
     @property
     def max_context(self) -> int:
@@ -71,7 +75,9 @@ class EnginePolicy:
             keep_experts=self.trained and self.keep_experts,
             format=answer_format,
         )
-        with deadline("engine", "generate", self.deadline):
+        clock = clock_of(self.engine)
+        seconds = self.deadline + context_seconds(len(prompt.ids), self.seconds_per_context_token)
+        with episode.clock.following(clock), deadline("engine", "generate", seconds, clock):
             completion = checked_completion(
                 await self.engine.generate(request), request, self.vocab_size
             )

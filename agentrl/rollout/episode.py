@@ -18,7 +18,7 @@ from agentrl.conversation.chats import history_in
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import RolloutError
-from agentrl.flow import Turnstile, deadline, elapsed, now
+from agentrl.flow import Turnstile, deadline, elapsed
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pictures import taken
@@ -306,7 +306,7 @@ class EnvEpisodeRunner:
         try:
             env = self.envs.acquire(task.env)
             try:
-                with deadline("environment", "episode", self.deadline):
+                with deadline("environment", "episode", self.deadline, episode.clock):
                     status = await self._take_turns(episode, episode_state, env)
             finally:
                 # From here on the last turn may have failed, or may earn the verdict on the whole.
@@ -329,7 +329,7 @@ class EnvEpisodeRunner:
     async def _take_turns(
         self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv
     ) -> Status:
-        began = now()
+        began = episode.clock.now()
         observation, info = await env.reset(episode.task.seed, episode.task.options)
         episode_state.picture, info = taken(info, self.picture_bytes)
         key = _state_key(info, observation)
@@ -437,7 +437,7 @@ class EnvEpisodeRunner:
 
 def _spent(episode: Episode, turns: int, began: float) -> str:
     """The budget's limit that an episode has reached, if any. Its first turn is always played."""
-    return episode.usage.spent(turns, now() - began) if turns else ""
+    return episode.usage.spent(turns, episode.clock.now() - began) if turns else ""
 
 
 def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:

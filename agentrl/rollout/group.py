@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from agentrl.errors import AgentRLError, DeadlineError
-from agentrl.flow import EventLog, Flow, elapsed, now
+from agentrl.errors import AgentRLError
+from agentrl.flow import EventLog, Flow, PausableClock, deadline, elapsed, now
 from agentrl.ledger.ledger import Ledger
 from agentrl.rollout.accounts import DiscardReason, OpenGroup, RolloutAccounts
 from agentrl.rollout.assignment import (
@@ -93,7 +93,7 @@ class _GroupState:
     flow: Flow
     reserved_slots: int
     """Slots that are reserved for the group, and that no member uses yet."""
-    clock: asyncio.Timeout
+    limit: deadline
     began: float
     outage_seconds: float
     """Those of the run when the group began."""
@@ -111,7 +111,7 @@ class _GroupState:
     @property
     def discard_reason(self) -> DiscardReason:
         """The reason recorded for members that are cancelled now."""
-        return "failed" if self.clock.expired() else self.reason
+        return "failed" if self.limit.expired else self.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,8 @@ class GroupRunner:
     attempts: Attempts
     group_size_of: Callable[[Task], int]
     """The number of members in the group of a task."""
+    engine_clock: PausableClock | None
+    """That of the policy's engine, on which the deadline of a group runs."""
     reports_turns: bool
     """Parts of episodes that go on are trained on."""
     playing: dict[int, _GroupState] = field(default_factory=dict)
@@ -193,32 +195,27 @@ class GroupRunner:
             DeadlineError: it took longer than `rollout.deadlines.group`, outages not counted.
         """
         seconds = self.config.deadlines.group
-        try:
-            async with asyncio.timeout(seconds) as clock:
-                state = _GroupState(
-                    ticket,
-                    number,
-                    task,
-                    Flow(task.id),
-                    reserved_slots,
-                    clock,
-                    now(),
-                    self.attempts.outages.seconds,
-                    asyncio.get_running_loop(),
+        with deadline("environment", "group", seconds, self.engine_clock) as limit:
+            state = _GroupState(
+                ticket,
+                number,
+                task,
+                Flow(task.id),
+                reserved_slots,
+                limit,
+                now(),
+                self.attempts.outages.seconds,
+                asyncio.get_running_loop(),
+            )
+            try:
+                return await self._play(state)
+            except BaseException as error:
+                lost = isinstance(error, MembersLostError)
+                self.accounts.tokens.add_episodes(
+                    "failed" if lost else state.discard_reason,
+                    (whole for scored in state.played.values() for whole, _ in scored),
                 )
-                try:
-                    return await self._play(state)
-                except BaseException as error:
-                    lost = isinstance(error, MembersLostError)
-                    self.accounts.tokens.add_episodes(
-                        "failed" if lost else state.discard_reason,
-                        (whole for scored in state.played.values() for whole, _ in scored),
-                    )
-                    raise
-        except TimeoutError:
-            if not clock.expired():
                 raise
-            raise DeadlineError("environment", "group", seconds) from None
 
     async def _play(self, state: _GroupState) -> Group:
         ticket, number, task = state.ticket, state.number, state.task
@@ -289,8 +286,8 @@ class GroupRunner:
 
     def _stop_the_clock(self, state: _GroupState) -> None:
         """Give the group the time of the outages since it began."""
-        outages = self.attempts.outages.seconds - state.outage_seconds + LONGEST_PAUSE
-        state.clock.reschedule(state.began + self.config.deadlines.group + outages)
+        outages = self.attempts.outages.seconds - state.outage_seconds
+        state.limit.allowance = outages + LONGEST_PAUSE
 
     async def _play_attempt(self, state: _GroupState, member: int, attempt: int) -> MemberResult:
         """Have an episode played in a slot, and record what becomes of it."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from agentrl.flow import PausableClock
 from agentrl.protocols.offers import Offers
 from agentrl.rollout.assignment import (
     Assignment,
@@ -33,6 +34,8 @@ class Episode:
     """Of its requests to the engine; those with a lower number are served first."""
     usage: BudgetUsage = field(default_factory=BudgetUsage, compare=False)
     """The used part of its budget, by all of its agents together."""
+    clock: PausableClock = field(default_factory=PausableClock, compare=False)
+    """Its time, which stands still while one of its agents waits for an engine that does."""
 
     @staticmethod
     def of(assignment: Assignment, budget: Budget, report: Report) -> "Episode":

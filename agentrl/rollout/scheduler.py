@@ -32,6 +32,7 @@ from agentrl.protocols import (
     Reward,
     TaskSource,
     TaskSourceOffers,
+    clock_of,
 )
 from agentrl.protocols.metrics import Metrics, merge_metrics
 from agentrl.rollout.accounts import DiscardedSamples, RolloutAccounts, SchedulerStatus
@@ -156,13 +157,19 @@ class Rollouts:
             self._episode_ended,
             Attempts(config.retries, Outages(config.deadlines.outage)),
             self._group_size,
+            clock_of(engine),
             reports_turns=self._rule.trains_on_segments,
         )
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
         self._flow.start(
-            watch(self._config.deadlines.stall, self._progress, self._busy, self._rescue),
+            watch(
+                self._config.deadlines.stall_at(self._engine.max_context),
+                self._progress,
+                self._busy,
+                self._rescue,
+            ),
             name="watchdog",
         )
         self._admit()
@@ -502,6 +509,9 @@ class Rollouts:
         return self._episodes_ended, self._engine.stats().generated_tokens
 
     def _busy(self) -> bool:
+        clock = clock_of(self._engine)
+        if clock is not None and clock.is_held:
+            return False  # what waits for the engine may well make no progress
         return self.blocked or self._slots.taken > 0
 
     def _episode_ended(self) -> None:

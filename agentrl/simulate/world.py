@@ -139,7 +139,7 @@ class World:
             async with Router(engines, update=self.weight_update) as router:
                 rollouts = self._rollouts(router, host, ledger, events)
                 async with rollouts, _record_timeline(report, rollouts, router):
-                    await self._train(report, rollouts, router, self._device_sharing(engines))
+                    await self._train(report, rollouts, router, self._device_sharing(router))
                     report.metrics = rollouts.metrics()
                 stats = router.stats()
                 report.leaked_requests = stats.running + stats.waiting
@@ -169,7 +169,12 @@ class World:
             temperature=config.sampling.temperature,
             stop_token_ids=renderer.stop_token_ids,
         )
-        policy = EnginePolicy(router, params, config.deadlines.generate)
+        policy = EnginePolicy(
+            router,
+            params,
+            config.deadlines.generate,
+            seconds_per_context_token=config.deadlines.seconds_per_context_token,
+        )
         runner: EpisodeRunner = EnvEpisodeRunner(
             policy, renderer, host, config.budget, config.deadlines.episode
         )
@@ -194,12 +199,12 @@ class World:
             places=simulation.engines * simulation.engine.slots,
         )
 
-    def _device_sharing(self, engines: list[SimulatedEngine]) -> DeviceSharing:
+    def _device_sharing(self, router: Router) -> DeviceSharing:
         if not self.simulation.time_shared:
             return NoSharing()
         seconds = self.simulation.switch_seconds
         return TimeSharing(
-            Tenant("engine", engines, 0),
+            Tenant("engine", [router], 0),
             Tenant("trainer", [_Mover(seconds / 2)], 0),
             _free,
             2 * seconds + 60,
