@@ -6,11 +6,12 @@ imported when a worker is started, and must be running by then (`agentrl/cluster
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
-from agentrl.cluster.ray_process import RayProcess, end
+from agentrl.cluster.ray_process import RayProcess, end, work_in
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
@@ -27,7 +28,8 @@ from agentrl.errors import WorkerDiedError
 class _Host:
     """The actor: makes an object, and calls its methods by name."""
 
-    def where(self) -> RayProcess:
+    def begin(self, folder: Path) -> RayProcess:
+        work_in(folder)
         return RayProcess.own()
 
     def make(self, make: Make, rank: int) -> None:
@@ -72,7 +74,7 @@ class RayWorkers:
             self.lease,
         )
         try:
-            worker.process = await worker.ask(worker.actor.where.remote())
+            worker.process = await worker.ask(worker.actor.begin.remote(Path.cwd()))
             async with start_deadline(f"{role} {rank}", self.start_seconds):
                 await worker.ask(worker.actor.make.remote(make, rank))
             worker.made = True

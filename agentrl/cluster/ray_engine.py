@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from agentrl.cluster.ray_process import RayProcess, end
+from agentrl.cluster.ray_process import RayProcess, end, work_in
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
@@ -50,7 +50,8 @@ class _EngineHost:
     computes there. Most answers include the engine's state.
     """
 
-    async def where(self) -> RayProcess:
+    async def begin(self, folder: Path) -> RayProcess:
+        work_in(folder)
         return RayProcess.own()
 
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
@@ -312,7 +313,7 @@ class RayEngine(Engine):
         """
         try:
             async with asyncio.timeout(PLACE_SECONDS):
-                process: RayProcess = await _answer_of(self._actor.where.remote())
+                process: RayProcess = await _answer_of(self._actor.begin.remote(Path.cwd()))
                 return process
         except TimeoutError as error:
             raise EngineDeadError(

@@ -52,6 +52,14 @@ class RayProcess:
         task.remote(self.pid)  # if the node is gone, so is the process
 
 
+def work_in(folder: Path) -> None:
+    """Go to the controller's folder, where this machine has it: relative paths of a config then
+    mean the same in a process that Ray has started somewhere else.
+    """
+    with suppress(OSError):
+        os.chdir(folder)
+
+
 async def end(actor: Any, process: RayProcess | None) -> None:
     """Have Ray kill an actor, and make sure that its process, if known, ends."""
     import ray

@@ -47,6 +47,9 @@ class Counter:
     def pid(self) -> int:
         return os.getpid()
 
+    def folder(self) -> str:
+        return os.getcwd()
+
     def look_at(self, array: np.ndarray[Any, Any]) -> tuple[float, bool]:
         """The sum of an array, and whether it lies in memory that is this process's own."""
         return float(array.sum()), bool(array.flags.writeable)
@@ -81,6 +84,21 @@ def test_calls_reach_all_workers_and_answers_come_by_rank(start: StartWorkers, c
             assert await group.one("add", 5, rank=count - 1) == (count - 1, 6 + 10 * (count - 1))
         finally:
             await group.stop()
+            await group.stop()
+
+    asyncio.run(main())
+
+
+def test_relative_paths_mean_the_same_to_workers(
+    start: StartWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        group = await start("counter", Counter, 1)
+        try:
+            assert await group.all("folder") == [str(tmp_path)]
+        finally:
             await group.stop()
 
     asyncio.run(main())
