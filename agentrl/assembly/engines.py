@@ -67,6 +67,7 @@ def _router_over(
         start_seconds=cluster.config.start_seconds,
         update_seconds=config.weights.for_model(model).seconds,
         answer_seconds=answer_seconds or config.rollout.deadlines.generate,
+        seconds_per_context_token=config.rollout.deadlines.seconds_per_context_token,
         nodes=[factory.node for factory in factories],
         starts_per_node=cluster.config.starts_per_node,
     )

@@ -54,6 +54,7 @@ from agentrl.protocols import (
     ScoreRequest,
     Scores,
 )
+from agentrl.rollout.config import context_seconds
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightUpdate
@@ -139,8 +140,9 @@ class Router(Engine):
     an answer in between. `start_seconds`: how long a replica may take to start. `update_seconds`:
     how long it may take to stage weights, and to commit them; then it is evicted. Without it, the
     caller's deadline counts. `answer_seconds`: how long a replica with a method `probe` may have
-    requests without any progress. `nodes`: the machine of each replica, by default the same. At
-    most `starts_per_node` replicas start there at the same time.
+    requests without any progress; each token of the engine's context adds
+    `seconds_per_context_token` (`rollout.deadlines`). `nodes`: the machine of each replica, by
+    default the same. At most `starts_per_node` replicas start there at the same time.
 
     Raises:
         EngineDeadError: while the router is open: a dead replica could not be replaced, or its
@@ -160,6 +162,7 @@ class Router(Engine):
         start_seconds: float = START_SECONDS,
         update_seconds: float | None = None,
         answer_seconds: float = math.inf,
+        seconds_per_context_token: float = 0.0,
         nodes: Sequence[str] = (),
         starts_per_node: int = STARTS_PER_NODE,
     ) -> None:
@@ -192,6 +195,7 @@ class Router(Engine):
         self._lease = lease
         self._update_seconds = update_seconds
         self._answer_seconds = answer_seconds
+        self._seconds_per_context_token = seconds_per_context_token
         self._nodes = nodes or [""] * len(engines)
         self._starts = defaultdict[str, asyncio.Semaphore](
             lambda: asyncio.Semaphore(starts_per_node)
@@ -585,11 +589,12 @@ class Router(Engine):
                 if not is_free and not offers.probes_while_busy:
                     continue
                 death = EngineDeadError(f"it gave no sign of life for {lease:g} s (cluster.lease)")
-            if death is None and self._seconds_still(replica) > self._answer_seconds:
+            more = context_seconds(self._max_context, self._seconds_per_context_token)
+            longest = self._answer_seconds + more
+            if death is None and self._seconds_still(replica) > longest:
                 # Its processes live, and their work hangs: new requests would all go there.
                 death = EngineDeadError(
-                    f"it has requests, and sampled nothing for {self._answer_seconds:g} s"
-                    " (rollout.deadlines)"
+                    f"it has requests, and sampled nothing for {longest:g} s (rollout.deadlines)"
                 )
             if death is not None and replica.engine is engine:
                 self._evict(replica, death)

@@ -759,8 +759,14 @@ def test_an_engine_that_hangs_as_it_is_interrupted_for_new_weights_is_replaced_t
     run_virtual(main)
 
 
-def test_an_engine_whose_work_hangs_while_it_gives_signs_of_life_is_replaced() -> None:
+@pytest.mark.parametrize(
+    ("seconds_per_context_token", "seconds"), [(0.0, 120.0), (0.005, 120 + 0.005 * 16384)]
+)
+def test_an_engine_whose_work_hangs_while_it_gives_signs_of_life_is_replaced(
+    seconds_per_context_token: float, seconds: float
+) -> None:
     hung, slow = BesideCore(), BesideCore()
+    hung._max_context = slow._max_context = 20_000  # of which two times 8192 count
     hung._hang = lambda request: request.id != "first"
     slow._seconds_per_token = lambda request: 100.0  # slow, but not hanging
     replaced_at: list[float] = []
@@ -771,7 +777,13 @@ def test_an_engine_whose_work_hangs_while_it_gives_signs_of_life_is_replaced() -
 
     async def main() -> None:
         async with (
-            Router([hung, slow], factory=again, lease=5.0, answer_seconds=120) as router,
+            Router(
+                [hung, slow],
+                factory=again,
+                lease=5.0,
+                answer_seconds=120,
+                seconds_per_context_token=seconds_per_context_token,
+            ) as router,
             Flow("requests") as flow,
         ):
             await router.generate(request("first", tokens=1))
@@ -785,7 +797,7 @@ def test_an_engine_whose_work_hangs_while_it_gives_signs_of_life_is_replaced() -
             await router.wake()
             woken = now()
             assert [len((await task).token_ids) for task in asked] == [20, 20]
-            assert replaced_at == [pytest.approx(woken + 120, abs=2)]
+            assert replaced_at == [pytest.approx(woken + seconds, abs=2)]
 
     run_virtual(main)
 
