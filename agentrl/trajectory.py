@@ -31,8 +31,8 @@ from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, Rol
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
-"""Why an engine ended a completion: a stop token (which is its last token), the length limit, or an
-abort.
+"""The reason why an engine ended a completion: a stop token (which is its last token), the length
+limit, or an abort.
 """
 
 
@@ -357,7 +357,7 @@ class Turn:
     before (or of the reset), or else a hash of the observation. Turns of one task with the same
     name can be compared with each other."""
     asked: float = 0.0
-    """When the model was asked, in seconds of the loop's clock."""
+    """The time of the request to the model, in seconds of the loop's clock."""
     picture: str = ""
     """The environment's own picture of that state, as HTML; "" for none."""
     calls: tuple[MadeCall, ...] | None = None
@@ -446,7 +446,7 @@ class Trajectory:
     """Answers that were sampled in the episode and are in no turn, by reason: their number, and
     that of their tokens (`agentrl/gateway`)."""
     started: float = 0.0
-    """When the episode began, in seconds of the loop's clock."""
+    """The beginning of the episode, in seconds of the loop's clock."""
     picture: str = ""
     """The environment's own picture of its last state (`Turn.picture`)."""
     begun: str = field(default="", compare=False)

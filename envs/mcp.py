@@ -339,7 +339,8 @@ _MISPLACED_FIELDS_ERROR = (
     " none"
 )
 _warned: set[str] = set()
-"""The servers that a warning of such lines was logged for."""
+"""The servers that a warning of such lines was logged for. Each environment has a connection of its
+own, and a run has thousands of these, which would all repeat the warning."""
 
 
 def _no_parse_errors(record: logging.LogRecord) -> bool:

@@ -82,7 +82,7 @@ class BatchProcessing:
         """
         for part in self.multipliers:
             _costs(groups, part)
-        return [group if group.partial else self._changed(group) for group in groups]
+        return [group if group.partial else self._apply_terms(group) for group in groups]
 
     def advantages(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[MemberAdvantage]]
@@ -169,7 +169,8 @@ class BatchProcessing:
         if algorithm is None:
             return group.has_signal
         return any(
-            any(numbers_in(algorithm.advantages(part))) for part in self._changed(group).by_agent()
+            any(numbers_in(algorithm.advantages(part)))
+            for part in self._apply_terms(group).by_agent()
         )
 
     def _of(self, group: Group) -> Algorithm | None:
@@ -180,10 +181,10 @@ class BatchProcessing:
         """The prefix of the metrics of what learns from an environment's groups."""
         return f"envs/{env}/" if env in self._by_env else ""
 
-    def _changed(self, group: Group) -> Group:
+    def _apply_terms(self, group: Group) -> Group:
         """The group with the terms of its own members, and of those alone, in its scores."""
         if self._config.length_penalty:
-            group = _penalised(group, self._config.length_penalty)
+            group = _penalise_lengths(group, self._config.length_penalty)
         for part, multiplier in self.multipliers.items():
             group = _plus(group, [-multiplier * s.parts.get(part, 0.0) for s in group.scores])
         return group
@@ -280,7 +281,7 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool | None]) -
     return [term if right else min(0.0, term) for term, right in zip(terms_G, right_G, strict=True)]
 
 
-def _penalised(group: Group, weight: float) -> Group:
+def _penalise_lengths(group: Group, weight: float) -> Group:
     penalties: list[float] = length_penalties(
         [trajectory.num_tokens for trajectory in group.trajectories],
         [succeeded(*pair) for pair in zip(group.trajectories, group.scores, strict=True)],

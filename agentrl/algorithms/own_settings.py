@@ -36,7 +36,7 @@ def without_effect(
         return []
     read: set[str] = set()
     try:
-        algorithm = factory(_watched(own, read.add))
+        algorithm = factory(_watch_settings(own, read.add))
         in_constructor = set(read)
         learn = AlgorithmOffers.of(algorithm).learn  # its offers follow from all settings
         read.clear()
@@ -86,7 +86,7 @@ def _member(task: Task, name: str, rewards: Sequence[float]) -> Trajectory:
     return Trajectory(name, task, turns, Terminated(), agent="a")
 
 
-def _watched(settings: Settings, told: Callable[[str], None]) -> Settings:
+def _watch_settings(settings: Settings, told: Callable[[str], None]) -> Settings:
     """The same settings, which tell the name of each that is read."""
     kind: Any = type(settings)
     fields = frozenset(kind.model_fields)

@@ -63,9 +63,9 @@ class Ppo(CriticBased):
         steps = Steps(
             batch.rewards_N, values_N, discounts_N, lengths_J, after_trajectories(ends_M, batch)
         )
-        advantages_N, returns_N = self._generalized(steps)
+        advantages_N, returns_N = self._generalize_advantages(steps)
         return Estimate(
-            self._whitened(advantages_N, steps), returns_N, floats(np.ones(len(values_N)))
+            self._whiten_advantages(advantages_N, steps), returns_N, floats(np.ones(len(values_N)))
         )
 
     def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
@@ -74,7 +74,7 @@ class Ppo(CriticBased):
 
         return value_loss(values_N, tokens, self.config.value_clip)
 
-    def _generalized(self, steps: Steps) -> tuple[FloatArray, FloatArray]:
+    def _generalize_advantages(self, steps: Steps) -> tuple[FloatArray, FloatArray]:
         """The advantages of steps, and the returns that the critic learns."""
         own, lengths_J = self.config, steps.lengths_J
         lam_J = np.full(len(lengths_J), own.lam)
@@ -83,7 +83,7 @@ class Ppo(CriticBased):
         learned_K = generalized(steps, floats(np.full(len(lengths_J), own.critic_lam)))
         return generalized(steps, floats(lam_J)), floats(learned_K + steps.values_K)
 
-    def _whitened(self, advantages_N: FloatArray, steps: Steps) -> FloatArray:
+    def _whiten_advantages(self, advantages_N: FloatArray, steps: Steps) -> FloatArray:
         if not self.config.whiten:
             return advantages_N
         scale = max(float(np.abs(steps.rewards_K).max()), float(np.abs(steps.values_K).max()))
@@ -114,9 +114,9 @@ class TurnPpo(Ppo):
         steps = Steps(
             turns.rewards_K, values_N[turns.begins_N], discounts_K, turns.lengths_J, ends_J
         )
-        advantages_K, returns_K = self._generalized(steps)
+        advantages_K, returns_K = self._generalize_advantages(steps)
         # The critic's loss is divided by all loss tokens; its weights make up for the tokens that
         # do not count.
         weights_N = turns.begins_N * (len(turns.begins_N) / turns.begins_N.sum())
-        advantages_N = self._whitened(advantages_K[turns.turns_N], steps)
+        advantages_N = self._whiten_advantages(advantages_K[turns.turns_N], steps)
         return Estimate(advantages_N, returns_K[turns.turns_N], floats(weights_N))

@@ -44,7 +44,7 @@ class Reinforce(PolicyAlgorithm):
         Raises:
             ValueError: a member has no score, or one that is not a finite number.
         """
-        return _credited(group, "none", self.config)
+        return _credit_turns(group, "none", self.config)
 
 
 class ReinforcePlusPlus(Reinforce):
@@ -79,7 +79,9 @@ class ReinforcePlusPlus(Reinforce):
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """See `Reinforce`."""
-        return _credited(group, "group_mean" if self.config.group_baseline else "none", self.config)
+        return _credit_turns(
+            group, "group_mean" if self.config.group_baseline else "none", self.config
+        )
 
     def normalized(
         self, advantages: Sequence[Sequence[MemberAdvantage]]
@@ -114,7 +116,7 @@ class ReturnBatchNorm(ReinforcePlusPlus):
         """Credit each turn only with what is earned from it on."""
 
 
-def _credited(
+def _credit_turns(
     group: Group, with_what: Literal["none", "group_mean"], config: Reinforce.Config
 ) -> Sequence[MemberAdvantage]:
     rewards_G = scored(group)

@@ -99,10 +99,12 @@ def traced_batch_of(
     of_parts = {(t.id, t.agent) for group in groups if group.partial for t in group.trajectories}
     segments = [(t.id, t.agent) for t, _ in lossless if (t.id, t.agent) in of_parts]
     whole = [(t, why) for t, why in lossless if (t.id, t.agent) not in of_parts]
-    return TracedBatch(batch, origins, _masked(groups, whole), segments)
+    return TracedBatch(batch, origins, _masked_reasons(groups, whole), segments)
 
 
-def _masked(groups: Sequence[Group], lossless: Sequence[tuple[Trajectory, str]]) -> dict[str, str]:
+def _masked_reasons(
+    groups: Sequence[Group], lossless: Sequence[tuple[Trajectory, str]]
+) -> dict[str, str]:
     """The reasons of the episodes of which no agent's view carries loss, by episode id."""
     left = Counter(trajectory.id for group in groups for trajectory in group.trajectories)
     whys: dict[str, dict[str, None]] = {}
@@ -193,7 +195,7 @@ class GroupCredits:
         first, charged = 0, []
         for part in self.parts:
             of_part = [costs.get(first + place, ()) for place in range(len(part.trajectories))]
-            charged.append(_charged(part, of_part) if costs else part)
+            charged.append(_charge_costs(part, of_part) if costs else part)
             first += len(part.trajectories)
         by_group: Sequence[Sequence[MemberAdvantage]] = [
             own.advantages(part) for own, part in zip(self.algorithms, charged, strict=True)
@@ -204,7 +206,7 @@ class GroupCredits:
         return list(chain(*self.processing.advantages(charged, by_group)))
 
 
-def _charged(group: Group, costs_G: Sequence[Sequence[float]]) -> Group:
+def _charge_costs(group: Group, costs_G: Sequence[Sequence[float]]) -> Group:
     """The group with what each turn costs taken off its reward."""
     scores: list[Score] = []
     for score, rewards, costs in zip(group.scores, group.turn_rewards_G, costs_G, strict=True):

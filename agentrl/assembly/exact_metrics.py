@@ -195,7 +195,7 @@ def _enumeration(config: RunConfig) -> Enumeration | None:
 
 
 def _obstacle(config: RunConfig, renderer: Renderer, enumeration: Enumeration) -> str:
-    """Why the numbers would not be those of the policy that plays; empty if they are."""
+    """The reasons why the numbers would not be those of the policy that plays; "" if they are."""
     sampling, context, budget = (
         config.rollout.sampling,
         config.rollout.context,

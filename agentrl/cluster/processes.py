@@ -101,7 +101,8 @@ class ThreadWorker:
 
 
 _hosted: list[Any] = []
-"""The worker object, if this process is a worker."""
+"""The worker object, if this process is a worker. A process is one worker for all of its life, and
+the functions that the executor calls by name find the object nowhere else."""
 
 
 class ProcessWorker:

@@ -36,7 +36,9 @@ class WorkerCount:
 
 
 _counters: list[Callable[[], WorkerCount]] = []
-"""One list for the process, as for notices: the display reads it from its own thread."""
+"""One list for the process: pools of environments and of rules start workers too, which know no
+run, and the display reads it from a thread of its own. An entry lives as long as its owner's block.
+"""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which settings need which others: `RULES`, one table of all rules between sections of a config.
+"""The settings that need others: `RULES`, one table of all rules between sections of a config.
 
 A rule names the settings that it is about, and returns the message to the user where a config
 breaks it. What a section needs of its own settings is checked in that section. A recipe of a
@@ -37,7 +37,7 @@ from agentrl.scoring.config import RewardsConfig, name_of
 from agentrl.tasks.env_config import MixedEnv
 
 Stage = Literal["config", "training", "start"]
-"""When a rule must hold."""
+"""The time at which a rule must hold."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CompatibilityRule:
     find_problem: Callable[[ConfiguredRun], str]
     """The message to the user if a config breaks the rule; else an empty text."""
     stage: Stage = "config"
-    """When it must hold."""
+    """The time at which it must hold."""
 
     @property
     def name(self) -> str:
@@ -568,7 +568,8 @@ def _compares(algorithm: Algorithm) -> bool:
 
 
 def _cannot_leave_out(algorithm: Algorithm) -> str:
-    """Why a group alone does not tell what the algorithm would learn from it; empty if it does."""
+    """The reason why a group alone does not tell what the algorithm would learn from it; empty if
+    it does."""
     if isinstance(algorithm, ActorCritic):
         return "asks a critic for them, so the group does not tell"
     offers = AlgorithmOffers.of(algorithm)

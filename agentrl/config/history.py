@@ -70,7 +70,7 @@ class ConfigHistory:
         return load_config(kept[max(kept)] if kept else self.folder / "config.yaml")
 
     def changes(self, loaded: LoadedConfig) -> list[SettingChange]:
-        """What differs in a config from the newest one; a run's folder may have moved.
+        """The differences of a config from the newest one; a run's folder may have moved.
 
         Raises:
             ConfigError: the newest one cannot be read any more.
@@ -113,9 +113,7 @@ class ConfigHistory:
     def _origins(
         self, loaded: LoadedConfig, changes: Sequence[SettingChange], step: int
     ) -> Iterator[tuple[str, str]]:
-        """Where each setting comes from. What a resume does not change comes from where it came
-        from.
-        """
+        """The source of each setting. A setting that a resume does not change keeps its source."""
         before, changed = (
             saved_origins(self.folder / "config.yaml"),
             {change.key for change in changes},

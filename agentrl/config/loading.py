@@ -35,7 +35,7 @@ class LoadedConfig:
             yield key, value, self._origin(key)
 
     def _origin(self, key: str) -> str:
-        """Where a setting was written, which may be in a list."""
+        """The place of a setting in a file, which may be in a list."""
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return self.origins.get(key) or "default"
@@ -185,8 +185,8 @@ def _envs_of(config: RunConfig) -> Iterator[tuple[tuple[str, ...], OneEnv]]:
 def _options_problems(
     section: tuple[str, ...], env: OneEnv, origins: Mapping[str, str]
 ) -> Iterator[str]:
-    """What is wrong with the options of an environment. Tasks may add some, and wrappers may take
-    some away.
+    """The faults in the options of an environment. Tasks may add some, and wrappers may take some
+    away.
     """
     shape = options_class_of(plugins.load("envs", env.name))
     if env.wrappers or shape is None:

@@ -8,7 +8,7 @@ from agentrl.net.credentials import without_credentials
 from agentrl.settings.yaml_values import read_value
 
 _SIGNS = "-+~"
-"""What other programs write before a setting: `--a.b=c`, `+a.b=c`, `~a.b`."""
+"""Signs that other programs write before a setting: `--a.b=c`, `+a.b=c`, `~a.b`."""
 
 
 def read_override(override: str) -> tuple[tuple[str, ...], Any]:
@@ -32,7 +32,7 @@ def read_override(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def right_form(written: str, value: str = "") -> str:
-    """What to write for an argument that is nearly an override; nothing if there is no telling.
+    """The correction of an argument that is nearly an override; nothing if there is no telling.
     `value`: the argument after it, which may be its value.
     """
     if re.fullmatch(r"~[\w.]+", written):

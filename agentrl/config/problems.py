@@ -1,4 +1,4 @@
-"""What is wrong with a config, in lines that say where it was written and what to write."""
+"""The faults of a config, in lines that say where it was written and what to write."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -50,7 +50,7 @@ trainer's.
 
 
 class ModelConfig(RendererConfig):
-    """Which model to train, and how its conversations become tokens."""
+    """The model to train, and the renderer of its conversations."""
 
     name: PathText = "tiny"
     """The folder of a Hugging Face model, or the id of a model on the hub (`Qwen/Qwen3-8B`), or
@@ -100,16 +100,16 @@ class EvaluationConfig(EvaluationSampling):
 
 
 class CheckpointConfig(Settings):
-    """When to save the checkpoints that a killed run resumes from, and how many to keep."""
+    """The checkpoints that a killed run resumes from: their times, and the number that is kept."""
 
     every: int = Field(10, gt=0)
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, gt=0)
-    """How many of the latest to keep."""
+    """Latest checkpoints to keep."""
     best: str | None = None
     """Also keep the checkpoints with the largest values of this metric, such as `eval/success`."""
     keep_best: int = Field(1, gt=0)
-    """How many of the best to keep."""
+    """Best checkpoints to keep."""
     allow_foreign: bool = False
     """Resume from checkpoints that lie outside of the run's folder, by a link, or that belong to
     another user.
@@ -132,7 +132,7 @@ class RunConfig(Settings):
     """All settings of a run."""
 
     recipe: ComponentField
-    """What the run does: `policy_gradient`, `self_play`, `sft`, `dpo`, `iterative_dpo`,
+    """The work of the run: `policy_gradient`, `self_play`, `sft`, `dpo`, `iterative_dpo`,
     `reward_model`, or `package.module:function`, with its settings."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
@@ -143,8 +143,8 @@ class RunConfig(Settings):
     env: EnvConfig
     model: ModelConfig = ModelConfig()
     tasks: ComponentField
-    """Where the tasks come from: `seeded` (a new seed of the environment for each), a file, a
-    folder or a dataset (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or
+    """The source of the tasks: `seeded` (a new seed of the environment for each), a file, a folder
+    or a dataset (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or
     `package.module:Name`, a `TaskSource` or `Curriculum` (agentrl/protocols/tasks.py) with its
     settings.
     """
@@ -164,7 +164,7 @@ class RunConfig(Settings):
     """
     cluster: ComponentField
     weights: WeightsConfig = WeightsConfig()
-    """How new weights go from the trainer to the engines."""
+    """The way of new weights from the trainer to the engines."""
     batch_processing: BatchProcessingConfig = BatchProcessingConfig()
     """Processing of a batch's scores before advantages are computed, and of its advantages before
     the loss.
@@ -173,14 +173,14 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     placement: PlacementConfig = PlacementConfig()
-    """Which devices the engine and the trainer run on."""
+    """The devices of the engine and the trainer."""
     gateway: GatewayConfig = GatewayConfig()
-    """Where programs reach the model (`env: agent:...`)."""
+    """The address at which programs reach the model (`env: agent:...`)."""
     simulation: SimulationConfig = SimulationConfig()
     """The models that replace the engine, the environments and the trainer in `agentrl simulate`.
     """
     trackers: tuple[ComponentField, ...]
-    """Where metrics go besides `metrics.jsonl`: a list such as `[tensorboard, {name: wandb,
+    """The receivers of metrics besides `metrics.jsonl`: a list such as `[tensorboard, {name: wandb,
     project: lakes}]`; by default `[tensorboard]`."""
 
     def trained_with(self) -> Iterator[tuple[str, Algorithm]]:

@@ -92,7 +92,7 @@ class Source:
         self.origins[".".join(path)] = origin
 
     def value(self, path: Sequence[str]) -> Any:
-        """What stands at a path; None if nothing does."""
+        """The value at a path; None if there is none."""
         node: Any = self.values
         for part in path:
             node = node.get(part) if isinstance(node, dict) else None
@@ -209,7 +209,7 @@ def _read_file(path: Path, source: Source) -> None:
 
 
 def _what_to_write(missing: Path) -> str:
-    """What to write in place of a config file that does not exist."""
+    """The advice to write in place of a config file that does not exist."""
     if "=" in missing.name:
         return " The config comes before what overrides it"
     there = {path.name: path for path in _yaml_files(missing.parent)}

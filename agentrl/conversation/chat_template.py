@@ -30,7 +30,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from agentrl.conversation.control_tokens import bare
-from agentrl.conversation.placing import Places, placed
+from agentrl.conversation.placing import Places, place_messages
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Message, ToolCall
 
@@ -147,7 +147,7 @@ class ChatTemplate:
             apart = self._try(self.messages_of(messages, tools, apart=True), shown or None)
             if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
                 text = apart
-        return self._checked(text, messages)
+        return self._check_written(text, messages)
 
     def added(self, messages: Sequence[Message]) -> str:
         """The text after an answer's end of turn: `messages`, and where the next answer begins.
@@ -178,9 +178,9 @@ class ChatTemplate:
                 " Write model.history=template, or give another template in a file that"
                 " model.chat_template names"
             )
-        return self._checked(text[len(opening) :], messages)
+        return self._check_written(text[len(opening) :], messages)
 
-    def _checked(self, text: str, messages: Sequence[Message]) -> str:
+    def _check_written(self, text: str, messages: Sequence[Message]) -> str:
         """The text, in which all that others wrote is there.
 
         A template may change a text: trim it, write it as JSON, take a switch such as `/no_think`
@@ -279,7 +279,7 @@ class ChatTemplate:
         apart: bool = False,
     ) -> list[Json]:
         """Messages as this template takes them; `tools` are described if it takes none. `begins`:
-        see `placed`.
+        see `place_messages`.
 
         `apart`: the text of an answer and its calls are two answers.
         """
@@ -290,7 +290,7 @@ class ChatTemplate:
             messages = [Message("system", said), *messages[len(system) :]]
         return [
             _in_parts(_as_json(message, can), can)
-            for message in placed(messages, can, begins=begins)
+            for message in place_messages(messages, can, begins=begins)
         ]
 
     # How it is found out what the template can do

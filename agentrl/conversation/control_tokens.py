@@ -178,16 +178,18 @@ class ControlTokens:
             return self._in_pieces(text)
         twin, ids, names = self._twin
         named = self._pattern.sub(lambda found: names[found[0]], text)
-        tokens = self._encoded(named.replace(GUARD, ""))
+        tokens = self._encode_named(named.replace(GUARD, ""))
         reached = any(token in self._in_vocabulary for token in tokens)
         if reached:  # the model's own vocabulary has that text, too
             broken = twin.token_to_id(_BREAK)
             tokens = [
-                token for token in self._encoded(named.replace(GUARD, _BREAK)) if token != broken
+                token
+                for token in self._encode_named(named.replace(GUARD, _BREAK))
+                if token != broken
             ]
         return [ids.get(token, token) for token in tokens]
 
-    def _encoded(self, named: str) -> list[int]:
+    def _encode_named(self, named: str) -> list[int]:
         ids: list[int] = self._twin[0].encode_batch_fast([named], add_special_tokens=False)[0].ids
         return ids
 

@@ -62,15 +62,15 @@ def value_of(written: str, declares: Declared) -> Any:
     """The value of what stands between tags."""
     kinds = declares.kinds
     if not kinds:
-        value = _decoded(written, written)
+        value = _decode_json(written, written)
         return value if not isinstance(value, str) and written in _as_json(value) else written
     if "string" not in kinds:
         text = written.strip()
-        return _WORDS[text] if text in _WORDS else _decoded(text, written)
+        return _WORDS[text] if text in _WORDS else _decode_json(text, written)
     if "null" in kinds and written in ("null", "None"):
         return None
     if kinds & {"array", "object"}:
-        value = _decoded(written, written)
+        value = _decode_json(written, written)
         if isinstance(value, list if "array" in kinds else dict) or (
             isinstance(value, dict) and "object" in kinds
         ):
@@ -82,7 +82,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decoded(text: str, otherwise: str) -> Any:
+def _decode_json(text: str, otherwise: str) -> Any:
     with suppress(ValueError, RecursionError):
         return json.loads(text, strict=False, parse_constant=_no_constant)
     return otherwise
@@ -109,11 +109,11 @@ def _alternatives(
         if isinstance(part, Mapping)
     ]
     if isinstance(schema.get("$ref"), str):
-        parts.append(_referred(schema["$ref"], root))
+        parts.append(_resolve_reference(schema["$ref"], root))
     return [schema, *(one for part in parts for one in _alternatives(part, root, depth - 1))]
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve_reference(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Any = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         found = _mapping(found).get(step.replace("~1", "/").replace("~0", "~"))
@@ -131,7 +131,7 @@ def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> fr
     if "const" in schema:
         said.append(frozenset([_kind(schema["const"])]))
     if isinstance(schema.get("$ref"), str):
-        said.append(_kinds(_referred(schema["$ref"], root), root, depth - 1))
+        said.append(_kinds(_resolve_reference(schema["$ref"], root), root, depth - 1))
     for key in ("anyOf", "oneOf"):
         if schema.get(key):
             each = [_kinds(_mapping(part), root, depth - 1) for part in schema[key]]

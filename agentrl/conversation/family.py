@@ -87,13 +87,15 @@ class Family:
         self._tokenizer = tokenizer
         self._rules = rules
         self._header = list(header)
-        self._made = made
+        self._make_renderer = made
 
     def of_tokenizer(self, tokenizer: Any) -> "Family":
         """The same rules with another tokenizer, which has the same tokens."""
-        if self._made is None:
+        if self._make_renderer is None:
             return self
-        return Family(self.name, tokenizer, self._made(tokenizer), self._header, self._made)
+        return Family(
+            self.name, tokenizer, self._make_renderer(tokenizer), self._header, self._make_renderer
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -102,7 +104,7 @@ class Family:
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
-        return ints(self.rendered(list(map(_as_json, messages)), _given(tools), True))
+        return ints(self.rendered(list(map(_as_json, messages)), _tool_dicts(tools), True))
 
     def rendered(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool
@@ -129,7 +131,7 @@ class Family:
         seen = [*prompt_ids.tolist(), *answer_ids.tolist()]
         given = list(map(_as_json, messages))
         extended = self._rules.bridge_to_next_turn(
-            prompt_ids.tolist(), answer_ids.tolist(), given, tools=_given(tools)
+            prompt_ids.tolist(), answer_ids.tolist(), given, tools=_tool_dicts(tools)
         )
         if extended is None or list(extended.token_ids[: len(seen)]) != seen:
             return None
@@ -144,7 +146,7 @@ class Family:
             return read_harmony(self._tokenizer, begun, answer)
         if self._header:
             begun, answer = begun[: len(begun) - len(self._header)], [*self._header, *answer]
-        found = self._rules.parse_response(answer, tools=_given(tools), prompt_ids=begun)
+        found = self._rules.parse_response(answer, tools=_tool_dicts(tools), prompt_ids=begun)
         calls, malformed = calls_in(found.tool_calls)
         cut = found.reasoning_complete is False
         return Reading(
@@ -183,7 +185,10 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
     try:
         made = partial(_showing_all, name, variables)
         return Family(
-            name, tokenizer, _made(name, tokenizer, variables, thinking_retention="all"), made=made
+            name,
+            tokenizer,
+            _make_renderer(name, tokenizer, variables, thinking_retention="all"),
+            made=made,
         )
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(
@@ -229,7 +234,7 @@ def reading_family(
     return None
 
 
-def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any:
+def _make_renderer(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any:
     from renderers.base import RENDERER_REGISTRY, merge_chat_template_kwargs
     from renderers.configs import _config_class_for
 
@@ -249,7 +254,7 @@ def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any)
     if name in _MARKS and len(tokenizer.encode(_MARKS[name], add_special_tokens=False)) != 1:
         return None
     with redirect_stdout(StringIO()), suppress(Exception):
-        return _made(name, tokenizer, variables, **more)
+        return _make_renderer(name, tokenizer, variables, **more)
     return None
 
 
@@ -301,7 +306,7 @@ def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _given(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+def _tool_dicts(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools] or None
 
 

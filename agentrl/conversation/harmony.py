@@ -48,7 +48,7 @@ def read_harmony(tokenizer: Any, prompt_ids: Sequence[int], answer_ids: Sequence
     reasoning, said = list[str](), list[str]()
     calls, unread = list[ToolCall](), list[Unread]()
     cut = False
-    for block in _blocks(tokenizer, [*_begun(tokenizer, prompt_ids), *answer_ids]):
+    for block in _blocks(tokenizer, [*_opened_channel_ids(tokenizer, prompt_ids), *answer_ids]):
         said.append(_NO_TEXT.sub("", block.header.partition("<|channel|>")[0]))
         recipients, channel = _RECIPIENT.findall(block.header), _CHANNEL.search(block.header)
         if recipients:
@@ -69,7 +69,7 @@ def read_harmony(tokenizer: Any, prompt_ids: Sequence[int], answer_ids: Sequence
     )
 
 
-def _begun(tokenizer: Any, prompt_ids: Sequence[int]) -> Sequence[int]:
+def _opened_channel_ids(tokenizer: Any, prompt_ids: Sequence[int]) -> Sequence[int]:
     """The end of a prompt from where it opens a channel; nothing if the answer does that."""
     start, channel = map(tokenizer.convert_tokens_to_ids, ("<|start|>", "<|channel|>"))
     tail = list(prompt_ids[-_HEADER:])

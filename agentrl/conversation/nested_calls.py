@@ -142,7 +142,7 @@ class NestedSyntax:
             at = stop + len(ending)
 
 
-def nested(write: Write) -> NestedSyntax | None:
+def learn_nested_syntax(write: Write) -> NestedSyntax | None:
     """The syntax, if a template writes its calls so; else None."""
     with suppress(Exception):  # templates raise what they like
         written = write([_PROBE])

@@ -1,5 +1,5 @@
-"""The places of a conversation's messages in a model's prompt: `placed`, by what the model's
-template can express.
+"""The places of a conversation's messages in a model's prompt: `place_messages`, by what the
+model's template can express.
 
 Chat APIs take sequences of messages that templates refuse, or leave parts of out. What a template
 has no place for is folded, by these rules in this order; what it has a place for is not changed:
@@ -45,13 +45,13 @@ class Places:
     """Conversations that do not begin with the user, or in which the user says nothing."""
 
 
-def placed(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
+def place_messages(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
     """The messages as the template has a place for them. `begins`: else they follow an answer,
     which may be a call.
     """
     found = _with_results(messages, can, called=not begins)
     found = _with_systems(found, can, begins=begins)
-    found = _joined(found, can)
+    found = _join_messages(found, can)
     if begins and not can.any_beginning:
         systems = [*takewhile(lambda message: message.role == "system", found)]
         first = found[len(systems)].role if len(found) > len(systems) else ""
@@ -104,7 +104,7 @@ def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> 
     return [*found, Message("user", _lines(folded))] if folded else found
 
 
-def _joined(messages: Sequence[Message], can: Places) -> list[Message]:
+def _join_messages(messages: Sequence[Message], can: Places) -> list[Message]:
     """With messages in a row as one, where they cannot be two, and with an answer as two, where it
     cannot be one.
     """

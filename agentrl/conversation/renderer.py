@@ -29,7 +29,7 @@ from agentrl.conversation.chat_template import ChatTemplate, not_in
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens, bare, extra_tokens
 from agentrl.conversation.family import Family, family_named, find_family, names, reading_family
-from agentrl.conversation.placing import Places, placed
+from agentrl.conversation.placing import Places, place_messages
 from agentrl.conversation.reading import (
     Marks,
     Reading,
@@ -309,7 +309,7 @@ class TemplateRenderer:
             )
             if added is not None:
                 return added
-        shown = self._guarded(messages)
+        shown = self._guard_messages(messages)
         text = self._template.added(shown)
         last = int(answer_ids[-1]) if len(answer_ids) else -1
         if last not in self._stop_token_ids:
@@ -333,18 +333,20 @@ class TemplateRenderer:
         of them out.
         """
         assert self._family is not None
-        shown, described = self._guarded(messages), self._guarded_tools(tools)
+        shown, described = self._guard_messages(messages), self._guarded_tools(tools)
         guarded = shown is not messages or described is not tools
         try:
             ids = rendered(
                 self._careful_family if guarded else self._family,
-                placed(shown, self._family_places, begins=begins),
+                place_messages(shown, self._family_places, begins=begins),
                 described,
             )
             # It does not ask the tokenizer.
             if guarded and ids is not None and GUARD in self.decode(ids):
                 ids = rendered(
-                    self._family, placed(messages, self._family_places, begins=begins), tools
+                    self._family,
+                    place_messages(messages, self._family_places, begins=begins),
+                    tools,
                 )
         except Exception:  # its rules raise what they like
             logger.debug("the rules of %s refuse messages", self._family.name, exc_info=True)
@@ -381,7 +383,7 @@ class TemplateRenderer:
 
     # What others wrote becomes no control token
 
-    def _guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _guard_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with guards, or themselves if they need none."""
         guarded = [self._control.guarded_message(message, self._own) for message in messages]
         return messages if guarded == list(messages) else guarded
@@ -532,7 +534,7 @@ class TemplateRenderer:
 
     def guarded_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The same, with guards in what must not become control tokens."""
-        return self._template.text(self._guarded(messages), self._guarded_tools(tools))
+        return self._template.text(self._guard_messages(messages), self._guarded_tools(tools))
 
     def encode(self, text: str) -> IntArray:
         """The tokens of rendered text. What has no guard in it becomes control tokens, as in what a
@@ -624,7 +626,7 @@ class TemplateConversation:
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` and render the prompt for the next answer."""
-        messages = self._linked(messages)
+        messages = self._link_results(messages)
         self._seen_text, new_ids, forked = self._next(messages)
         self._append(messages)
         self._answered = False
@@ -674,7 +676,7 @@ class TemplateConversation:
         self._answered = True
         return message.content
 
-    def _linked(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _link_results(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages whose results of tools name the call that they answer: the first of the last
         answer.
         """

@@ -99,13 +99,13 @@ class TaggedSyntax:
         while (mark := self._marks.search(text, at)) is not None:
             content.append(self._header.sub("", text[at : mark.start()]))
             at = mark.start()
-            if (section := _matched(self.section, text, at)) is not None:
+            if (section := _match_pieces(self.section, text, at)) is not None:
                 opened, empty, at = True, len(calls) + len(unread), section
-            elif (closed := _matched(self.after, text, at)) is not None and opened:
+            elif (closed := _match_pieces(self.after, text, at)) is not None and opened:
                 if empty == len(calls) + len(unread):
                     unread.append(Unread(text[:closed], "it holds no call"))
                 at, opened = closed, False
-            elif _matched(self.begin, text, at) is None:
+            elif _match_pieces(self.begin, text, at) is None:
                 end = self._end_of_stray(text, mark)
                 unread.append(Unread(text[at:end], f"{mark[0]!r} stands where no call has it"))
                 at = end
@@ -141,26 +141,26 @@ class TaggedSyntax:
 
     def _call(self, text: str, start: int, number: int, tools: Tools) -> tuple[ToolCall, int]:
         """The call that begins at `start`, and where it ends."""
-        at = _matched(self.begin, text, start) or start
+        at = _match_pieces(self.begin, text, start) or start
         name, at = self._until(
             text, at, (self.first, *([] if self.as_json else [self.none])), "name"
         )
         if self.as_json:
-            return self._with_json(text, _matched(self.first, text, at) or at, name, number)
+            return self._with_json(text, _match_pieces(self.first, text, at) or at, name, number)
         declares, arguments = declared(tools, name), dict[str, object]()
-        end = _matched(self.none, text, at)
+        end = _match_pieces(self.none, text, at)
         if end is None:
-            at = _matched(self.first, text, at) or at
+            at = _match_pieces(self.first, text, at) or at
             while end is None:
                 key, at = self._until(text, at, (self.middle,), "parameter")
-                at = _matched(self.middle, text, at) or at
+                at = _match_pieces(self.middle, text, at) or at
                 if key in arguments:
                     raise _UnreadableError(f"{key!r} is given twice")
                 written, at = self._value(text, at, key)
                 arguments[key] = value_of(written, declares.inner(key))
-                end = _matched(self.end, text, at)
+                end = _match_pieces(self.end, text, at)
                 if end is None:
-                    at = _matched(self.between, text, at) or at
+                    at = _match_pieces(self.between, text, at) or at
         call = ToolCall(name, arguments, f"call{number:05d}")
         if not call.is_plain:
             raise _UnreadableError(
@@ -174,7 +174,7 @@ class TaggedSyntax:
             arguments, at = _DECODER.raw_decode(text, _blank(text, at))
         except (ValueError, RecursionError) as error:
             raise _UnreadableError(f"its arguments are no JSON: {error}") from error
-        end = _matched(self.end, text, at)
+        end = _match_pieces(self.end, text, at)
         call = call_of(name, arguments, number)
         if call is None:
             raise _UnreadableError(
@@ -192,7 +192,7 @@ class TaggedSyntax:
         found = "" if name is None or stop < 0 else text[name.start() : stop].rstrip()
         if not found or _NAME.fullmatch(found) is None:
             raise _UnreadableError(f"the {what} is missing near {text[at : at + 40]!r}")
-        if all(_matched(one, text, stop) is None for one in followed):
+        if all(_match_pieces(one, text, stop) is None for one in followed):
             wanted = " or ".join(" ".join(one) for one in followed)
             raise _UnreadableError(f"{wanted!r} must follow {found[:64]!r}")
         return found, stop
@@ -202,7 +202,7 @@ class TaggedSyntax:
         mark = self._marks.search(text, at)
         if mark is None:
             raise _UnreadableError(f"the value of {key!r} does not end")
-        if all(_matched(one, text, mark.start()) is None for one in (self.between, self.end)):
+        if all(_match_pieces(one, text, mark.start()) is None for one in (self.between, self.end)):
             raise _UnreadableError(
                 f"{mark[0]!r} stands in the value of {key!r}, or the tag that ends that is missing"
             )
@@ -251,11 +251,11 @@ class TaggedSyntax:
         return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
-def learned(write: Write) -> TaggedSyntax | None:
+def learn_tagged_syntax(write: Write) -> TaggedSyntax | None:
     """The syntax in which calls are written; None if it is another than those in tags without
     quotes.
     """
-    for learn in (_learned, _learned_with_json):
+    for learn in (_learn_syntax, _learned_with_json):
         with suppress(Exception):  # templates raise what they like, and texts may lack the marks
             syntax = learn(write)
             if all(_reads(syntax, write, calls) for calls in _PROBES):
@@ -270,7 +270,7 @@ def _reads(syntax: TaggedSyntax, write: Write, calls: Sequence[ToolCall]) -> boo
     ]
 
 
-def _learned(write: Write) -> TaggedSyntax:
+def _learn_syntax(write: Write) -> TaggedSyntax:
     one = write([ToolCall(_ONE, {_KEY: _VALUE, _OTHER_KEY: _OTHER_VALUE})])
     many = write([ToolCall(_ONE, {_KEY: _VALUE}), ToolCall(_TWO, {_KEY: _OTHER_VALUE})])
     before, first, middle, between, end = _cut(one, _ONE, _KEY, _VALUE, _OTHER_KEY)
@@ -282,7 +282,7 @@ def _learned(write: Write) -> TaggedSyntax:
         _pieces(joint),
         _pieces(none[none.rindex(_ONE) + len(_ONE) :]),
     )
-    shared = _shared(whole, joints)
+    shared = _count_shared_pieces(whole, joints)
     begin = joints[shared:]
     if not begin or not joints[:shared]:
         # Without a tag at the end of a call, reading would make no progress after a bad one.
@@ -314,7 +314,7 @@ def _learned_with_json(write: Write) -> TaggedSyntax:
     second = many.rindex(_TWO, 0, many.rindex(_KEY))
     joint = many[_DECODER.raw_decode(many, many.rindex("{", 0, many.index(_KEY)))[1] : second]
     whole, joints = _pieces(one[closed:]), _pieces(joint)
-    shared = _shared(whole, joints)
+    shared = _count_shared_pieces(whole, joints)
     if not joints[shared].startswith("<") or not whole[:shared]:
         raise ValueError("the calls are not in tags")
     return TaggedSyntax(
@@ -353,7 +353,7 @@ def _pieces(text: str) -> Pieces:
     return tuple(piece for part in re.split(r"(?=<)", text) if (piece := part.strip()))
 
 
-def _shared(one: Pieces, other: Pieces) -> int:
+def _count_shared_pieces(one: Pieces, other: Pieces) -> int:
     """The number of pieces that both begin with."""
     return next(
         (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
@@ -361,7 +361,7 @@ def _shared(one: Pieces, other: Pieces) -> int:
     )
 
 
-def _matched(pieces: Pieces, text: str, at: int) -> int | None:
+def _match_pieces(pieces: Pieces, text: str, at: int) -> int | None:
     """The end of these pieces, if they begin at `at`; None if they do not stand there."""
     for piece in pieces:
         at = _blank(text, at)
@@ -435,6 +435,6 @@ def standard() -> Iterator[tuple[TaggedSyntax, Write]]:
         _invoked("minimax:tool_call", ""),
         _invoked("atem:function_calls", "atem:"),
     ):
-        syntax = learned(write)
+        syntax = learn_tagged_syntax(write)
         if syntax is not None:
             yield syntax, write

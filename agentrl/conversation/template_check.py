@@ -98,7 +98,7 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
         return Finding("reasoning", "as its family writes it" if of_family else "none")
     asked = renderer.conversation()
     prompt = asked.prompt([Message("user", "Well?")])
-    asked.answer(_sampled(renderer, renderer.encode(_thinking(renderer, "So it is."))))
+    asked.answer(_make_completion(renderer, renderer.encode(_thinking(renderer, "So it is."))))
     answer = asked.messages[-1]
     who = "the prompt" if _begins_reasoning(renderer, marks) else "the model"
     words = f"{marks.begin.strip()} ... {marks.end}, begun by {who}"
@@ -131,20 +131,19 @@ def _thinking(renderer: TemplateRenderer, said: str) -> str:
 def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:
     conversation = renderer.conversation([_TOOL])  # now it has looked for a parser
     conversation.prompt([Message("user", "Go.")])
-    written = _written(renderer, PROBE_CALL)
+    written = _write_call(renderer, PROBE_CALL)
     yield Finding("calls of tools", f"{written!r}, read by {renderer.calls_read_by or 'nothing'}")
     for call, words in ((PROBE_CALL, "a call"), (_HARD, "texts, numbers and lists in a call")):
         read = _read_back(renderer, call)
         if read == [(call.name, dict(call.arguments))]:
             yield Finding("round trip", f"{words}: to the letter")
         else:
-            why = (
-                f"{words}: written as {_written(renderer, call)!r:.300} and read as {read!r:.300}. "
-            )
+            written = _write_call(renderer, call)
+            why = f"{words}: written as {written!r:.300} and read as {read!r:.300}. "
             yield Finding("round trip", f"{why}Write model.tool_format=canonical", False)
 
 
-def _written(renderer: TemplateRenderer, call: ToolCall) -> str:
+def _write_call(renderer: TemplateRenderer, call: ToolCall) -> str:
     """A call as the template writes it, without what ends the answer."""
     text = renderer.template.call(call)[1] or call.render()
     for stop in renderer.template.stops:
@@ -156,13 +155,13 @@ def _read_back(renderer: TemplateRenderer, call: ToolCall) -> list[tuple[str, di
     """The calls that an environment gets of an answer that makes this one."""
     conversation, text, marks = (
         renderer.conversation([_TOOL]),
-        _written(renderer, call),
+        _write_call(renderer, call),
         renderer.reasoning_marks,
     )
     prompt = renderer.decode(conversation.prompt([Message("user", "Go.")]).ids).rstrip()
     if marks is not None and prompt.endswith(marks.begin.strip()) and marks.end not in text:
         text = f"{marks.end}{text}"
-    action = conversation.answer(_sampled(renderer, renderer.encode(text)))
+    action = conversation.answer(_make_completion(renderer, renderer.encode(text)))
     return [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls]
 
 
@@ -175,7 +174,11 @@ def _control(renderer: TemplateRenderer) -> Finding:
         f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
     )
     words = f"{len(texts)} that text of others never becomes: {few}" if texts else "none"
-    forged = [text for text in texts if _forged(renderer, text) != _forged(renderer, "w")]
+    forged = [
+        text
+        for text in texts
+        if _find_forged_controls(renderer, text) != _find_forged_controls(renderer, "w")
+    ]
     if forged:
         return Finding(
             "control tokens", f"text of others becomes {', '.join(forged[:_LISTED])}", False
@@ -183,7 +186,7 @@ def _control(renderer: TemplateRenderer) -> Finding:
     return Finding("control tokens", words)
 
 
-def _forged(renderer: TemplateRenderer, text: str) -> list[int]:
+def _find_forged_controls(renderer: TemplateRenderer, text: str) -> list[int]:
     messages = [Message("system", f"You play x{text}y."), Message("user", f"Go on: x{text}y")]
     control = {*renderer.control_tokens.values()}
     return [one for one in renderer.whole(messages, ()).tolist() if one in control]
@@ -202,7 +205,7 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
                 yield Finding("turns", f"turn {turn + 1} does not extend the one before", False)
                 return
             conversation.answer(
-                _sampled(renderer, renderer.encode(_thinking(renderer, f"left {turn}")))
+                _make_completion(renderer, renderer.encode(_thinking(renderer, f"left {turn}")))
             )
             news = [Message("user", f"Now {turn}: é, 你好")]
             seen = prompt.ids.tolist()
@@ -222,7 +225,7 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
     yield Finding("turns", f"each extends the one before, token for token{kept}")
 
 
-def _sampled(renderer: TemplateRenderer, ids: IntArray) -> Completion:
+def _make_completion(renderer: TemplateRenderer, ids: IntArray) -> Completion:
     """A completion of these tokens and a stop token."""
     whole: Sequence[int] = [*ids.tolist(), renderer.stop_token_ids[0]]
     return Completion(ints(whole), np.zeros(len(whole), np.float32), ints([0] * len(whole)), "stop")

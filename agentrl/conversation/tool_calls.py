@@ -37,7 +37,7 @@ def parse_tool_calls(text: str) -> ParsedReply:
     prose: list[str] = []
     calls: list[ToolCall] = []
     errors: list[str] = []
-    for piece in _tagged(text) if _OPEN in text else _bare(text):
+    for piece in _split_at_tags(text) if _OPEN in text else _bare(text):
         match piece:
             case ToolCall():
                 calls.append(piece)
@@ -136,7 +136,7 @@ def _decode(text: str, start: int) -> _Decoded | _Malformed:
     return _Decoded(value, end)
 
 
-def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
+def _split_at_tags(text: str) -> Iterator[str | ToolCall | _Malformed]:
     at = begun = 0  # quotations that begin before `begun` have ended
     while (tag := text.find(_OPEN, at)) >= 0:
         yield unquoted(text[at:tag])

@@ -20,7 +20,7 @@ from agentrl import plugins
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.declared import Tools
 from agentrl.conversation.library_formats import BUILT_IN
-from agentrl.conversation.nested_calls import NestedSyntax, nested
+from agentrl.conversation.nested_calls import NestedSyntax, learn_nested_syntax
 from agentrl.conversation.reading import (
     MARKS,
     Marks,
@@ -32,7 +32,7 @@ from agentrl.conversation.reading import (
     call_of,
     refused_by_parser,
 )
-from agentrl.conversation.tagged_calls import TaggedSyntax, learned, standard
+from agentrl.conversation.tagged_calls import TaggedSyntax, learn_tagged_syntax, standard
 from agentrl.conversation.tool_calls import is_quoted, parse_tool_calls
 from agentrl.conversation.vllm_parsers import find_vllm_reader, parser_names, vllm_reader
 from agentrl.errors import ConfigError
@@ -59,7 +59,7 @@ Syntax = TaggedSyntax | NestedSyntax
 
 def syntax_of(write: Write) -> Syntax | None:
     """The syntax that a template writes calls in, if it is one in tags; else None."""
-    return learned(write) or nested(write)
+    return learn_tagged_syntax(write) or learn_nested_syntax(write)
 
 
 def syntax_read_by(
@@ -94,13 +94,13 @@ def call_reader(
     if wanted != "auto":
         read = named_reader(tokenizer, wanted)
         syntax = syntax_read_by(lambda text: read(text, _PROBE_TOOLS).calls, own, template.calls)
-        return _checked(read, template) if syntax is None else syntax.read
+        return _check_reader(read, template) if syntax is None else syntax.read
     if own is not None:
         return own.read
     if getattr(tokenizer, "response_schema", None):
-        return _checked(of_schema(tokenizer.parse_response), template)
+        return _check_reader(of_schema(tokenizer.parse_response), template)
     found = registered_reader(tokenizer, template)
-    return None if found is None else _checked(found, template)
+    return None if found is None else _check_reader(found, template)
 
 
 def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None:
@@ -109,10 +109,10 @@ def slow_call_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | None
     """
     written = _without_stops(template.call(PROBE_CALL)[1], template)
     found = find_vllm_reader(tokenizer, written, PROBE_CALL, _PROBE_TOOLS)
-    return None if found is None else _checked(found, template)
+    return None if found is None else _check_reader(found, template)
 
 
-def _checked(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
+def _check_reader(read: ReadCalls, template: ChatTemplate) -> ReadCalls:
     return lambda text, tools: accounted(read(text, tools), text, template)
 
 
@@ -206,7 +206,7 @@ def named_reader(tokenizer: Any, name: str) -> ReadCalls:
     formats = [plugin.name for plugin in plugins.installed("tool_formats")]
     if ":" in name or name in formats:
         reader: ToolFormat = plugins.load("tool_formats", name)(tokenizer)
-        return _guarded(reader)
+        return _guard_reader(reader)
     if name in (others := parser_names()):
         return vllm_reader(tokenizer, name)
     known = ", ".join(("auto", "canonical", *formats, *others))
@@ -243,11 +243,11 @@ def registered_reader(tokenizer: Any, template: ChatTemplate) -> ReadCalls | Non
         with suppress(Exception):  # its tokens are missing, or the text is of another form
             reader: ToolFormat = factory(tokenizer)
             if _same(reader.read(text, _PROBE_TOOLS).calls, PROBE_CALL):
-                return _guarded(reader)
+                return _guard_reader(reader)
     return None
 
 
-def _guarded(reader: ToolFormat) -> ReadCalls:
+def _guard_reader(reader: ToolFormat) -> ReadCalls:
     """Its `read`, in which an error of another package's code makes the answer unreadable."""
 
     def read(text: str, tools: Tools) -> Reading:

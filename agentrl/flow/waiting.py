@@ -55,7 +55,8 @@ class WaitReason:
 
 
 _reasons: dict[str, WaitReason] = {}
-"""By text. One for the process: the display reads it from its own thread."""
+"""By text. One mapping for the process, not a contextvar or a field of the run: environments and
+rewards in any task or thread add to it, and the display reads it from a thread of its own."""
 
 
 @contextmanager

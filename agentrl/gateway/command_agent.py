@@ -139,10 +139,10 @@ class CommandAgent:
         try:
             return int(await leader.stdout.readline() or b"255")
         finally:
-            await run_to_completion(_ended(leader, assignment.api_key))
+            await run_to_completion(_end_started_processes(leader, assignment.api_key))
 
 
-async def _ended(leader: asyncio.subprocess.Process, key: str) -> None:
+async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -> None:
     """Let the leader end what it has started. If it cannot, end those that can be found by the
     episode's key.
     """

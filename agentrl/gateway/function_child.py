@@ -21,7 +21,7 @@ def main(address: str) -> None:
     task = SimpleNamespace(**json.loads(os.environ["AGENTRL_TASK"]))
     result = function(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
+        result = asyncio.run(_await_result(result))
     if result is None:
         return
     if hasattr(result, "value") and hasattr(result, "parts"):
@@ -30,7 +30,7 @@ def main(address: str) -> None:
         json.dump(result, file)
 
 
-async def _awaited(awaitable: object) -> object:
+async def _await_result(awaitable: object) -> object:
     return await awaitable  # type: ignore[misc]
 
 

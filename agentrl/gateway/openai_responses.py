@@ -115,7 +115,9 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
             if len(call.answers) == 1
             for item in _items(call)
         }
-        body = body | {"input": [_referred(item, known, place) for place, item in enumerate(items)]}
+        body = body | {
+            "input": [_resolve_reference(item, known, place) for place, item in enumerate(items)]
+        }
     if isinstance(text, dict):
         left = {
             key: value for key, value in text.items() if key != "verbosity" and value is not None
@@ -141,7 +143,7 @@ def _is_reference(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "item_reference"
 
 
-def _referred(item: Any, known: Mapping[str, Any], place: int) -> Any:
+def _resolve_reference(item: Any, known: Mapping[str, Any], place: int) -> Any:
     """The item that an item refers to, if it is a reference.
 
     Raises:

@@ -59,12 +59,12 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
         )
         if not isinstance(given, Mapping):
             raise EnvError(
-                f"{name} returned {_shown(given)} for its parts: write names with numbers"
+                f"{name} returned {_format_value(given)} for its parts: write names with numbers"
             )
         parts = {str(part): _finite(value, name) for part, value in given.items()}
         if not isinstance(success, bool | np.bool_ | None):
             raise EnvError(
-                f"{name} returned {_shown(success)} for its success: return true or false"
+                f"{name} returned {_format_value(success)} for its success: return true or false"
             )
         return AgentOutcome(
             None if reward is None else _finite(reward, name),
@@ -81,14 +81,14 @@ def _finite(value: object, name: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise EnvError(
-            f"{name} returned {_shown(value)} for its reward: return a finite number, an"
+            f"{name} returned {_format_value(value)} for its reward: return a finite number, an"
             " agentrl.Score, a dict with `reward` and `success`, or None if the run has"
             " rewards of its own"
         )
     return number
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     try:
         return f"{value!r:.80}"
     except Exception:  # an int of too many digits, or an object of the program's own

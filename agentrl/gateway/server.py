@@ -305,7 +305,7 @@ def create_app(
     @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
     async def rewards(request: Request) -> dict[str, str]:
         session = registry.open_session(_key(request.headers))
-        posted = await _posted(PostedReward, request)
+        posted = await _read_post(PostedReward, request)
         if posted.reward is None and (posted.call is not None or not posted.done):
             raise invalid("reward: Field required")
         if posted.call is not None:
@@ -319,7 +319,7 @@ def create_app(
     @app.post("/v1/failures", openapi_extra={"requestBody": _body_of(PostedFailure)})
     async def failures(request: Request) -> dict[str, str]:
         session = registry.open_session(_key(request.headers))
-        posted = await _posted(PostedFailure, request)
+        posted = await _read_post(PostedFailure, request)
         session.failure = posted.error or "it did not say why"
         session.done.set()
         return {}
@@ -349,7 +349,7 @@ def create_app(
 _Posted = TypeVar("_Posted", bound=BaseModel)
 
 
-async def _posted(kind: type[_Posted], request: Request) -> _Posted:
+async def _read_post(kind: type[_Posted], request: Request) -> _Posted:
     """The body of a request, whatever its headers say that it is: curl says something else unless
     it is told.
     """
@@ -412,13 +412,13 @@ def _add_calls(app: FastAPI, registry: SessionRegistry) -> None:
             responses={
                 200: {"description": "The answer; with `stream`, its parts", "content": _ANSWERS}
             },
-            openapi_extra={"requestBody": _described(protocol)},
+            openapi_extra={"requestBody": _describe_body(protocol)},
         )
         described = app.router.routes[-1]
         assert isinstance(described, Route)
         described.app = CallEndpoint(registry, protocol)
 
-    @app.post(COUNTED.path, openapi_extra={"requestBody": _described(COUNTED)})
+    @app.post(COUNTED.path, openapi_extra={"requestBody": _describe_body(COUNTED)})
     async def count_tokens(request: Request) -> dict[str, int]:
         session = registry.session(_key(request.headers))
         asked = await _read(COUNTED, request.receive, session)
@@ -442,7 +442,7 @@ _ANSWERS: dict[str, Any] = {
 }
 
 
-def _described(protocol: WireProtocol) -> dict[str, Any]:
+def _describe_body(protocol: WireProtocol) -> dict[str, Any]:
     """A request's body for OpenAPI: which fields there are. What is in them, the vendor's own type
     says.
     """

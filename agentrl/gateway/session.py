@@ -176,7 +176,7 @@ class AgentSession:
         """
         asked = self._as_sampled(request)
         place = self.tree.place(asked)
-        return place.known + len(self._rendered(asked, place))
+        return place.known + len(self._render_request(asked, place))
 
     def answer(self, answer_id: str) -> AgentAnswer:
         """An answer by its id in the episode, or by that of a response, of any protocol.
@@ -278,7 +278,7 @@ class AgentSession:
         number, by_name = len(self.tree.calls), self._is_by_name(request)
         matters = by_name or not self.tree.by_name[True]
         self._check_limits(request, self.tree.by_name[by_name] if matters else 0, matters=matters)
-        new_ids = self._rendered(request, place)
+        new_ids = self._render_request(request, place)
         call = AgentCall(
             number,
             place.kind,
@@ -360,7 +360,7 @@ class AgentSession:
                 'write tool_choice "none", or leave one of them out',
             )
 
-    def _rendered(self, request: ChatRequest, place: CallPlace) -> IntArray:
+    def _render_request(self, request: ChatRequest, place: CallPlace) -> IntArray:
         """The tokens after the parent's, or the whole prompt."""
         answer = place.parent
         try:
@@ -369,7 +369,7 @@ class AgentSession:
             return self._renderer.added(
                 answer.call.new_ids,
                 answer.completion.token_ids,
-                _linked(place.new, answer.message),
+                _link_results(place.new, answer.message),
                 request.tools,
             )
         except ConfigError as error:
@@ -409,15 +409,15 @@ class AgentSession:
         self, call: AgentCall, request: ChatRequest, thread: str
     ) -> Sequence[AgentAnswer | RolloutError]:
         if request.count == 1:
-            return [await self._sampled(call, request, thread, 0)]
+            return [await self._sample_answer(call, request, thread, 0)]
         async with Flow(f"answers of call {call.number}") as flow:
             tasks = [
-                flow.start(self._sampled(call, request, thread, place), name=str(place))
+                flow.start(self._sample_answer(call, request, thread, place), name=str(place))
                 for place in range(request.count)
             ]
         return [task.result() for task in tasks]
 
-    async def _sampled(
+    async def _sample_answer(
         self, call: AgentCall, request: ChatRequest, thread: str, place: int
     ) -> AgentAnswer | RolloutError:
         try:
@@ -481,7 +481,7 @@ class CallEndedError(EngineError):
     """A call was under way when its episode ended."""
 
 
-def _linked(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
+def _link_results(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
     """Messages whose results of tools name the call that they answer: by default the first of the
     answer before.
     """

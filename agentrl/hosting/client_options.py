@@ -37,7 +37,7 @@ class ClientOptions(Wrapper):
     """
 
     class Config(Settings):
-        """What the server's owner has decided."""
+        """The settings of the server's owner."""
 
         fixed: dict[str, Any] = Field(default_factory=dict)
         """Options of every episode; a client that sends another value for one is refused."""

@@ -103,6 +103,8 @@ def _end_fork_server(
 
 
 _fork_servers: dict[tuple[int, str | None, tuple[str, ...]], ForkServer] = {}
+"""By process id, interpreter and preloaded modules. One mapping for the process: hosts of several
+runs and suites share a fork server, which costs a second to start, and it lives as long as they."""
 _fork_servers_lock = threading.Lock()
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 WORKER_NEEDS = ("numpy", "pydantic>=2.7")
 """Packages that the worker's modules import."""
 INSTALL_SECONDS = 1800.0
-"""How long an installation may take."""
+"""Time for an installation, in seconds."""
 
 _COMPLETE = ".complete"
 _VERSION = "import sys; print(sys.implementation.name, *sys.version_info[:3])"

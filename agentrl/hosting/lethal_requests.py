@@ -14,6 +14,8 @@ from agentrl.flow.suspicion import Suspicion
 T = TypeVar("T")
 
 _suspicions: WeakKeyDictionary[asyncio.AbstractEventLoop, Suspicion] = WeakKeyDictionary()
+"""By event loop, and gone with it. An environment lives for one host, and what it died of is a
+warning to all that come after it, so no environment can own this."""
 
 
 def _suspicion() -> Suspicion:

@@ -46,13 +46,9 @@ class ProcessEnv:
         self.python = python
         self.preload = preload
         self.pictures = False
-        """Whether the environment draws its states, if it can (`render_html`); known to a worker
-        when it starts.
-        """
+        """The environment draws its states (`render_html`); known to a worker when it starts."""
         self.records_calls = False
-        """Whether the infos have the calls that the environment made, if it keeps them; known when
-        a worker starts.
-        """
+        """The infos have the calls that the environment made; known when a worker starts."""
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._worker: WorkerHandle | None = None
@@ -164,5 +160,5 @@ class ProcessEnv:
 
 
 def _result(answer: Mapping[str, Any]) -> Any:
-    """What the method returned: a tuple as a tuple, anything else as text."""
+    """The returned value of the method: a tuple as a tuple, anything else as text."""
     return tuple(answer["tuple"]) if "tuple" in answer else answer.get("text")

@@ -1,4 +1,5 @@
-"""What an environment may reply: checked and converted in one place, whatever carries the reply.
+"""The replies that an environment may give: checked and converted in one place, whatever carries
+the reply.
 
 An environment runs on the event loop, in a thread, in a process or behind HTTP. Each reply comes
 through here, so the same reply is taken, or refused, over every transport. A refused one fails its

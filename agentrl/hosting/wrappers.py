@@ -138,7 +138,7 @@ class ActionFormat(Wrapper):
         shows the pattern.
         """
         penalty: float = Field(0.0, ge=0)
-        """How much reward a message without a match costs."""
+        """The reward that a message without a match costs."""
 
         @field_validator("pattern")
         @classmethod

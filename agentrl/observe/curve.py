@@ -24,9 +24,9 @@ def draw_curve(rows: Rows, path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = [partial(_draw_whole, rows=rows, title=title)]
-    if envs := _named(rows, r"(?:eval/)?envs/(.+)/success"):
+    if envs := _matching_names(rows, r"(?:eval/)?envs/(.+)/success"):
         panels.append(partial(_draw_envs, rows=rows, envs=envs))
-    if suites := _named(rows, r"eval/([^/]+)/success"):
+    if suites := _matching_names(rows, r"eval/([^/]+)/success"):
         panels.append(partial(_draw_suites, rows=rows, suites=suites))
     figure = Figure(figsize=(8, 4.5 + 3 * (len(panels) - 1)), layout="constrained")
     heights = [4.5, *[3.0] * (len(panels) - 1)]
@@ -39,7 +39,7 @@ def draw_curve(rows: Rows, path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _named(rows: Rows, pattern: str) -> list[str]:
+def _matching_names(rows: Rows, pattern: str) -> list[str]:
     """The names in metrics of this form, in order of their appearance."""
     found = (re.fullmatch(pattern, name) for row in rows for name in row)
     return list(dict.fromkeys(match[1] for match in found if match))

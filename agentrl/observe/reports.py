@@ -214,7 +214,7 @@ def compare(
         ConfigError: they have no task in common.
     """
     shared = sorted(first.keys() & second.keys())
-    found = [made for name in shared if (made := _compared(first[name], second[name])) is not None]
+    found = [made for name in shared if (made := _compare(first[name], second[name])) is not None]
     if not found:
         reasons = "; ".join(f"{name}: {difference(first[name], second[name])}" for name in shared)
         raise ConfigError(
@@ -227,7 +227,7 @@ def compare(
     return found
 
 
-def _compared(one: EvaluationReport, other: EvaluationReport) -> Comparison | None:
+def _compare(one: EvaluationReport, other: EvaluationReport) -> Comparison | None:
     """The comparison of two evaluations; None if they have no task in common."""
     if one.conditions.sampling != other.conditions.sampling:
         return None
@@ -287,14 +287,14 @@ _LESS: Mapping[str, Callable[[PlayedTask], PlayedTask]] = {
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The entries of two mappings that differ, with both values."""
     said = [
-        f"{key}: {_shown(one, key)} and {_shown(other, key)}"
+        f"{key}: {_format_setting(one, key)} and {_format_setting(other, key)}"
         for key in dict.fromkeys([*one, *other])
         if key not in one or key not in other or one[key] != other[key]
     ]
     return ", ".join(said)
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_setting(values: Mapping[str, Any], key: str) -> str:
     return f"{values[key]!r:.80}" if key in values else "none"
 
 

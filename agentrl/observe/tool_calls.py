@@ -25,7 +25,7 @@ class CalledTool:
 
 def called_tools(trajectory: Trajectory) -> Iterator[CalledTool]:
     """The calls of an episode, in order."""
-    said = _said(trajectory.messages)
+    said = _calls_by_message(trajectory.messages)
     for number, turn in enumerate(trajectory.turns):
         if turn.calls is None:
             found: list[_Call] = [
@@ -41,7 +41,7 @@ def called_tools(trajectory: Trajectory) -> Iterator[CalledTool]:
             yield CalledTool(number, name, refused, share if seconds is None else seconds)
 
 
-def _said(messages: Sequence[Message]) -> list[list[tuple[str, bool]]]:
+def _calls_by_message(messages: Sequence[Message]) -> list[list[tuple[str, bool]]]:
     """The calls in each message of the model, and whether each call's result is a refusal."""
     places = [place for place, message in enumerate(messages) if message.is_answer]
     found = []

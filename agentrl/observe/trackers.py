@@ -71,7 +71,7 @@ class TensorBoard:
     def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
         """Record some episodes."""
         shown = (
-            f"{one.episode}: {one.status}, score {one.score}\n\n{_indented(one.conversation)}"
+            f"{one.episode}: {one.status}, score {one.score}\n\n{_indent(one.conversation)}"
             for one in samples
         )
         self._writer.add_text(f"samples/{name}", "\n\n".join(shown), step)
@@ -444,7 +444,7 @@ def _ending(how: HowEnded, why: str) -> str:
     return why if why.startswith(how) else f"{how}: {why}"
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     """Text that Markdown shows as it is."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 

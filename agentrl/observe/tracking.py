@@ -62,7 +62,7 @@ class Tracking:
         self._warn, self._end_seconds, self._last_seconds = warn, end_seconds, last_seconds
         self._senders = [
             _Sender(
-                one.name, partial(_tagged(one, tags).call, folder, config), queued, again_seconds
+                one.name, partial(_add_tags(one, tags).call, folder, config), queued, again_seconds
             )
             for one in trackers
         ]
@@ -117,7 +117,7 @@ class Tracking:
                 self._warn(sender.complaints.popleft())
 
 
-def _tagged(tracker: Component, tags: Sequence[str]) -> Component:
+def _add_tags(tracker: Component, tags: Sequence[str]) -> Component:
     """The tracker with the tags of the run, if its settings have any."""
     settings = tracker.settings
     return (
@@ -193,7 +193,7 @@ class _Sender:
         self._thread.join(last_seconds)
 
     def _run(self) -> None:
-        tracker = self._begun()
+        tracker = self._begin_tracker()
         if tracker is None:
             return
         while (work := self._next()) is not None:
@@ -201,7 +201,7 @@ class _Sender:
         if self._last is not None:
             self._try(self._last, tracker)
 
-    def _begun(self) -> Tracker | None:
+    def _begin_tracker(self) -> Tracker | None:
         """The tracker; None if the run ends before it has begun, or if it refuses its settings."""
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What a run reads from the settings of its engine, trainer and cluster, where they have it.
+"""The settings of a run's engine, trainer and cluster that other parts read, where they have them.
 `Callable` fields are methods of the settings.
 """
 

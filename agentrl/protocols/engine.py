@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What a completion must be: a JSON object, or a JSON value by this schema (JSON as text), up
+    """The format of a completion: a JSON object, or a JSON value by this schema (JSON as text), up
     to its stop token.
 
     Only tokens that lead there are sampled, so the logprobs are of what is left of the model's
@@ -198,7 +198,7 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now."""
+        """The present load of the engine."""
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:

@@ -19,7 +19,7 @@ class OwnerOnly:
 
 
 Isolation = Literal["inline", "thread", "process"]
-"""Where an environment or a reward runs: on the event loop, in a thread, in a process."""
+"""The place where an environment or a reward runs: on the event loop, in a thread, in a process."""
 
 
 ResetResult = tuple[str, dict[str, Any]]
@@ -95,7 +95,7 @@ It gets `env.unwrapped` if that exists: the environment without its wrappers.
 
 
 def isolation_of(plugin: object, default: Isolation | None = "thread") -> Any:
-    """Where an environment, a reward or its class asks to run (`isolation`)."""
+    """The place where an environment, a reward or its class asks to run (`isolation`)."""
     return getattr(plugin, "isolation", default)
 
 

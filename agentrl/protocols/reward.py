@@ -72,7 +72,7 @@ class RewardOffers(Offers):
     """The facts and optional methods of a reward or a rule: attributes with these names."""
 
     isolation: Isolation | None = None
-    """Where it runs, if it says so."""
+    """The place where it runs, if it states one."""
     imports: tuple[str, ...] = ()
     """Modules that a rule needs, which are imported before its limits apply."""
     wrong: float = 0.0

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 from agentrl.protocols.offers import Offers
 
 HowEnded = Literal["completed", "stopped", "failed"]
-"""How a run ended: its work is done; a signal stopped it; an error ended it."""
+"""The end of a run: its work is done; a signal stopped it; an error ended it."""
 
 
 @dataclass(frozen=True, slots=True)

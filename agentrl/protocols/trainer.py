@@ -26,7 +26,7 @@ LatestCheckpoint = Callable[[], tuple[int, Path] | None]
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How a trainer recovers when its ranks die: its keyword argument `recovery`.
+    """The recovery of a trainer when its ranks die: its keyword argument `recovery`.
 
     `latest` returns the run's newest checkpoint, if any; restarted ranks load it, as `load` does.
     `restarts`: how often in a row ranks may be restarted without a step or an answer between.

@@ -176,7 +176,7 @@ async def demonstrate(
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     source = task_source(config, "demonstrations")
     tasks = [next_task(source, index) for index in range(demonstrations.episodes)]
-    trajectories = await _played(config, player, renderer, tasks)
+    trajectories = await _play_demonstrations(config, player, renderer, tasks)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
@@ -217,7 +217,7 @@ class _PlayerWithOptions:
         return self.player(env, rng, **unshared(self.options, "recipe.demonstrations.options"))
 
 
-async def _played(
+async def _play_demonstrations(
     config: RunConfig, player: ScriptedPlayer, renderer: TemplateRenderer, tasks: Sequence[Task]
 ) -> list[Trajectory]:
     if config.env.is_agent:

@@ -202,7 +202,10 @@ def _within(
     made: list[Pair] = []
     for pair in pairs:
         played = pair.played if exact else None
-        better, worse = played or (spoken(pair.chosen, renderer), spoken(pair.rejected, renderer))
+        better, worse = played or (
+            trajectory_from_messages(pair.chosen, renderer),
+            trajectory_from_messages(pair.rejected, renderer),
+        )
         made.append((to_samples(better, 1.0), to_samples(worse, -1.0)))
     short = [
         pair
@@ -217,7 +220,7 @@ def _within(
     return short
 
 
-def spoken(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajectory:
+def trajectory_from_messages(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajectory:
     """A conversation as the tokens that the model would have read and written.
 
     Raises:

@@ -28,6 +28,8 @@ _ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
 _suspicions: WeakKeyDictionary[asyncio.AbstractEventLoop, Suspicion] = WeakKeyDictionary()
+"""By event loop, and gone with it. Factories of environments pickle as plain addresses, so the
+environments of a run have no common owner but its loop."""
 
 
 def suspicion() -> Suspicion:

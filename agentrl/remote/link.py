@@ -79,7 +79,7 @@ class Link(Loaded):
             ConfigError: the server does not accept the token.
         """
         number = next(self._numbers)
-        message = _encoded(number, op, what)
+        message = _encode_request(number, op, what)
         if len(message) + 2 > self.max_bytes:
             raise EnvError(
                 f"{self.url} accepts messages of up to {self.max_bytes} bytes; this one has"
@@ -90,7 +90,7 @@ class Link(Loaded):
         try:
             for _ in range(2):
                 try:
-                    reply = await (await self._connected()).ask(number, message, self.max_bytes)
+                    reply = await (await self._await_line()).ask(number, message, self.max_bytes)
                 except LostConnectionError as error:
                     lost = str(error)
                 else:
@@ -127,7 +127,7 @@ class Link(Loaded):
         """Close a session, without waiting for the answer."""
         if self._line is not None and self._line.is_open:
             self._line.tell(
-                _encoded(next(self._numbers), "close", {"session": session}), self.max_bytes
+                _encode_request(next(self._numbers), "close", {"session": session}), self.max_bytes
             )
         await self.release()
 
@@ -146,15 +146,15 @@ class Link(Loaded):
         if self._line is not None:
             self._line.abort()
 
-    async def _connected(self) -> "Line":
+    async def _await_line(self) -> "Line":
         if self._line is not None and self._line.is_open:
             return self._line
         async with self._connecting:
             if self._line is None or not self._line.is_open:  # another caller may have opened it
-                self._line = await self._opened()
+                self._line = await self._open_line()
             return self._line
 
-    async def _opened(self) -> "Line":
+    async def _open_line(self) -> "Line":
         if not self._has_ended:
             async with Flow("connection") as flow:
                 self._opening = flow.start(
@@ -182,7 +182,7 @@ class Link(Loaded):
         until, pause = now() + self.reconnect_seconds, 0.05
         while self.sessions and now() < until:
             try:
-                await self._connected()
+                await self._await_line()
                 return
             except (
                 LostConnectionError,
@@ -214,7 +214,7 @@ def end_link(url: str, token: str | None) -> None:
         link.end()
 
 
-def _encoded(number: int, op: str, what: Mapping[str, Any]) -> bytes:
+def _encode_request(number: int, op: str, what: Mapping[str, Any]) -> bytes:
     return to_json({"id": number, "op": op, **what}, inf_nan_mode="constants")
 
 

@@ -60,7 +60,7 @@ class Multiplexed:
                 frames = FRAMES.validate_json(message)
             except ValidationError as error:
                 await self._room.acquire()
-                self._send(self._refused(None, Refusal(422, str(error))))
+                self._send(self._refusal_frame(None, Refusal(422, str(error))))
                 continue
             for frame in frames:
                 await self._room.acquire()
@@ -78,10 +78,10 @@ class Multiplexed:
                 inf_nan_mode="constants",
             )
         except Refusal as refusal:
-            answer = self._refused(frame.id, refusal)
+            answer = self._refusal_frame(frame.id, refusal)
         except Exception as error:  # a bug must fail one request, not the server
             logger.exception("answering a frame")
-            answer = self._refused(frame.id, Refusal(500, repr(error)))
+            answer = self._refusal_frame(frame.id, Refusal(500, repr(error)))
         self._send(answer)
 
     async def _do(self, frame: Frame) -> Opened | Began | Stepped | dict[str, Any]:
@@ -94,7 +94,7 @@ class Multiplexed:
             return await self._sessions.reset(frame.session, frame, self._name)
         return await self._sessions.step(frame.session, frame, self._name)
 
-    def _refused(self, request: int | None, refusal: Refusal) -> bytes:
+    def _refusal_frame(self, request: int | None, refusal: Refusal) -> bytes:
         self._sessions.metrics.refused.labels(refusal.status).inc()
         body = {"detail": refusal.detail}
         return to_json(

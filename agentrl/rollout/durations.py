@@ -93,7 +93,7 @@ class Durations:
 
 
 def _rest(lengths_B: Array, ended_B: Array, cut_B: Array) -> float:
-    """How much longer than the longest length those are that survive it: by the likeliest Weibull
+    """The mean length beyond the longest one of those that survive it: by the likeliest Weibull
     curve.
     """
     longest = lengths_B[-1]

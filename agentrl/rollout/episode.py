@@ -99,7 +99,7 @@ class ScriptedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """How an agent is played: its policy, its renderer, the context that it sees, and whether it is
+    """The player of an agent: its policy, its renderer, the context that it sees, and whether it is
     trained.
     """
 

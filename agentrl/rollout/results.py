@@ -10,7 +10,7 @@ from typing import Any, Self
 from agentrl.trajectory import Group, succeeded
 
 _DECAY = 0.5
-"""How much earlier games count against those of the newest step in which an opponent was met."""
+"""Weight of earlier games, relative to those of the newest step in which an opponent was met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Games:
     share: float
     """Share of all episodes that were played against opponents."""
     wins: Mapping[tuple[int, str], Sequence[bool]]
-    """Whether each game was won, by the opponent's version and the policy's seat. Episodes of which
-    nothing tells whether they succeeded count in the share alone.
+    """The results of games by the opponent's version and the policy's seat: true for a win.
+    Episodes of which nothing tells whether they succeeded count in the share alone.
     """
 
     @classmethod
@@ -88,8 +88,8 @@ class Results:
         return (won + 1) / (episodes + 2)
 
     def weight(self, version: int) -> float:
-        """How often a version is drawn, up to a factor: (1 - success)^2, the most often those that
-        are hard to beat.
+        """The weight of a version in the draw, up to a factor: (1 - success)^2, the largest for
+        those that are hard to beat.
 
         Prioritised fictitious self-play: Vinyals et al., "Grandmaster level in StarCraft II using
         multi-agent reinforcement learning" (Nature 575, 2019), Methods.

@@ -1,4 +1,4 @@
-"""What is wrong with a value, of all that pydantic says."""
+"""The fault of a value, out of all that pydantic reports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
 
 def faults(error: ValidationError, value: Any) -> list[Fault]:
-    """What is wrong with `value`, one for each field.
+    """The faults of `value`, one for each field.
 
     Where a field takes one of several types, pydantic reports what is wrong for each of them. The
     one that was meant is the one that got furthest; the others would name a false reason.
@@ -45,8 +45,8 @@ def _fault(error: ErrorDetails, value: Any) -> Fault:
 
 
 def _depth(error: ErrorDetails, value: Any) -> tuple[int, bool]:
-    """How far into the value it got. Of equally far ones, what a check of its own says is more than
-    a type's name.
+    """Sort key: the depth in the value that validation reached. Of equally deep ones, the message
+    of a validator of ours comes before a type's name.
     """
     return len(_place(error, value)), not error["type"].endswith(("_type", "_parsing"))
 

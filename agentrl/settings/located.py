@@ -1,5 +1,5 @@
-"""Where in a value a problem lies, and which branch of a union was meant: pydantic reports what is
-wrong for each.
+"""The place of a problem in a value, and the branch of a union that was meant: pydantic reports the
+problems of each branch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How the policy is sampled."""
+"""The settings of sampling."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from agentrl.settings.base import Settings, check_temperature
 
 
 class SamplingParams(Settings):
-    """How the policy is sampled: set in the config, and part of each request."""
+    """The sampling of the policy: set in the config, and part of each request."""
 
     max_tokens: int = Field(64, gt=0)
     """Longest answer of a turn, in tokens."""

@@ -33,7 +33,7 @@ _WORDS = {
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
     ),
 }
-"""What a scalar without quotes is, in this order; anything else is text."""
+"""The types of a scalar without quotes, in this order; anything else is text."""
 _MERGE = "<<"
 _TOO_DEEP = f"more than {DEEPEST} levels of lists and mappings in each other"
 

@@ -14,9 +14,9 @@ class SimulatedOutage(Settings):
     """
 
     at: float = Field(ge=0)
-    """When it begins, in seconds."""
+    """The beginning, in seconds."""
     seconds: float = Field(ge=0)
-    """How long it lasts; 0 is a crash of all live episodes."""
+    """The duration, in seconds; 0 is a crash of all live episodes."""
 
     def hits(self, began: float, when: float) -> bool:
         """True if it breaks off an episode that began at `began` and is called at `when`."""
@@ -35,8 +35,8 @@ class SimulatedEngineConfig(Settings):
     prefill_seconds_per_token: float = Field(0.0, ge=0)
     """Seconds for each prompt token that is not cached."""
     slowdown: float = Field(0.0, ge=0)
-    """How much all requests slow down for each further `knee` requests: 1 means twice the
-    seconds at 2 * knee.
+    """Slowdown of all requests for each further `knee` requests: 1 means twice the seconds at 2 *
+    knee.
     """
     knee: int = Field(64, gt=0)
     """Most requests at once that do not slow each other down."""
@@ -49,8 +49,8 @@ class SimulatedEngineConfig(Settings):
     requests is preempted.
     """
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """Whether running requests prefill their context again after a weight update (`recompute`)
-    or not (`keep`).
+    """The context of running requests after a weight update: prefilled again (`recompute`) or not
+    (`keep`).
     """
     lost: float = Field(0.0, ge=0, le=1)
     """Share of requests that are never answered, drawn by the request's seed. They occupy no
@@ -107,7 +107,7 @@ class SimulatedEnvsConfig(Settings):
     slow_drip: float = Field(0.0, ge=0, le=1)
     """Share of attempts in which each step takes `slow_drip_factor` times as long."""
     slow_drip_factor: float = Field(10.0, ge=1)
-    """How many times as long each step of such an attempt takes."""
+    """Factor by which each step of such an attempt takes longer."""
     outages: tuple[SimulatedOutage, ...] = ()
     """Times in which no environment can be reached: `[{at: 100, seconds: 20}]`."""
 

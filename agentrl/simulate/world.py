@@ -41,7 +41,7 @@ from agentrl.trajectory import Group, Score, Trajectory
 from agentrl.weights.config import WeightUpdate
 
 _MAX_TIMELINE_POINTS = 128
-"""When the timeline is full, every other point is dropped."""
+"""Most points of the timeline; when it is full, every other point is dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from agentrl.conversation import renderer as renderer_module
 from agentrl.conversation.chat_template import ChatTemplate
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.family import find_family
-from agentrl.conversation.placing import Places, placed
+from agentrl.conversation.placing import Places
+from agentrl.conversation.placing import place_messages as place
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Completion, Message, ToolCall
@@ -235,37 +236,46 @@ def test_a_conversation_in_turns_is_what_the_template_says_of_it_whole(
 def test_what_a_template_has_no_place_for_is_folded_into_the_next_message() -> None:
     said, few = spoken, Places(systems=False, late_systems=False)
     system = Message("system", "text0x\n\ntext1x")
-    assert placed(said("SSU"), few, begins=True) == [system, said("SSU")[2]]
-    assert placed(said("SUASU"), few, begins=True) == [
+    assert place(said("SSU"), few, begins=True) == [system, said("SSU")[2]]
+    assert place(said("SUASU"), few, begins=True) == [
         *said("SUA"),
         Message("user", "text3x\n\ntext4x"),
     ]
-    assert placed(said("UAS"), few, begins=True) == [*said("UA"), Message("user", "text2x")]
-    assert placed(said("UCTS"), few, begins=True) == [*said("UCT"), Message("user", "text3x")]
-    assert placed(said("USA"), few, begins=True) == [
+    assert place(said("UAS"), few, begins=True) == [*said("UA"), Message("user", "text2x")]
+    assert place(said("UCTS"), few, begins=True) == [
+        *said("UCT"),
+        Message("user", "text3x"),
+    ]
+    assert place(said("USA"), few, begins=True) == [
         said("U")[0],
         Message("user", "text1x"),
         said("USA")[2],
     ]
-    assert placed(said("SU"), Places(system=False), begins=True) == [
+    assert place(said("SU"), Places(system=False), begins=True) == [
         Message("user", "text0x\n\ntext1x")
     ]
     told = said("UCTU")
     joined = Message("tool", "text2x\n\ntext3x", tool_call_id="call00001", name="add")
-    assert placed(told, Places(users_after_results=False), begins=True) == [*told[:2], joined]
-    assert placed(said("AU"), Places(any_beginning=False), begins=True) == [
+    assert place(told, Places(users_after_results=False), begins=True) == [
+        *told[:2],
+        joined,
+    ]
+    assert place(said("AU"), Places(any_beginning=False), begins=True) == [
         Message("user", ""),
         *said("AU"),
     ]
     between = said("UCST")
-    assert placed(between, Places(), begins=True) == [*between[:2], between[3], between[2]]
+    assert place(between, Places(), begins=True) == [*between[:2], between[3], between[2]]
     stray = Message("user", "<tool_response>\ntext1x\n</tool_response>")
-    assert placed(said("UT"), Places(stray_results=False), begins=True) == [said("U")[0], stray]
-    assert placed(said("TU"), Places(stray_results=False), begins=False) == said("TU")
-    (both,) = placed(said("AX"), Places(repeated_answers=False), begins=True)
+    assert place(said("UT"), Places(stray_results=False), begins=True) == [
+        said("U")[0],
+        stray,
+    ]
+    assert place(said("TU"), Places(stray_results=False), begins=False) == said("TU")
+    (both,) = place(said("AX"), Places(repeated_answers=False), begins=True)
     assert (both.said, both.tool_calls) == ("text0x\n\ntext1x", said("AX")[1].tool_calls)
     for roles in ("SSUASUCTTUAU", "AUUTA"):
-        assert placed(said(roles), Places(), begins=True) == said(roles)
+        assert place(said(roles), Places(), begins=True) == said(roles)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "gptoss", "deepseek_r1_distill"])

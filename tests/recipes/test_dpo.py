@@ -10,7 +10,7 @@ import pytest
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
-from agentrl.recipes.dpo import spoken
+from agentrl.recipes.dpo import trajectory_from_messages
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message
 from tests.commands import Command
@@ -25,7 +25,7 @@ def test_a_conversation_is_laid_out_as_it_would_have_been_played() -> None:
         Message("assistant", "Hello"),
         Message("user", "Bye"),
     ]
-    trajectory = spoken([*said, Message("assistant", "See you")], RENDERER)
+    trajectory = trajectory_from_messages([*said, Message("assistant", "See you")], RENDERER)
     assert len(trajectory.turns) == 2
     whole = [
         t
@@ -37,9 +37,9 @@ def test_a_conversation_is_laid_out_as_it_would_have_been_played() -> None:
     assert "Hello" not in text
     assert whole[: len(trajectory.turns[0].prompt_ids)] == trajectory.turns[0].prompt_ids.tolist()
     with pytest.raises(ConfigError, match="answer of the assistant to nothing"):
-        spoken([Message("assistant", "Hello")], RENDERER)
+        trajectory_from_messages([Message("assistant", "Hello")], RENDERER)
     with pytest.raises(ConfigError, match="no answer of the assistant"):
-        spoken(said[:2], RENDERER)
+        trajectory_from_messages(said[:2], RENDERER)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.recipes.dpo import spoken
+from agentrl.recipes.dpo import trajectory_from_messages
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.recordings import RecordingsConfig, read_recordings, recorded
 from agentrl.testing.tokenizer import ByteTokenizer
@@ -47,7 +47,7 @@ CALL = ToolCall("add", {"a": 2}, "call-1")
 def said(name: str, answer: str, *, status: Status | None = None) -> Trajectory:
     """A question and its answer, as tokens."""
     messages = (Message("user", "Which way?"), Message("assistant", answer))
-    played = spoken(messages, RENDERER)
+    played = trajectory_from_messages(messages, RENDERER)
     task = Task("gateway", 3, {}, "which")
     return replace(played, id=name, task=task, messages=messages, status=status or Terminated())
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config import load_config
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
-from agentrl.recipes.dpo import DpoSettings, dpo, spoken
+from agentrl.recipes.dpo import DpoSettings, dpo, trajectory_from_messages
 from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.runs.run import Run
 from agentrl.trajectory import Message, Trajectory
@@ -35,7 +35,9 @@ def run_of(folder: Path, model: Path, temperature: float) -> Run:
 
 def conversations(renderer: TemplateRenderer) -> Sequence[Trajectory]:
     return [
-        spoken([Message("user", "Which way?"), Message("assistant", answer)], renderer)
+        trajectory_from_messages(
+            [Message("user", "Which way?"), Message("assistant", answer)], renderer
+        )
         for answer in SAID
     ]
 

@@ -134,7 +134,7 @@ async def _serve(
     session_id = websocket.query_params.get("session_id") or None
     try:
         async with openenv_sessions.session(session_id) as session:
-            with _attached(session):
+            with _attach_session(session):
                 await _converse(client, openenv_sessions, session, answer)
     except Refusal as refusal:
         await client.send(_encode(_error(SESSION_ERROR, refusal.detail)))
@@ -159,7 +159,7 @@ async def _converse(
 
 
 @contextlib.contextmanager
-def _attached(session: OpenEnvSession) -> Iterator[None]:
+def _attach_session(session: OpenEnvSession) -> Iterator[None]:
     if session.attached:
         raise Refusal(409, "the session already has an attached WebSocket")
     session.attached = True
@@ -184,7 +184,7 @@ async def _answer(
         wrong = error.errors(include_url=False, include_context=False)
         return _error(VALIDATION_ERROR, "Invalid message", errors=wrong)
     except Refusal as refusal:
-        return _refused(refusal, openenv_sessions)
+        return _refusal_body(refusal, openenv_sessions)
 
 
 async def _do(
@@ -192,9 +192,9 @@ async def _do(
 ) -> dict[str, Any]:
     match frame.type:
         case "reset":
-            return _observed(await session.reset(ResetRequest.model_validate(frame.data)))
+            return _observation_body(await session.reset(ResetRequest.model_validate(frame.data)))
         case "step":
-            return _observed(await session.act(_read_action(frame.data)))
+            return _observation_body(await session.act(_read_action(frame.data)))
         case "state":
             return {"type": "state", "data": session.state}
         case "mcp":
@@ -215,11 +215,11 @@ def _read_action(data: dict[str, Any]) -> Action:
     return MessageAction.model_validate(data)
 
 
-def _observed(answer: Answer) -> dict[str, Any]:
+def _observation_body(answer: Answer) -> dict[str, Any]:
     return {"type": "observation", "data": answer}
 
 
-def _refused(refusal: Refusal, openenv_sessions: OpenEnvSessions) -> dict[str, Any]:
+def _refusal_body(refusal: Refusal, openenv_sessions: OpenEnvSessions) -> dict[str, Any]:
     openenv_sessions.sessions.metrics.refused.labels(refusal.status).inc()
     if refusal.status in FULL:
         return _error(CAPACITY_REACHED, refusal.detail, **openenv_sessions.counts)

@@ -122,15 +122,15 @@ class Server(Loaded):
         """
         if self._action_schema is None:
             if client is not None:
-                self._action_schema = await self._described(client)
+                self._action_schema = await self._fetch_description(client)
             else:
                 async with http_client(
                     trust_env=False
                 ) as own:  # the WebSocket uses no proxy either
-                    self._action_schema = await self._described(own)
+                    self._action_schema = await self._fetch_description(own)
         return self._action_schema
 
-    async def _described(self, client: httpx.AsyncClient) -> dict[str, Any]:
+    async def _fetch_description(self, client: httpx.AsyncClient) -> dict[str, Any]:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 answer = await self._get(client, "/schema")

@@ -26,7 +26,8 @@ CallActor = Callable[..., Awaitable[Any]]
 """Calls a method of an engine's actor, given its name and arguments."""
 
 _put: "WeakKeyDictionary[WeightBundle, dict[str, Any]]" = WeakKeyDictionary()
-"""References to the files in the object store, by bundle and name; released with the bundle."""
+"""References to the files in the object store, by bundle and name; released with the bundle. The
+handles of all engines share them, so that a file is put into the store once."""
 
 
 def reference_to(bundle: WeightBundle, file: str) -> Any:
