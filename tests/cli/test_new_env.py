@@ -73,10 +73,8 @@ def test_the_folder_of_an_installed_package_does_not_hide_it(tmp_path, monkeypat
     assert load("envs", "hidden_game:HiddenGame").__name__ == "HiddenGame"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param("game", marks=pytest.mark.slow), pytest.param("tools", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["game", "tools"])
 def test_a_tiny_model_learns_a_new_environment_by_its_config(agentrl, tmp_path, kind):
     folder = write_env_package(f"learned_{kind}", tmp_path, tools=kind == "tools")
     done = agentrl(

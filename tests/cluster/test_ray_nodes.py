@@ -105,6 +105,7 @@ def test_a_run_lives_on_the_devices_of_its_plan(
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
 
 
+@pytest.mark.long
 def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process(
     tmp_path: Path,
 ) -> None:

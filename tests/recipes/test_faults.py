@@ -122,14 +122,13 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def some(kib: int, slow: bool) -> Any:
-    return pytest.param(kib, marks=pytest.mark.slow if slow else pytest.mark.chaos, id=f"{kib} KiB")
+def some(kib: int) -> Any:
+    in_long = [pytest.mark.long] if kib == 64 else []
+    return pytest.param(kib, marks=[pytest.mark.chaos, *in_long], id=f"{kib} KiB")
 
 
 @pytest.mark.skipif(not can_mount(), reason="this machine does not let a user mount a disk")
-@pytest.mark.parametrize(
-    "kib", [some(kib, slow=kib == 64) for kib in (0, 8, 24, 40, 64, 128, 256, 1024, 2048)]
-)
+@pytest.mark.parametrize("kib", [some(kib) for kib in (0, 8, 24, 40, 64, 128, 256, 1024, 2048)])
 def test_a_full_disk_ends_a_run_with_a_sentence_and_with_room_it_goes_on(
     begun: Path, tmp_path: Path, kib: int
 ) -> None:

@@ -74,10 +74,8 @@ def test_a_run_gets_nearer_to_optimal_play_and_records_whom_the_policy_played(tm
     assert snapshots == {f"version_00000{n}" for n in (5, 6, 7, 8)}
 
 
-@pytest.mark.parametrize(
-    ("steps", "kills"),
-    [pytest.param(4, [2], marks=pytest.mark.slow), pytest.param(6, [2, 4], marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("steps", "kills"), [(4, [2]), (6, [2, 4])])
 def test_a_killed_run_meets_the_same_opponents_and_ends_in_the_same_weights(tmp_path, steps, kills):
     settings = [*SMALL, *DRAWN, f"steps={steps}", "run_dir=run"]
     whole = train(*settings, cwd=folder(tmp_path, "whole"))

@@ -199,7 +199,7 @@ class Held:
         return self.make(rank)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_die_while_they_write_a_checkpoint_cost_neither_it_nor_a_step(
     shallow_model_dir: Path, tmp_path: Path
 ) -> None:
