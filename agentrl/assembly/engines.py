@@ -21,6 +21,9 @@ from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
 from agentrl.weights.config import WeightUpdate
 
+_STILL_LEASES = 4
+"""Leases for which an engine with requests may at least make no progress."""
+
 
 @asynccontextmanager
 async def engine_router(
@@ -58,6 +61,8 @@ def _router_over(
     answer_seconds: float | None = None,
 ) -> Router:
     """A router over new engines that serve `model`, supervised as the cluster's settings say."""
+    # However short the deadline of an answer is, a step that compiles kernels is no death.
+    patience = _STILL_LEASES * cluster.config.lease
     return Router(
         [make() for make in factories],
         update=update,
@@ -66,7 +71,7 @@ def _router_over(
         restarts=cluster.config.restarts,
         start_seconds=cluster.config.start_seconds,
         update_seconds=config.weights.for_model(model).seconds,
-        answer_seconds=answer_seconds or config.rollout.deadlines.generate,
+        answer_seconds=max(answer_seconds or config.rollout.deadlines.generate, patience),
         seconds_per_context_token=config.rollout.deadlines.seconds_per_context_token,
         nodes=[factory.node for factory in factories],
         starts_per_node=cluster.config.starts_per_node,

@@ -70,7 +70,9 @@ _SESSIONS = 1 << 16
 _PROBE_SECONDS = 1.0
 """Longest pause between two probes of an engine."""
 _ATTEMPTS = 3
-"""How many times in a row a replica may fail to restart before the run ends with its error."""
+"""How many times in a row a replica may fail to restart, or die of new weights, before the run ends
+with its error.
+"""
 _CLOSE_SECONDS = 30.0
 """How long a dead engine may take to free its resources."""
 
@@ -335,6 +337,9 @@ class Router(Engine):
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.stage_weights`. Replicas that cannot stage weights are skipped. When this
         returns, all live replicas have staged them.
+
+        Raises:
+            EngineDeadError: replicas, and their replacements, died each time.
         """
         staged: list[Engine] = []
 
@@ -346,10 +351,16 @@ class Router(Engine):
                 await engine.stage_weights(weights, version)
             staged.append(engine)
 
-        # The replacements of replicas that died meanwhile stage them too.
         with self._clock.held():
-            while not self._alive or not all(has_staged(replica.engine) for replica in self._alive):
+            for _ in range(_ATTEMPTS):
                 await self._everywhere("stage", stage, self._update_seconds)
+                if all(has_staged(replica.engine) for replica in self._alive):
+                    return
+                # The replacements of replicas that died meanwhile stage them too.
+        raise EngineDeadError(
+            f"engines died in each of {_ATTEMPTS} attempts to stage version {version} of the"
+            " weights; the log says why each was restarted"
+        )
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`. A replica that fails it is dropped, or replaced by one with

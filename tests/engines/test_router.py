@@ -837,6 +837,10 @@ def test_staging_that_all_engines_died_of_is_done_by_their_replacements() -> Non
             await router.stage_weights({}, 1)
             assert [spare.staged for spare in spares] == [[1], [1]]
 
+        with pytest.raises(EngineDeadError, match="died in each of 3 attempts to stage version 1"):
+            async with Router([Dying()], factory=lambda number: Dying(), lease=5.0) as router:
+                await router.stage_weights({}, 1)
+
     run_virtual(main)
 
 
