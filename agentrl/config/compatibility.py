@@ -705,6 +705,26 @@ def engine_reports_experts(run: ConfiguredRun) -> str:
     )
 
 
+def proposals_are_sampled_without_min_p(run: ConfiguredRun) -> str:
+    config = run.config
+    if EngineSettingsOffers.of(config.engine.settings).speculative is None:
+        return ""
+    sampling = config.rollout.sampling
+    settings = {
+        "rollout.sampling.min_p": sampling.min_p,
+        "evaluation.min_p": config.evaluation.sampling(sampling).min_p,
+    }
+    for suite in config.evaluation.suites:
+        settings[f"the min_p of the suite {suite.name}"] = suite.sampling(sampling).min_p
+    written = [name for name, min_p in settings.items() if min_p > 0]
+    if not written:
+        return ""
+    return (
+        f"{written[0]} is above 0, and engine.speculative cannot check proposed tokens against it"
+        " (vLLM refuses such requests): leave one of both out, or write top_p instead"
+    )
+
+
 def cluster_can_place(run: ConfiguredRun) -> str:
     cluster, placement = run.config.cluster, run.config.placement
     name = "lists of devices" if placement.lists else placement.name
@@ -776,6 +796,10 @@ RULES = (
     CompatibilityRule(("evaluation.suites", "env.mixture"), suites_name_their_environment),
     CompatibilityRule(("engine",), engine_takes_weights, "training"),
     CompatibilityRule(("engine", "rollout.compare_routing"), engine_reports_experts, "training"),
+    CompatibilityRule(
+        ("engine.speculative", "rollout.sampling", "evaluation"),
+        proposals_are_sampled_without_min_p,
+    ),
     CompatibilityRule(("cluster", "placement"), cluster_can_place, "start"),
 )
 """All rules, in the order in which they are checked."""

@@ -453,6 +453,8 @@ class Router(Engine):
             sum(s.cached_tokens for s in stats),
             max((s.kv_use for s in stats), default=0.0),
             sum(s.preemptions for s in stats),
+            sum(s.proposed_tokens for s in stats),
+            sum(s.accepted_tokens for s in stats),
         )
 
     def evict_unresponsive(self) -> bool:

@@ -312,6 +312,8 @@ class VllmEngine(Engine):
             counters.cached,
             counters.kv_use,
             counters.preempted,
+            counters.proposed,
+            counters.accepted,
         )
 
     async def _started(self) -> "AsyncLLM":

@@ -84,7 +84,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "prompt_token_stats",
     ),
     "vllm.v1.metrics.stats:PromptTokenStats": ("cached_tokens", "computed"),
-    "vllm.v1.metrics.stats:SchedulerStats": ("kv_cache_usage", "num_running_reqs"),
+    "vllm.v1.metrics.stats:SchedulerStats": (
+        "kv_cache_usage",
+        "num_running_reqs",
+        "spec_decoding_stats",
+    ),
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats": ("num_accepted_tokens", "num_draft_tokens"),
     # Signs of life: a worker in the core's process, or one whose answers the core unpickles.
     "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend",),
     "vllm.distributed.device_communicators.shm_broadcast:MessageQueue": ("dequeue",),

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate
 from agentrl.engines.precision import EngineDtype, resolve_dtype
+from agentrl.engines.speculation import SpeculativeSettings
 from agentrl.engines.vllm_args import argument_problems, typed_arguments
 from agentrl.errors import ConfigError
+from agentrl.models.source import description_folder
 from agentrl.placement.devices import GIB, DeviceKind
 from agentrl.placement.footprint import EngineLayout
 from agentrl.settings.base import Settings
@@ -29,6 +31,8 @@ a setting of vLLM's, since those choose the cache of compiled code, which proces
 """
 WORKER_EXTENSION = "agentrl.engines.vllm_worker.WorkerExtension"
 """The class whose methods vLLM adds to its workers."""
+Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"]
+"""The formats that vLLM itself converts plain weights to, so that they can be updated."""
 _CPU_CACHE_BYTES = GIB
 _TRANSFER_FAULTS = {
     "nccl": "the sender is the engine's own driver, which shares the first GPU with the engine, and"
@@ -61,6 +65,22 @@ class VllmSettings(Settings):
     """Size of the KV cache in GiB. By default 1 on a CPU, and what `memory_fraction` leaves on
     a GPU.
     """
+    quantization: Quantization | None = None
+    """Number format of the weights of linear layers and experts, if it is not `dtype`. vLLM
+    converts them when it loads them, at each update again, so the trainer keeps its precision.
+    `fp8` is `fp8_per_channel`: a scale for each output. Only on GPUs that have it. Logprobs then
+    differ from the trainer's ([model-families.md](model-families.md))."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Number format of the KV cache, if it is not `dtype`: half the bytes, for twice the tokens.
+    Logprobs then differ from the trainer's."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Copies of the attention layers in an engine, each on `tensor_parallel` GPUs and with a KV
+    cache and a batch (`max_batch`) of its own. Only of a mixture of experts, whose experts are
+    divided over the GPUs of all copies. Of other models, write `cluster.engines`."""
+    expert_parallel: bool = False
+    """Give each GPU of the engine whole experts, instead of a part of each expert."""
+    speculative: SpeculativeSettings | None = None
+    """Speculative decoding, as in `{method: ngram, tokens: 3}`."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that one step of the engine computes, of prompts and of completions together. By
     default as many as `vllm serve` chooses: 8,192 on an H100 or H200, 16,384 on GPUs with 160 GB
@@ -110,12 +130,27 @@ class VllmSettings(Settings):
             raise ValueError(f"{name!r} cannot work: {_TRANSFER_FAULTS[name]}. Write files")
         return name
 
+    @model_validator(mode="after")
+    def _can_be_computed(self) -> Self:
+        if self.quantization is not None and self.dtype == "float32":
+            raise ValueError(
+                f"quantization={self.quantization} needs products in bfloat16: write dtype=bfloat16"
+            )
+        if self.expert_parallel and self.tensor_parallel * self.data_parallel == 1:
+            raise ValueError(
+                "expert_parallel divides experts over the GPUs of an engine, which has one: write"
+                " tensor_parallel or data_parallel, or leave it out"
+            )
+        return self
+
     def needs(self) -> Mapping[str, str]:
         """See `Settings`."""
         return {"vllm": INSTALL_HINT}
 
     def check_installed(self) -> None:
         """See `Settings`: the arguments in `args` have the types of the installed vLLM."""
+        if self.speculative is not None and self.speculative.model is not None:
+            description_folder(self.speculative.model, setting="engine.speculative.model")
         try:
             typed_arguments(self.args)
         except ValueError as error:
@@ -137,9 +172,12 @@ class VllmSettings(Settings):
         """The engine's layout on its devices, to estimate memory and time before it runs."""
         return EngineLayout(
             number=2 if self.dtype == "bfloat16" else 4,
+            weight_number=None if self.quantization is None else 1,
+            kv_number=None if self.kv_cache_dtype == "auto" else 1,
             max_batch=self.max_batch,
             max_context=self.max_context,
             tensor_parallel=self.tensor_parallel,
+            data_parallel=self.data_parallel,
             splits=(1, 2, 4, 8),
             fraction=self.memory_fraction,
             kv_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),

@@ -16,6 +16,7 @@ from agentrl.engines.vllm_settings import (
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.optional_fields import optional_field
+from agentrl.models.source import model_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,16 +66,14 @@ class VllmStart:
             "skip_tokenizer_init": not config.structured_outputs,
             # the request sets the sampling parameters, not the model's folder
             "generation_config": "vllm",
-            "dtype": resolve_dtype(config.dtype, None, gpu=_has_bfloat16_gpu()),
             "hf_overrides": self.overrides(),
             "max_model_len": self._longest(),
+            **self._divided(on_cpu),
+            **self._number_formats(on_cpu),
+            "speculative_config": self._speculation(),
             "max_num_seqs": config.max_batch,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": config.prefix_cache,
-            "tensor_parallel_size": config.tensor_parallel,
-            # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's
-            # GPUs.
-            "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
             "gpu_memory_utilization": config.memory_fraction,
             "enable_sleep_mode": config.sleep_mode,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
@@ -91,6 +90,58 @@ class VllmStart:
             "use_tqdm_on_load": False,
             **self._written_arguments(on_cpu),
         }
+
+    def _divided(self, on_cpu: bool) -> dict[str, Any]:
+        """The arguments that divide the model over GPUs."""
+        config = self.settings
+        text = self._model_config().get_text_config()
+        experts = optional_field(text, "num_experts_per_tok")
+        written = "data_parallel" if config.data_parallel > 1 else "expert_parallel"
+        if (config.data_parallel > 1 or config.expert_parallel) and not experts:
+            raise ConfigError(
+                f"engine.{written} divides experts, and the model in {self.folder} has none: write"
+                " engine.tensor_parallel or cluster.engines"
+            )
+        if on_cpu and config.data_parallel > 1:
+            raise ConfigError(
+                "engine.data_parallel is for GPUs, and the installed vLLM is built for CPUs: write"
+                " cluster.engines"
+            )
+        several = config.tensor_parallel > 1 or config.data_parallel > 1
+        return {
+            "tensor_parallel_size": config.tensor_parallel,
+            "data_parallel_size": config.data_parallel,
+            "enable_expert_parallel": config.expert_parallel,
+            # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's
+            # GPUs.
+            "distributed_executor_backend": "mp" if several else None,
+        }
+
+    def _number_formats(self, on_cpu: bool) -> dict[str, Any]:
+        """The arguments for the number formats of weights, products and KV cache."""
+        config = self.settings
+        formats = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
+        for name, number_format in formats.items():
+            if on_cpu and number_format not in (None, "auto"):
+                raise ConfigError(
+                    f"engine.{name}={number_format} is for GPUs, and the installed vLLM is built"
+                    " for CPUs: leave it out"
+                )
+        dtype = resolve_dtype(config.dtype, None, gpu=_has_bfloat16_gpu())
+        if config.quantization == "fp8":
+            formats["quantization"] = "fp8_per_channel"
+        return {"dtype": dtype, **formats}
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """vLLM's `speculative_config`."""
+        speculative = self.settings.speculative
+        if speculative is None:
+            return None
+        arguments = speculative.arguments()
+        if speculative.model is not None:
+            draft = model_folder(speculative.model, setting="engine.speculative.model")
+            arguments["model"] = str(draft)
+        return arguments
 
     def _written_arguments(self, on_cpu: bool) -> dict[str, Any]:
         """The arguments that the user has written."""

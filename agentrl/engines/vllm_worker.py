@@ -217,20 +217,31 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
     """Sums up the statistics that vLLM reports after every step."""
 
     def __init__(self) -> None:
-        self.running = 0
-        self.kv_use = 0.0
+        self._loads: dict[int, tuple[int, float]] = {}  # by copy of the attention layers
         self.generated = 0
         self.prefilled = 0
         self.cached = 0
         self.preempted = 0
+        self.proposed = 0
+        self.accepted = 0
         self._cleared = 0
+
+    @property
+    def running(self) -> int:
+        """Requests in the batches."""
+        return sum(running for running, _ in self._loads.values())
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the fullest KV cache that requests hold."""
+        return max((used for _, used in self._loads.values()), default=0.0)
 
     def cleared(self) -> None:
         """Note that all KV was dropped: vLLM will report running requests as preempted, though not
         for lack of room.
         """
         self._cleared += self.running
-        self.running, self.kv_use = 0, 0.0
+        self._loads.clear()
 
     def record(
         self,
@@ -241,8 +252,13 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
     ) -> None:
         """Called by vLLM with the statistics of one step."""
         if scheduler_stats is not None:
-            self.running = scheduler_stats.num_running_reqs
-            self.kv_use = scheduler_stats.kv_cache_usage
+            self._loads[engine_idx] = (
+                scheduler_stats.num_running_reqs,
+                scheduler_stats.kv_cache_usage,
+            )
+            if (speculation := scheduler_stats.spec_decoding_stats) is not None:
+                self.proposed += speculation.num_draft_tokens
+                self.accepted += speculation.num_accepted_tokens
         if iteration_stats is not None:
             self.generated += iteration_stats.num_generation_tokens
             self.prefilled += iteration_stats.prompt_token_stats.computed

@@ -103,15 +103,21 @@ class ModelFacts:
         """Parameters of the embedding, and multiplications of the output head for each token."""
         return self.vocab * self.hidden
 
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts that tokens choose from."""
+        if not self.experts:
+            return 0
+        return round((self.blocks - self.active) / (1 - self.chosen / self.experts))
+
     def read(self, tokens: float) -> float:
         """Parameters that a decoding step of so many tokens reads: of experts, those that at least
         one token chooses, if all are as likely.
         """
         if not self.experts:
             return self.parameters
-        of_experts = (self.blocks - self.active) / (1 - self.chosen / self.experts)
         missed: float = (1 - self.chosen / self.experts) ** tokens
-        return self.parameters - missed * of_experts
+        return self.parameters - missed * self.expert_parameters
 
 
 def model_facts(folder: Path) -> ModelFacts:

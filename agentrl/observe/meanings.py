@@ -356,6 +356,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "channels/<name>/get_wait": "Seconds so far that the trainer waited for a group from it.",
         "live_episodes": "Episode slots in use.",
         "live_episodes/limit": "Episode slots: the concurrency controller's present limit.",
+        "speculation/accepted": (
+            "Share of the tokens proposed by speculative decoding (`engine.speculative`) that the"
+            " model accepted, since the last step. What is sampled does not depend on it; where it"
+            " is low, proposals cost more than they save."
+        ),
         "restarts/<role>": (
             "How often workers of a role were started again since this launch; `rules`: processes."
         ),

@@ -11,7 +11,7 @@ counts memory, and `agentrl/planner` chooses a map.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentrl.errors import ConfigError
 from agentrl.placement.config import Mode, PlacementConfig, Role, format_devices
@@ -51,6 +51,8 @@ class DeviceMap:
     inventory: Inventory
     replicas: tuple[Replica, ...]
     time_shared: bool = False
+    data_parallel: int = 1
+    """Copies of the attention layers in each engine."""
 
     def of(self, role: Role) -> tuple[Replica, ...]:
         """The replicas of a role."""
@@ -75,9 +77,9 @@ class DeviceMap:
         return tuple(shared)
 
     def tensor_parallel(self) -> int:
-        """The number of devices of each engine replica."""
+        """The number of devices that each copy of the attention layers is spread over."""
         engines = self.of("engine")
-        return len(engines[0].devices) if engines else 1
+        return len(engines[0].devices) // self.data_parallel if engines else 1
 
     def bundles(self) -> list[Bundle]:
         """The requests to a cluster for each replica; nothing if there are no GPUs."""
@@ -126,7 +128,9 @@ class PlacementRequest:
     engines: int = 1
     """Replicas of the engine."""
     tensor_parallel: int = 1
-    """Devices of each replica."""
+    """Devices of each copy of the attention layers in a replica."""
+    data_parallel: int = 1
+    """Copies of the attention layers in a replica."""
     ranks: int = 1
     """Ranks of the trainer."""
     has_engine: bool = True
@@ -135,6 +139,11 @@ class PlacementRequest:
     """True if the trainer can have several ranks."""
     splits: tuple[int, ...] = (1,)
     """The numbers of devices over which a copy of the engine may be spread."""
+
+    @property
+    def replica_devices(self) -> int:
+        """Devices of each replica of the engine."""
+        return self.tensor_parallel * self.data_parallel
 
 
 def device_maps(
@@ -145,6 +154,13 @@ def device_maps(
     Raises:
         ConfigError: there is none; says why.
     """
+    maps = _device_maps(config, request, inventory)
+    return [replace(devices, data_parallel=request.data_parallel) for devices in maps]
+
+
+def _device_maps(
+    config: PlacementConfig, request: PlacementRequest, inventory: Inventory
+) -> list[DeviceMap]:
     if config.lists:
         return _with_time_sharing(_map_of_lists(config.lists, request, inventory))
     if not inventory.kind.is_gpu and config.name in ("auto", "local"):
@@ -180,21 +196,24 @@ def device_maps(
 
 
 def _describe_request(request: PlacementRequest) -> str:
+    copies = f" engine.data_parallel={request.data_parallel}," if request.data_parallel > 1 else ""
     return (
-        f"cluster.engines={request.engines}, engine.tensor_parallel={request.tensor_parallel} and "
+        f"cluster.engines={request.engines},{copies}"
+        f" engine.tensor_parallel={request.tensor_parallel} and "
         f"trainer.world_size={request.ranks}"
     )
 
 
 def _with_time_sharing(devices: DeviceMap) -> list[DeviceMap]:
     """The map with all roles awake, and the one with roles in turns if devices are shared."""
-    turns = DeviceMap(devices.mode, devices.inventory, devices.replicas, time_shared=True)
+    turns = replace(devices, time_shared=True)
     return [devices, turns] if devices.shared else [devices]
 
 
 def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
     """All replicas of all roles on device 0, unless a role requests several GPUs."""
-    if inventory.kind.is_gpu and (request.tensor_parallel > 1 or request.ranks > 1):
+    several = max(request.tensor_parallel, request.data_parallel, request.ranks) > 1
+    if inventory.kind.is_gpu and several:
         raise ConfigError(
             f"placement: local is one device, but {_describe_request(request)} request more: "
             "write placement=auto, or leave them at 1"
@@ -211,6 +230,7 @@ def _splits(request: PlacementRequest, inventory: Inventory) -> list[int]:
         candidates: Sequence[int] = [request.tensor_parallel]
     else:
         candidates = request.splits
+    candidates = [n * request.data_parallel for n in candidates]
     # A number that divides the devices of every node: then no replica is on two nodes, and no
     # device is left over.
     return [n for n in candidates if all(size % n == 0 for size in inventory.sizes)]
@@ -262,7 +282,7 @@ def _map_of_lists(
         raise ConfigError(
             "placement.engine lists devices, but this engine runs elsewhere: leave them out"
         )
-    engine = _chunks("engine", lists.get("engine", ()), request.tensor_parallel, inventory)
+    engine = _chunks("engine", lists.get("engine", ()), request.replica_devices, inventory)
     trainer = _chunks("trainer", lists["trainer"], 1, inventory)
     for setting, wish, replicas in (
         ("cluster.engines", request.engines, engine),
@@ -298,7 +318,7 @@ def _chunks(
     if len(devices) % each:
         raise ConfigError(
             f"{len(devices)} devices make no whole replicas of {each}:"
-            f" engine.tensor_parallel={each}"
+            " engine.tensor_parallel x engine.data_parallel"
         )
     replicas = []
     for number, first in enumerate(range(0, len(devices), each)):

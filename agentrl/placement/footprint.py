@@ -91,13 +91,19 @@ class EngineLayout:
     """The layout of an engine over its devices."""
 
     number: int = 4
-    """Bytes of each weight and each number of the KV cache."""
+    """Bytes of a number in computations, and by default of each weight and in the KV cache."""
+    weight_number: int | None = None
+    """Bytes of each weight of a block, if they are kept in another format."""
+    kv_number: int | None = None
+    """Bytes of each number of the KV cache, if they are kept in another format."""
     max_batch: int = 128
-    """Requests that are sampled together."""
+    """Requests that are sampled together, by each copy of the attention layers."""
     max_context: int | None = None
     """Tokens of the longest context; by default the model's."""
     tensor_parallel: int = 1
     """Devices of each copy."""
+    data_parallel: int = 1
+    """Copies of the attention layers in an engine, over which the experts are divided."""
     splits: tuple[int, ...] = (1,)
     """The numbers of devices over which a copy may be spread."""
     fraction: float | None = None
@@ -259,7 +265,10 @@ def engine_footprint(
     An engine that takes a `fraction` fills it with cache; one that takes what it needs has a cache
     of `max_batch` contexts of `episode_tokens`.
     """
-    weights = layout.number * facts.parameters // devices
+    weights = weight_bytes(facts, layout) // devices
+    if layout.data_parallel > 1:
+        experts = block_number(layout) * facts.expert_parameters // devices
+        weights -= experts - experts // layout.data_parallel
     # The MLP's two inner values in a prefill, and the logits of a batch, which exist as computed
     # and in float32.
     workspace = 2 * layout.number * layout.prefill_tokens * facts.inner // devices
@@ -274,9 +283,21 @@ def engine_footprint(
     return Footprint({"weights": weights, "kv cache": cache, "workspace": workspace})
 
 
+def block_number(layout: EngineLayout) -> int:
+    """Bytes of each weight of a block; embedding and head are always in the format of products."""
+    return layout.weight_number or layout.number
+
+
+def weight_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
+    """Bytes of the weights of one copy of the model."""
+    outside = facts.parameters - facts.blocks
+    return block_number(layout) * facts.blocks + layout.number * outside
+
+
 def context_bytes(facts: ModelFacts, layout: EngineLayout, devices: int, tokens: int) -> int:
     """Bytes of the cache of a context of so many tokens on each device."""
-    return layout.number * facts.kv.numbers(tokens, devices, compact=layout.compact_cache)
+    number = layout.kv_number or layout.number
+    return number * facts.kv.numbers(tokens, devices, compact=layout.compact_cache)
 
 
 def tokens_cached(

@@ -133,6 +133,7 @@ def placement_request_of(config: RunConfig) -> PlacementRequest:
     return PlacementRequest(
         engines=ClusterOffers.of(config.cluster.settings).engines,
         tensor_parallel=engine.tensor_parallel,
+        data_parallel=engine.data_parallel,
         ranks=trainer.mesh.world_size,
         has_engine=engine.here,
         trainer_grows=trainer.grows,

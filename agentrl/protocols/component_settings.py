@@ -20,6 +20,8 @@ class EngineSettingsOffers(Offers):
     log: str | None = None
     """The file of the engine's own log, in which `{role}` and `{number}` stand for those of the
     engine."""
+    speculative: object = None
+    """The settings of speculative decoding, if it is on."""
     structured_outputs: bool = False
     """The engine can constrain completions to a format (`GenerateRequest.format`)."""
     dtype: str | None = None

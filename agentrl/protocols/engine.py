@@ -80,18 +80,26 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot: requests in the batch and those waiting for it, the share of the KV cache that
-    live requests hold (0 to 1), and counts since the engine started. A preemption discards a
-    running request's KV cache to make room.
-    """
+    """A snapshot of an engine's work. Counts are since the engine started."""
 
     running: int
+    """Requests in the batch."""
     waiting: int
+    """Requests that wait for a place in the batch."""
     generated_tokens: int
+    """Sampled tokens."""
     prefilled_tokens: int
+    """Tokens of prompts that were computed."""
     cached_tokens: int
+    """Tokens of prompts whose KV was found in the cache."""
     kv_use: float = 0.0
+    """Share of the KV cache that live requests hold, 0 to 1."""
     preemptions: int = 0
+    """Running requests whose KV was discarded to make room."""
+    proposed_tokens: int = 0
+    """Tokens that speculative decoding has proposed."""
+    accepted_tokens: int = 0
+    """Proposed tokens that the model has accepted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,6 +44,7 @@ from agentrl.rollout.member import Member
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner, RunnerOffers
+from agentrl.rollout.speculation import SpeculationMeter
 from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
@@ -124,6 +125,7 @@ class Rollouts:
         self._controller = ConcurrencyController.between(*config.live_episodes(places))
         self._slots = EpisodeSlots(self._controller.limit)
         self._preemptions = 0
+        self._speculation = SpeculationMeter()
         self._episodes_ended = 0
         self._observe_at = 0
         self._failed_tasks: Counter[str] = Counter()  # by environment, of a mixture
@@ -300,6 +302,7 @@ class Rollouts:
             "failed_tasks": float(self._failed_tasks.total()),
             "generated_tokens": self._generated_tokens(),
         }
+        metrics |= self._speculation.metrics(self._engine.stats())
         for channel in self._flow.snapshot():
             name = f"channels/{channel.name.rpartition('/')[2]}"
             metrics[f"{name}/depth"] = float(channel.depth)

@@ -19,10 +19,12 @@ from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import (
     EngineLayout,
     TrainerLayout,
+    block_number,
     context_bytes,
     engine_footprint,
     tokens_cached,
     trained_parameters,
+    weight_bytes,
 )
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
@@ -203,7 +205,7 @@ class Stages:
             + (state if self.critic else 0)
         )
         trainer = each * self.facts.parameters // sharded
-        engine = self.engine.number * self.facts.parameters // devices.tensor_parallel()
+        engine = weight_bytes(self.facts, self.engine) // devices.tensor_parallel()
         return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
 
     def simulated_engine(
@@ -227,11 +229,12 @@ class Stages:
             * (kind.flops if layout.number == 2 else kind.flops_float32)
             * self.assume.engine_flops
         )
-        live = min(layout.max_batch, max(1.0, work.episodes / max(1, len(devices.of("engine")))))
+        copies = len(devices.of("engine")) * layout.data_parallel
+        live = min(layout.max_batch, max(1.0, work.episodes / max(1, copies)))
         each = 2 * (facts.active + facts.embedding) / flops
         prefill = each
         each += context_bytes(facts, layout, 1, max(1, context // 2)) / bandwidth
-        fixed = layout.number * facts.read(live) / bandwidth
+        fixed = block_number(layout) * facts.read(live) / bandwidth
         if kind.is_gpu:
             fixed += self.assume.engine_step_seconds
             sums = 2 * facts.layers * (split > 1)
@@ -246,13 +249,17 @@ class Stages:
                 / (kind.link * self.assume.links)
             )
         cache = engine_footprint(facts, layout, split, kind, context).parts["kv cache"]
+        # Its copies of the attention layers work side by side, each on its own requests.
+        each, prefill = each / layout.data_parallel, prefill / layout.data_parallel
+        live *= layout.data_parallel
         tokens = tokens_cached(facts, layout, split, cache, max(1, context))
+        tokens *= layout.data_parallel
         longest = min(layout.max_context or facts.max_positions, facts.max_positions)
         bounded = layout.fraction is not None or layout.kv_bytes is not None
         slowdown = each / (fixed + each)
         return base.model_copy(
             update={
-                "slots": layout.max_batch,
+                "slots": layout.max_batch * layout.data_parallel,
                 "seconds_per_token": fixed + each,
                 "slowdown": slowdown,
                 "knee": 1,

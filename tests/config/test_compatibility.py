@@ -410,6 +410,16 @@ ROWS = [
         ),
     ),
     Row(
+        "proposals_are_sampled_without_min_p",
+        "engine=vllm engine.speculative.tokens=2 evaluation.min_p=0.1",
+        "engine=vllm engine.speculative.tokens=2 evaluation.top_p=0.9",
+        (
+            "evaluation.min_p is above 0, and engine.speculative cannot check proposed tokens"
+            " against it (vLLM refuses such requests): leave one of both out, or write top_p"
+            " instead"
+        ),
+    ),
+    Row(
         "cluster_can_place",
         "placement=colocated",
         "placement=local",

@@ -20,10 +20,22 @@ from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.vllm import VllmEngine
 from agentrl.engines.vllm_settings import VllmSettings, prefill_tokens
+from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineError
+from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, GPUS, DeviceKind, host
-from agentrl.planner.run_facts import chosen_settings, layouts, model_of, with_defaults
+from agentrl.placement.footprint import engine_footprint, tokens_cached
+from agentrl.placement.inventory import Inventory
+from agentrl.planner.run_facts import (
+    chosen_settings,
+    layouts,
+    model_of,
+    placement_request_of,
+    with_defaults,
+)
+from agentrl.protocols import EngineStats
 from agentrl.protocols.component_settings import EngineSettingsOffers
+from agentrl.rollout.speculation import SpeculationMeter
 
 LAKE = Path(__file__).parents[2] / "examples" / "frozen_lake.yaml"
 
@@ -102,8 +114,9 @@ set_environment()
 import vllm.platforms
 from vllm.platforms.interface import DeviceCapability
 # CUDA's kernels, which are not called.
-for name in ("vllm._C_stable_libtorch", "vllm._C", "vllm._moe_C"):
-    sys.modules.setdefault(name, types.ModuleType(name))
+for name in ("vllm._C_stable_libtorch", "vllm._C", "vllm._moe_C", "vllm.vllm_flash_attn"):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__getattr__ = lambda attribute: None
 from vllm.platforms.cuda import NonNvmlCudaPlatform
 
 class Gpu(NonNvmlCudaPlatform):
@@ -133,6 +146,14 @@ for settings, Gpu.name, Gpu.gib in json.loads(sys.argv[2]):
         "eager": made.model_config.enforce_eager,
         "graphs": made.compilation_config.cudagraph_mode.name,
         "compiled": made.compute_hash(),
+        "cache": made.cache_config.cache_dtype,
+        "experts": parallel.enable_expert_parallel,
+        "copies": parallel.data_parallel_size,
+        "processes": str(parallel.distributed_executor_backend),
+        "proposes": made.speculative_config and [
+            made.speculative_config.method, made.speculative_config.num_speculative_tokens,
+        ],
+        "block": made.cache_config.block_size,
     }))
 """
 
@@ -159,12 +180,21 @@ def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
         ("NVIDIA L40S", 45),
         ("NVIDIA B200", 180),
     ]
-    *made, again = resolved(
-        tiny_model_dir, *[({"max_context": 512}, name, gib) for name, gib in [*gpus, gpus[0]]]
+    plain, other = (
+        {"max_context": 512},
+        {
+            "max_context": 512,
+            "speculative": {"tokens": 2},
+            "kv_cache_dtype": "fp8",
+            "args": {"block_size": 32},
+        },
     )
+    runs = [*[(plain, *gpu) for gpu in gpus], (other, *gpus[0]), (plain, *gpus[0])]
+    *made, again = resolved(tiny_model_dir, *runs)
+    compiled = [one.pop("compiled") for one in made]
     # What one replica has compiled, the others and the next start find.
-    assert made[0].pop("compiled") == again.pop("compiled") != made[1]["compiled"]
-    assert [one["tokens"] for one in made] == [8192, 2048, 2048, 16384]
+    assert compiled[0] == again.pop("compiled") != compiled[1]
+    assert [one["tokens"] for one in made[:4]] == [8192, 2048, 2048, 16384]
     assert [prefill_tokens(a_gpu(*gpu), 128, 512) for gpu in gpus] == [8192, 2048, 2048, 16384]
     assert {key: value for key, value in made[0].items() if key != "tokens"} == {
         "device": "cuda",
@@ -175,6 +205,17 @@ def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
         "logprobs": "processed_logprobs",
         "eager": False,
         "graphs": "FULL_AND_PIECEWISE",
+        "cache": "auto",
+        "experts": False,
+        "copies": 1,
+        "processes": "uni",
+        "proposes": None,
+        "block": made[0]["block"],
+    }
+    assert made[4] | {"tokens": 8192, "seqs": 128} == made[0] | {
+        "cache": "fp8",
+        "proposes": ["ngram", 2],
+        "block": 32,
     }
 
 
@@ -212,3 +253,102 @@ def test_a_start_that_fails_names_the_file_in_which_vllm_says_why(
             await VllmEngine(settings, tiny_model_dir).__aenter__()
 
     asyncio.run(elsewhere())
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("engine.quantization=awq", "fp8_per_block"),
+        ("engine.quantization=fp8 engine.dtype=float32", "write dtype=bfloat16"),
+        ("engine.expert_parallel=true", "which has one: write tensor_parallel or data_parallel"),
+        ("engine.speculative.method=draft_model", "needs the folder or id of a model"),
+        ("engine.speculative.model=/somewhere", "write method=draft_model"),
+        ("engine.speculative.shortest_match=9", "is above longest_match=4"),
+    ],
+)
+def test_settings_that_go_not_together_are_refused_with_what_to_write(
+    written: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        loaded("engine=vllm", *written.split())
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "said"),
+    [
+        ({"data_parallel": 2}, False, "engine.data_parallel divides experts, and the model in"),
+        ({"expert_parallel": True, "tensor_parallel": 2}, False, "engine.expert_parallel divides"),
+        ({"quantization": "fp8"}, True, "engine.quantization=fp8 is for GPUs"),
+        ({"kv_cache_dtype": "fp8"}, True, "engine.kv_cache_dtype=fp8 is for GPUs"),
+        ({"max_num_batched_tokens": 32, "max_context": 64}, True, "write at least 64"),
+    ],
+)
+@pytest.mark.vllm
+def test_what_the_model_or_the_platform_cannot_do_is_refused_at_the_start(
+    settings: dict[str, Any], on_cpu: bool, said: str, tiny_model_dir: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        VllmStart(VllmSettings(**settings), tiny_model_dir).arguments(on_cpu=on_cpu)
+
+
+@pytest.mark.vllm
+def test_weights_are_quantised_by_vllm_itself_so_that_updates_are_too(tiny_model_dir: Path) -> None:
+    # The config of kernels for it cannot be made without a GPU.
+    for written, passed in (("fp8", "fp8_per_channel"), ("fp8_per_block", "fp8_per_block")):
+        settings = VllmSettings.model_validate({"quantization": written})
+        given = VllmStart(settings, tiny_model_dir).arguments(on_cpu=False)
+        assert given["quantization"] == passed
+        from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+        assert passed in ONLINE_QUANT_SHORTHAND_NAMES
+
+
+def test_an_engine_of_copies_takes_the_devices_of_all_and_has_experts_once() -> None:
+    written = ["engine=vllm", "model.name=Qwen/Qwen3-30B-A3B", "cluster=ray", "trainer=fsdp"]
+    config = loaded(*written, "engine.data_parallel=4", "engine.expert_parallel=true")
+    facts = model_of(config)
+    planned = with_defaults(config, facts, GPUS["H100"])
+    inventory = Inventory.uniform(GPUS["H100"], 8)
+    request = placement_request_of(planned)
+    maps = device_maps(config.placement, request, inventory)
+    assert {len(one.of("engine")[0].devices) % 4 for one in maps} == {0}
+    four = next(one for one in maps if len(one.of("engine")[0].devices) == 4)
+    assert four.tensor_parallel() == 1
+    layout = layouts(planned)[0]
+    alone = replace(layout, data_parallel=1)
+    size, whole = (
+        engine_footprint(facts, one, 1, GPUS["H100"], 4096).parts for one in (layout, alone)
+    )
+    saved = 2 * facts.expert_parameters * 3 // 4
+    assert whole["weights"] - size["weights"] == pytest.approx(saved, rel=1e-6)
+
+
+def test_weights_and_cache_in_fp8_are_planned_with_a_byte_each() -> None:
+    written = ["engine=vllm", "model.name=Qwen/Qwen3-8B", "engine.kv_cache_gib=10"]
+    plain, quantised = (
+        with_defaults(config, model_of(config), GPUS["H100"])
+        for config in (
+            loaded(*written),
+            loaded(*written, "engine.quantization=fp8", "engine.kv_cache_dtype=fp8"),
+        )
+    )
+    facts = model_of(plain)
+    sizes = [
+        engine_footprint(facts, layouts(config)[0], 1, GPUS["H100"], 4096).parts["weights"]
+        for config in (plain, quantised)
+    ]
+    assert sizes[0] - sizes[1] == facts.blocks
+    tokens = [
+        tokens_cached(facts, layouts(config)[0], 1, 10 * GIB, 4096) for config in (plain, quantised)
+    ]
+    assert tokens[1] // 2 == tokens[0]
+
+
+def test_the_share_of_accepted_proposals_is_that_of_the_step() -> None:
+    meter = SpeculationMeter()
+    counts = EngineStats(0, 0, 100, 0, 0, proposed_tokens=40, accepted_tokens=30)
+    assert meter.metrics(EngineStats(0, 0, 0, 0, 0)) == {}
+    assert meter.metrics(counts) == {"speculation/accepted": 0.75}
+    later = replace(counts, proposed_tokens=50, accepted_tokens=31)
+    assert meter.metrics(later) == {"speculation/accepted": 0.1}
+    assert meter.metrics(EngineStats(0, 0, 5, 0, 0, proposed_tokens=4, accepted_tokens=2)) == {}
