@@ -129,4 +129,4 @@ def model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:
         raise ConfigError(
             f"model.name: {model.name!r} is made at a run's start; give a run, or model=FOLDER"
         )
-    return model_folder(model.name, model.revision)
+    return model_folder(model.name, model.revision, model.hf_overrides)

@@ -8,7 +8,7 @@ config.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import (
     Field,
@@ -43,6 +43,16 @@ COMPONENTS = {
     "tasks": "task_sources",
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
+OTHER_MODEL = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "model_type",
+    "quantization_config",
+    "torch_dtype",
+    "vocab_size",
+)
+"""Entries that make the folder another model, or that other settings decide."""
 HELPERS = ("reference", "critic")
 """Sections of the additional trainers that some algorithms need; their settings default to the
 trainer's.
@@ -59,6 +69,20 @@ class ModelConfig(RendererConfig):
     revision: str | None = None
     """Branch, tag or commit of a model on the hub; by default its newest. A run stays with the
     commit that it began with."""
+    hf_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Entries of the model's config.json that are replaced for engines, trainers and checkpoints
+    alike, such as YaRN for longer contexts: `{rope_parameters: {rope_type: yarn, factor: 4.0,
+    original_max_position_embeddings: 32768}}`. Mappings are merged."""
+
+    @field_validator("hf_overrides")
+    @classmethod
+    def _describe_the_same_model(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        if others := [name for name in OTHER_MODEL if name in overrides]:
+            raise ValueError(
+                f"{others[0]} would make it another model: name another one in model.name, or set"
+                " the data type by trainer.dtype and engine.dtype"
+            )
+        return overrides
 
 
 class EvaluationConfig(EvaluationSampling):

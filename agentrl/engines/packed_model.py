@@ -30,6 +30,7 @@ from agentrl.models.attention_check import (
     context_limit,
     not_handed_on,
 )
+from agentrl.models.facts import longest_context
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Routing
 from agentrl.models.weight_names import WeightNames
@@ -311,7 +312,7 @@ class PackedModel:
         self._names = WeightNames.of(self._model)
         config = self._model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = context_limit(config) or config.max_position_embeddings
+        self.max_positions: int = context_limit(config) or longest_context(config)
         self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
         self._sampler = Sampler(self.vocab_size, device)
         self._routing = Routing(self._model)

@@ -182,7 +182,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         layers=len(layers),
         hidden=config.hidden_size,
         vocab=config.vocab_size,
-        max_positions=_positions(config),
+        max_positions=longest_context(config),
         attention=2 * len(layers) * heads.queries * (heads.key_size + heads.value_size),
         inner=max(layer.inner for layer in layers),
         linear_ends=sum(layer.linear_ends for layer in layers),
@@ -196,7 +196,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
     )
 
 
-def _positions(config: Any) -> int:
+def longest_context(config: Any) -> int:
     """The longest context: YaRN's factor may extend that of the training beyond what the config
     states.
     """

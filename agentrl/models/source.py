@@ -9,12 +9,15 @@ path.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_kind
 from agentrl.models.optional_fields import optional_field
+from agentrl.models.overrides import origin_of, overridden_folder
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
@@ -24,32 +27,45 @@ and checked first."""
 _WEIGHTS_PATTERN = "*.safetensors"
 _COPIES = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
+"""The config of a model as it is."""
 _INDEX_FILE = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 _LOW_LEVEL = re.compile(r"\(Request ID[^)]*\)|\s+")
 
 
 def description_folder(
-    name: str, revision: str | None = None, *, setting: str = "model.name"
+    name: str,
+    revision: str | None = None,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    *,
+    setting: str = "model.name",
 ) -> Path:
     """The folder with a model's config, tokenizer and template; of a model on the hub, its weights
-    may be missing.
+    may be missing. `overrides`: entries of the config that are replaced.
 
     Raises:
         ConfigError: there is no such folder, nor such a model on the hub or in its cache.
     """
-    return _folder(name, revision, _SMALL_FILES, setting)
+    return overridden_folder(_folder(name, revision, _SMALL_FILES, setting), overrides)
 
 
-def model_folder(name: str, revision: str | None = None, *, setting: str = "model.name") -> Path:
+def model_folder(
+    name: str,
+    revision: str | None = None,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    *,
+    setting: str = "model.name",
+) -> Path:
     """The folder of a whole model. One on the hub is downloaded, unless the cache has it.
+    `overrides`: entries of its config that are replaced.
 
     Raises:
         ConfigError: there is no such model, or files of it are missing.
     """
     found = _folder(name, revision, (*_SMALL_FILES, _WEIGHTS_PATTERN), setting)
     check_weights(found, name, setting=setting)
-    return found
+    return overridden_folder(found, overrides)
 
 
 def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> None:
@@ -164,7 +180,12 @@ def here(folder: Path) -> Path:
     Raises:
         ConfigError: it cannot be had here.
     """
-    if folder.exists() or not (match := _SNAPSHOT.search(folder.as_posix())):
+    if folder.exists():
+        origin = origin_of(folder)
+        if origin is not None and not origin.exists():
+            here(origin)  # its files are links to these
+        return folder
+    if not (match := _SNAPSHOT.search(folder.as_posix())):
         return folder
     name = f"{match['owner']}/{match['name']}"
     found = model_folder(name, match["revision"])

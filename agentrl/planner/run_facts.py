@@ -8,6 +8,7 @@ from typing import Any
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
+from agentrl.models.overrides import overridden_folder
 from agentrl.models.source import description_folder
 from agentrl.models.tiny import SIZES, model_config
 from agentrl.placement.device_map import PlacementRequest
@@ -34,7 +35,7 @@ def model_of(config: RunConfig) -> ModelFacts:
     Raises:
         ConfigError: there is no such model.
     """
-    name = config.model.name
+    name, overrides = config.model.name, config.model.hf_overrides
     if name in SIZES:
         return facts_of(model_config(SIZES[name]), name)
     known = PUBLISHED / name
@@ -43,8 +44,9 @@ def model_of(config: RunConfig) -> ModelFacts:
         and config.model.revision is None
         and (known / "config.json").is_file()
     ):
-        return replace(model_facts(known), name=name)
-    return model_facts(description_folder(name, config.model.revision))
+        return replace(model_facts(overridden_folder(known, overrides)), name=name)
+    facts = model_facts(description_folder(name, config.model.revision, overrides))
+    return replace(facts, name=name) if overrides else facts
 
 
 def with_defaults(config: RunConfig, facts: ModelFacts, kind: DeviceKind) -> RunConfig:

@@ -189,16 +189,17 @@ def check_model(config: RunConfig, *, pinned: bool = True) -> None:
     model = config.model
     if model.name not in SIZES:
         revision = model_revision(config) if pinned else config.model.revision
-        described = description_folder(model.name, revision)
+        described = description_folder(model.name, revision, model.hf_overrides)
         check_architecture(described, trust_remote_code=model.trust_remote_code)
         check_vocabulary(renderer_of(described, model), described)
         check_fit(
-            model_folder(model.name, revision),
+            model_folder(model.name, revision, model.hf_overrides),
             model.name,
             trust_remote_code=model.trust_remote_code,
         )
-    elif model.revision is not None or model.trust_remote_code:
+    elif model.revision is not None or model.trust_remote_code or model.hf_overrides:
         written = "revision" if model.revision is not None else "trust_remote_code"
+        written = "hf_overrides" if model.hf_overrides else written
         raise ConfigError(
             f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a "
             "model"

@@ -18,6 +18,7 @@ runs/NAME/
   logs/              engine-0.log ...: what each engine itself logs, if it does (engine=vllm)
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
+  model/             links to the model's files, and its config.json with model.hf_overrides
   demonstrations/    the model after supervised play, where the config asks for it
   reward_model/      the model that the recipe reward_model has trained
   iterations/        model, pairs and lineage of each iteration of the recipe iterative_dpo
@@ -59,6 +60,7 @@ from agentrl.files.disk_errors import storage_problem
 from agentrl.files.durable import remove_unfinished, write_whole
 from agentrl.flow import Flow, run_to_completion
 from agentrl.ledger.ledger import Ledger
+from agentrl.models.overrides import overridden_folder
 from agentrl.models.source import commit_of, model_folder
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import ending_of, how_to_go_on, resume_command
@@ -270,7 +272,7 @@ class Run:
         folder = model_folder(name, model_revision(self.config))
         if (commit := commit_of(folder)) is not None and not Path(name).is_dir():
             write_whole(self.folder / MODEL_COMMIT, f"{commit}\n")
-        return folder
+        return overridden_folder(folder, self.config.model.hf_overrides, self.folder / "model")
 
     def open_tasks(self, step: int) -> list[tuple[int, Task]]:
         """The tasks, with their numbers, that an earlier launch left open, after `step` steps.
