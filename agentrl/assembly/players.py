@@ -24,8 +24,7 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
 from agentrl.protocols import Engine, EngineSettingsOffers, Renderer
-from agentrl.remote.env_worker import EnvWorker, env_workers
-from agentrl.remote.sessions import ServerLimits
+from agentrl.remote.env_worker import EnvWorker, env_workers, worker_limits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner, Role, ScriptedPolicy
@@ -63,7 +62,7 @@ async def env_host(
                 pictures=pictures,
             )
         else:
-            sessions = ServerLimits(max_sessions=config.rollout.live_episodes().most)
+            sessions = worker_limits(config.rollout.live_episodes().most)
             at = own_address() if cluster.spans_machines else "127.0.0.1"
             served = {}
             for name, make in made.items():  # of a mixture, each environment has as many workers

@@ -32,11 +32,21 @@ MakeEnvs = Callable[[], Callable[[], Env]]
 """Called on the worker: finds an environment there and returns its factory."""
 _PAUSE_SECONDS = 0.2
 """Pause before the next attempt to reset: the death of a worker may not have been noticed yet."""
+_IDLE_SECONDS = 1e9
+"""Longer than any run."""
 _PATIENCE_SECONDS = 10.0
 """Time for which a reset waits for a worker, in seconds; less than the deadline of a reset."""
 _ALL_DEAD = "the workers of the environments are starting again"
 _FIRST_ATTEMPTS = 3
 """The run fails when this many workers of a rank die before any episode has begun."""
+
+
+def worker_limits(max_sessions: int) -> ServerLimits:
+    """The limits of a run's own worker. It ends no session for being idle: an episode may wait as
+    long as training takes for an engine that sleeps meanwhile. Those of a run that is gone end
+    after `reconnect_seconds`.
+    """
+    return ServerLimits(max_sessions=max_sessions, idle_seconds=_IDLE_SECONDS)
 
 
 class EnvWorker:

@@ -15,6 +15,7 @@ from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.remote import choice, link, sessions
 from agentrl.remote.client import RemoteEnv
+from agentrl.remote.env_worker import worker_limits
 from agentrl.remote.openenv.client import OpenEnv
 from agentrl.remote.protocol import Reset
 from agentrl.remote.sessions import ServerLimits, Sessions
@@ -63,6 +64,28 @@ def test_the_sessions_of_a_client_without_a_connection_end_after_a_grace(
         assert await living_after(59) == {"late", "by HTTP"}
         assert await living_after(2) == {"by HTTP"}
         assert await living_after(900) == set()
+        await all_of_them.end_all()
+
+    asyncio.run(main())
+
+
+def test_a_run_s_own_worker_keeps_a_session_whose_engine_is_frozen_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(sessions, "now", lambda: clock[0])
+
+    async def main() -> None:
+        host = EnvPool({"counting": Counting}, EnvDeadlines())
+        all_of_them = Sessions(host, "counting", worker_limits(4))
+        with all_of_them.connected("the run"):
+            opened = (await all_of_them.open("the run")).session
+            clock[0] += 100_000
+            await all_of_them.expire()
+            assert opened in all_of_them
+        clock[0] += 100  # the run is gone
+        await all_of_them.expire()
+        assert opened not in all_of_them
         await all_of_them.end_all()
 
     asyncio.run(main())
