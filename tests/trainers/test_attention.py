@@ -2,6 +2,7 @@
 in the tokens.
 """
 
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -291,6 +292,27 @@ def test_the_flash_kernel_gets_arguments_that_give_the_same(
         assert torch.allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_a_kernel_of_torch_2_11_gets_as_many_heads_of_keys_as_of_queries(key_heads):
+    def older(query, key, value, *where, scale=None, window_size=(-1, -1)):
+        assert query.shape == key.shape == value.shape
+        options = {"scale": scale, "window_size": window_size}
+        return documented(query, key, value, *where, enable_gqa=False, **options)
+
+    generator, borders = torch.Generator().manual_seed(0), torch.tensor([0, 5, 9]).int()
+    inputs = [
+        torch.randn(9, heads, 8, generator=generator, requires_grad=True)
+        for heads in (4, key_heads, key_heads)
+    ]
+    where, options = (borders, borders, 5, 5), {"scale": 0.3, "window_size": (-1, 0)}
+    results = []
+    for kernel in (partial(attention._with_equal_heads, older), documented):
+        out = kernel(*inputs, *where, enable_gqa=key_heads != 4, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
 def test_flash_attention_is_for_what_it_can_compute(flash_here):
     segments = Segments.of([4, 3], torch.device("cpu"))
 
@@ -309,15 +331,15 @@ def test_flash_attention_is_for_what_it_can_compute(flash_here):
 
 def test_torchs_kernel_takes_these_arguments(monkeypatch):
     """Its shapes on the device that has no memory: there is no GPU here."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    kernel = attention._varlen_kernel()
+    assert kernel is not None
     monkeypatch.setattr(attention, "_precision", lambda query: query.dtype)
     segments = Segments.of([4, 3], torch.device("meta"))
     inputs = [
         torch.empty(1, heads, 7, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2)
     ]
     for window in (None, 2):
-        out = attention._at_once(varlen_attn, tuple(inputs), segments, None, window)
+        out = attention._at_once(kernel, tuple(inputs), segments, None, window)
         assert (out.shape, out.dtype) == ((7, 4, 8), torch.bfloat16)
 
 

@@ -19,7 +19,7 @@ columns that they see.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 
@@ -218,13 +218,38 @@ def _flash(query: Tensor) -> Callable[..., Any] | None:
 
 @lru_cache
 def _flash_kernel(device: torch.device) -> Callable[..., Any] | None:
-    """torch's, if it has one that takes windows and groups of heads, and the device can run it."""
+    """torch's, if the device can run it."""
+    return _varlen_kernel() if torch.cuda.get_device_capability(device) >= (8, 0) else None
+
+
+def _varlen_kernel() -> Callable[..., Any] | None:
+    """torch's, if it has one that takes windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = {"scale", "window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
-    return varlen_attn if known and torch.cuda.get_device_capability(device) >= (8, 0) else None
+    known = signature(varlen_attn).parameters.keys()
+    if not {"scale", "window_size"} <= known:
+        return None
+    return varlen_attn if "enable_gqa" in known else partial(_with_equal_heads, varlen_attn)
+
+
+def _with_equal_heads(
+    kernel: Callable[..., Any],
+    query_THD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    *where: Any,
+    enable_gqa: bool,
+    **options: Any,
+) -> Any:
+    """The kernel of torch 2.11, which promises nothing for fewer heads of keys than of queries: it
+    gets each head of keys as often as queries share it.
+    """
+    if enable_gqa:
+        times = query_THD.shape[1] // key_TKD.shape[1]
+        key_TKD, value_TKD = (x.repeat_interleave(times, dim=1) for x in (key_TKD, value_TKD))
+    return kernel(query_THD, key_TKD, value_TKD, *where, **options)
 
 
 def _precision(query: Tensor) -> torch.dtype:
