@@ -34,7 +34,7 @@ test fast long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster learn test fast long reach chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster learn real test fast long reach agents chaos types check lock docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster learn real test fast long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -63,7 +63,7 @@ fast: install
 
 # Properties are tried with the slow tests, on more examples than the fast ones have time for.
 test: install
-	$(PYTEST) -m "not vllm and not slow and not long and not chaos and not hypothesis"
+	$(PYTEST) -m "not vllm and not slow and not long and not chaos and not gpu and not hypothesis"
 	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
 
 # A pretrained model learns, on two cores: three seeds, and a table of success before and after. Not in CI.
@@ -89,6 +89,13 @@ chaos: install
 # says where they are kept (build/agents).
 agents: install
 	$(PYTEST) -n 0 -m "slow or long" tests/gateway/test_vendor_programs.py
+
+# The battery for a machine with GPUs (docs/gpus.md), with what is installed: with .venv's Python where there is one, else
+# or with PYTHON=... with that one. It needs torch and transformers. BATTERY="--device cpu --only attention" has its options.
+BATTERY ?=
+GPU_PYTHON = $(if $(filter file default undefined,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py $(BATTERY)
 
 # With the reasons of skipped tests: what docs/model-families.md says of vLLM is untried until it is written there.
 long: install

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import xxhash
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, WeightsError
@@ -65,6 +64,8 @@ class Manifest(Settings):
 
     def sealed(self) -> "Manifest":
         """A copy with the correct checksum."""
+        import xxhash  # trainers import this module, and need no bundles to train
+
         payload = self.model_dump_json(exclude={"checksum"})
         return self.model_copy(update={"checksum": xxhash.xxh3_128_hexdigest(payload.encode())})
 
@@ -337,6 +338,8 @@ def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
 
 def _file_checksum(path: Path) -> str:
     """XXH3-128, which takes a fifth of the time of CRC-32 and is as fast as reading memory."""
+    import xxhash
+
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 

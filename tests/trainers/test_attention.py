@@ -343,6 +343,7 @@ def test_torchs_kernel_takes_these_arguments(monkeypatch):
         assert (out.shape, out.dtype) == ((7, 4, 8), torch.bfloat16)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"
 )

@@ -151,6 +151,7 @@ def each_of(names: Iterable[str], *, long: Iterable[str]) -> pytest.MarkDecorato
     )
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"
 )
