@@ -1,14 +1,13 @@
 """The battery for machines with GPUs (`make gpu`), as far as a machine without one can show it."""
 
+import ast
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ QUICK = ("attention", "trainer-step", "int8-moments", "profile", "local-engine")
 def answered(piece: Piece, folder: Path) -> Result:
     """The result of a piece in this process."""
     findings = Findings(folder / "result.json")
-    answer(resolve_name(piece.code), Place("cpu", folder), findings)
+    answer(piece.code, Place("cpu", folder), findings)
     return read_result(piece, findings.file, "it came to no verdict")
 
 
@@ -167,19 +166,17 @@ def test_a_piece_that_cannot_be_asked_says_what_is_missing(monkeypatch: pytest.M
     assert alone.obstacle("cuda", 2) is None
 
 
-def test_a_module_that_is_missing_inside_is_named_and_our_own_is_a_failure(tmp_path: Path) -> None:
-    def missing(name: str) -> Callable[[Place, Findings], None]:
-        def run(place: Place, findings: Findings) -> None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-        return run
-
+def test_a_module_that_is_missing_inside_is_named_and_our_own_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needy_piece.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
     findings, place = Findings(tmp_path / "result.json"), Place("cpu", tmp_path)
-    answer(missing("xxhash"), place, findings)
+    answer("needy_piece:run", place, findings)
     result = read_result(PIECES[0], findings.file, "")
-    assert (result.verdict, result.reason) == ("skipped", "xxhash is not installed")
+    assert (result.verdict, result.reason) == ("skipped", "no_such_module is not installed")
     with pytest.raises(ModuleNotFoundError):
-        answer(missing("agentrl.gone"), place, findings)
+        answer("agentrl.gone:run", place, findings)
 
 
 def test_the_page_has_all_that_the_report_has_and_loads_nothing(tmp_path: Path) -> None:
@@ -207,3 +204,38 @@ def test_the_page_has_all_that_the_report_has_and_loads_nothing(tmp_path: Path) 
 def test_a_report_names_neither_host_nor_folders(tmp_path: Path) -> None:
     text = f"{tmp_path}/agentrl {Path.home()}/x {os.uname().nodename}"
     assert machine.without_names(text, tmp_path) == "SOURCE/agentrl HOME/x HOST"
+
+
+BARE = {
+    *("torch", "transformers", "numpy", "safetensors", "tokenizers"),
+    *("pydantic", "pydantic_core", "yaml", "huggingface_hub", "jinja2"),
+}
+"""What an image with torch and transformers has; httpx and rich come with the hub's client."""
+
+
+def test_pieces_about_trainers_import_nothing_that_a_bare_image_lacks() -> None:
+    root, others = runner.ROOT, dict[str, str]()
+    unread = [f"benchmarks/battery/{name}_pieces.py" for name in ("trainer", "rank", "engine")]
+    read: set[str] = set()
+    while unread:
+        file = unread.pop()
+        read.add(file)
+        for name in imported_at_once(root / file):
+            own = [f"{name.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
+            files = [path for path in own if (root / path).is_file()]
+            unread += [path for path in files if path not in read]
+            top = name.partition(".")[0]
+            if top not in ("agentrl", "benchmarks") and top not in sys.stdlib_module_names:
+                others.setdefault(top, file)
+    assert {top: file for top, file in others.items() if top not in BARE} == {}
+
+
+def imported_at_once(file: Path) -> set[str]:
+    """The modules that a file imports when it is imported."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import psutil
-
 THREADS = "OMP_NUM_THREADS"
 """The variable that says how many threads torch computes with on CPUs. It is read when torch is
 imported."""
@@ -85,6 +83,8 @@ def _interface_of(address: str) -> str | None:
 
 def _addresses() -> Iterator[tuple[str, str]]:
     """The interfaces that are up, but for loopback, each with an IPv4 address of it."""
+    import psutil  # a trainer on a machine with nothing but torch does without
+
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from benchmarks.battery.machine import (
@@ -90,6 +89,6 @@ def main(description: str) -> int:
         name, folder = given.answer[0], Path(given.answer[1])
         code = next(piece.code for piece in PIECES if piece.name == name)
         findings = Findings(folder / "result.json")
-        answer(resolve_name(code), Place(given.device, folder), findings)
+        answer(code, Place(given.device, folder), findings)
         return 0
     return run_battery(given)
