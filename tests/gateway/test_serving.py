@@ -1,6 +1,7 @@
 """`agentrl gateway`: any client, and recordings that can be trained on."""
 
 import asyncio
+import socket
 from random import Random
 
 import httpx
@@ -11,7 +12,7 @@ from agentrl.cli.serving import gateway
 from agentrl.flow import Flow, now, run_virtual
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.public_sessions import PublicSessionRegistry
-from agentrl.gateway.server import serving
+from agentrl.gateway.server import _listener, serving
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.serve_policy import Recordings, write_regularly
 from agentrl.rollout.engine_policy import EnginePolicy
@@ -187,3 +188,21 @@ def test_the_command_line_says_where_the_gateway_listens(given, served, tmp_path
     monkeypatch.setattr("agentrl.cli.serving.model_to_evaluate", lambda *_: tmp_path)
     gateway(tmp_path / "lake.yaml", token_env="NONE", **given)
     assert found == [served]
+
+
+def test_an_answer_in_several_packets_waits_for_no_confirmation_of_the_first():
+    async def main() -> None:
+        options: asyncio.Queue[int] = asyncio.Queue()
+
+        def note_option(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            options.put_nowait(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = _listener(GatewayConfig())
+        async with await asyncio.start_server(note_option, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            assert await options.get() != 0
+            writer.close()
+
+    asyncio.run(main())
