@@ -1,5 +1,5 @@
-"""Environment variables of workers: how many threads they compute with, and which network they
-meet on.
+"""Environment variables of workers: how many threads they compute with, how they allocate memory on
+GPUs, and which network they meet on.
 """
 
 import os
@@ -10,6 +10,12 @@ from contextlib import contextmanager
 THREADS = "OMP_NUM_THREADS"
 """The variable that says how many threads torch computes with on CPUs. It is read when torch is
 imported."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""The variable with the settings of torch's allocator for GPUs, since torch 2.9. It is read when
+torch is imported."""
+_ALLOCATORS = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
+"""The same, with its older name, which torch still reads."""
+_TRAINER_ROLES = ("trainer", "reference", "critic")
 LOOPBACK = "127.0.0.1"
 """The address that only processes of the same machine can reach."""
 
@@ -19,6 +25,26 @@ def thread_variables(cores: int, processes: int, chosen: str = "") -> dict[str, 
     cores, and at least one. A number that the user has `chosen` is kept.
     """
     return {THREADS: chosen or str(max(1, cores // max(1, processes)))}
+
+
+def allocator_variables(
+    role: str, environ: Mapping[str, str], chosen: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The variables of torch's allocator for a trainer's rank: its segments grow, since
+    micro-batches of different lengths would leave gaps between them. Settings that the user has
+    `chosen`, or that the environment has, are kept.
+
+    None for other roles: the memory of an engine that sleeps is not in such segments.
+    """
+    if role not in _TRAINER_ROLES:
+        return {}
+    kept = chosen or chosen_allocator(environ)
+    return dict(kept) if kept else {ALLOCATOR: "expandable_segments:True"}
+
+
+def chosen_allocator(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch's allocator that an environment has."""
+    return {name: environ[name] for name in _ALLOCATORS if name in environ}
 
 
 @contextmanager

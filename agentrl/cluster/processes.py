@@ -21,7 +21,12 @@ from functools import partial
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
-from agentrl.cluster.environment import THREADS, inherited, thread_variables
+from agentrl.cluster.environment import (
+    THREADS,
+    allocator_variables,
+    inherited,
+    thread_variables,
+)
 from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
@@ -58,6 +63,7 @@ async def start_local(
     else:
         # Each would compute with as many threads as there are cores.
         variables = thread_variables(usable_cores(), count, os.environ.get(THREADS, ""))
+        variables |= allocator_variables(role, os.environ)
         start = partial(
             ProcessWorker.start, lease=lease, start_seconds=start_seconds, variables=variables
         )

@@ -5,11 +5,14 @@ imported when a worker is started, and must be running by then (`agentrl/cluster
 """
 
 import asyncio
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
+from agentrl.cluster.environment import allocator_variables, chosen_allocator
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
 from agentrl.cluster.ray_process import RayProcess, end, work_in
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
@@ -26,7 +29,14 @@ from agentrl.errors import WorkerDiedError
 
 
 class _Host:
-    """The actor: makes an object, and calls its methods by name."""
+    """The actor: makes an object, and calls its methods by name.
+
+    `allocator`: the driver's settings of torch's allocator.
+    """
+
+    def __init__(self, role: str, allocator: Mapping[str, str]) -> None:
+        # The environment is the node's; nothing here has imported torch yet.
+        os.environ.update(allocator_variables(role, os.environ, allocator))
 
     def begin(self, folder: Path) -> RayProcess:
         work_in(folder)
@@ -70,7 +80,9 @@ class RayWorkers:
         worker = RayWorker(
             role,
             rank,
-            host.options(**self.placement.options(role, rank, count)).remote(),
+            host.options(**self.placement.options(role, rank, count)).remote(
+                role, chosen_allocator(os.environ)
+            ),
             self.lease,
         )
         try:
