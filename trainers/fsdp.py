@@ -43,6 +43,7 @@ class FsdpTrainer(GroupTrainer):
                 mesh=Mesh(shard=self.world_size),
                 grows=True,
                 shards=3,
+                sums_blocks=True,
                 keeps_gathered=not self.reshard_after_forward,
                 accumulates_whole=self.keep_gradients,
                 offload=self.optimizer_offload,

@@ -184,6 +184,8 @@ class VllmSettings(Settings):
             kv_bytes_on_cpu=_CPU_CACHE_BYTES,
             prefill_tokens=self.max_num_batched_tokens or CPU_PREFILL_TOKENS,
             compact_cache=True,
+            graphs=not self.enforce_eager,
+            reloads_layers=True,
             sleeps=self.sleep_mode,
         )
 

@@ -81,6 +81,16 @@ class Assumptions(Settings):
     """Overhead of a sum over the GPUs of one engine, besides the transfer of bytes; each layer has
     two sums.
     """
+    fragmentation: float = Field(0.03, ge=0)
+    """Share of a trainer's tensors on a GPU that is lost beside them, between the blocks of torch's
+    allocator.
+    """
+    cuda_context_gib: float = Field(0.75, ge=0)
+    """GiB of each process on a GPU: CUDA's context, kernels, and workspaces of libraries."""
+    nccl_gib: float = Field(1.25, ge=0)
+    """GiB of NCCL's buffers on each GPU in a process that computes together with others."""
+    cuda_graphs_gib: float = Field(2.0, ge=0)
+    """GiB of an engine's CUDA graphs on each GPU, which it keeps while it sleeps."""
 
 
 class DeviceFigures(Settings):

@@ -3,6 +3,19 @@ before anything runs.
 
 Trainers and engines describe themselves by the method `layout()` of their `Config`, and
 `agentrl/models/facts.py` counts what a token leaves in memory.
+
+    weights, gradients, optimizer   a rank's part of them
+    gathered                        weights of the blocks that a rank computes with, as a whole
+    block gradients                 gradients of these, before they are summed over the ranks
+    reduce-scatter                  the float32 buffer in which FSDP sums them
+    activations, logits             what a micro-batch leaves for its backward pass
+    kv cache                        keys and values of an engine's requests
+    step activations                the same of the largest step of an engine
+    weight staging                  a layer of new weights beside the old ones
+    fragmentation                   what is lost between the blocks of a trainer's allocator
+    cuda context, nccl, cuda graphs what a process keeps on a GPU, also while it sleeps
+
+Terms are counted where they are largest at the same time.
 """
 
 from collections.abc import Mapping
@@ -11,7 +24,8 @@ from typing import Literal
 
 from agentrl.models.facts import ModelFacts
 from agentrl.models.layer_facts import Kept
-from agentrl.placement.devices import DeviceKind
+from agentrl.placement.config import Assumptions
+from agentrl.placement.devices import GIB, DeviceKind
 from agentrl.placement.mesh import ONE_RANK, Mesh
 
 Precision = Literal["float32", "bfloat16", "autocast"]
@@ -22,8 +36,12 @@ Recompute = Literal["none", "selective", "full"]
 """The activations that a trainer computes again in the backward pass: none; all of a layer except
 the products of its matrices and its attention; or all."""
 
-USABLE_SHARE = 0.95
-"""Usable share of a device's memory: the rest is the driver's, or lost between blocks of the
+USABLE_SHARE = 0.98
+"""Usable share of a GPU's memory: the rest is the driver's. What processes take besides tensors is
+counted by name.
+"""
+USABLE_HOST_SHARE = 0.95
+"""Usable share of a host's memory: the rest is the system's, or lost between blocks of the
 allocator.
 """
 
@@ -36,6 +54,15 @@ QUERIES_AT_ONCE = 256
 GRADIENTS_AT_ONCE = 50_000_000
 """Elements of gradients that DeepSpeed adds up over the ranks at a time (by default ten times as
 many).
+"""
+_ASSUMED = Assumptions()
+KEPT_ASLEEP = ("cuda context", "nccl", "cuda graphs")
+"""Uses of a GPU's memory by a process that sleeps."""
+_TAKEN_LATER = ("step activations", "weight staging")
+"""Uses of an engine's memory that its steps and updates begin with, and not its waking."""
+_LOGIT_BYTES = 20
+"""Bytes for each logit of an engine's step besides itself: in float32, as a logprob, and sorted by
+its value, with an index of 8 bytes.
 """
 _HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
 """Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again).
@@ -77,6 +104,9 @@ class TrainerLayout:
     """The optimizer has float32 copies of the weights that it updates."""
     gradients_at_once: int = 0
     """Elements of a float32 buffer in which gradients of all ranks are added up."""
+    sums_blocks: bool = False
+    """The gradients of a block are added up together, in a float32 buffer of the block's size that
+    lives until the next block's, as FSDP2 does it."""
     sleeps: bool = True
     """It can release its memory on a GPU."""
 
@@ -116,6 +146,10 @@ class EngineLayout:
     """Tokens of a prefill pass."""
     compact_cache: bool = False
     """The cache has the latent form of `KvShape.numbers`."""
+    graphs: bool = False
+    """It records CUDA graphs on GPUs."""
+    reloads_layers: bool = False
+    """New weights are put together layer by layer beside the old ones."""
     here: bool = True
     """False if another machine runs the engine."""
     sleeps: bool = True
@@ -124,10 +158,12 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes on one device, by use; and bytes in its host's memory."""
+    """Bytes on one device, and in its host's memory for it, by use."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
-    host: int = 0
+    """Bytes on the device."""
+    host_parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes in the host's memory."""
 
     @property
     def total(self) -> int:
@@ -135,9 +171,20 @@ class Footprint:
         return sum(self.parts.values())
 
     @property
+    def host(self) -> int:
+        """All bytes in the host's memory."""
+        return sum(self.host_parts.values())
+
+    @property
+    def asleep(self) -> int:
+        """Bytes that it keeps on the device while it sleeps."""
+        return sum(self.parts.get(use, 0) for use in KEPT_ASLEEP)
+
+    @property
     def to_wake(self) -> int:
         """Bytes that must be free on the device before it wakes."""
-        return sum(size for use, size in self.parts.items() if use != "workspace")
+        later = sum(self.parts.get(use, 0) for use in _TAKEN_LATER)
+        return self.total - self.asleep - later
 
 
 def trainer_footprint(
@@ -152,31 +199,113 @@ def trainer_footprint(
     """
     trained = trained_parameters(facts, layout)
     part = {stage: ranks if layout.shards >= stage else 1 for stage in (1, 2, 3)}
-    whole = layout.accumulates_whole and micro_batches > 1 and ranks > 1
     tokens = max(layout.micro_batch_tokens, longest)
-    kept, layer = activation_bytes(facts, layout, tokens), layer_bytes(facts, layout, tokens)
-    parts = {
+    state = {
         "weights": 4 * facts.parameters // part[3],
         "gradients": 4 * trained // part[2],
         "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained)
         // part[1],
-        "gathered": _gathered_bytes(facts, layout)
-        + 4 * (trained if whole else min(layout.gradients_at_once, trained)),
+    }
+    # A checkpoint that is being written: copies of weights and moments in float32.
+    host = {"checkpoint": 12 * trained // ranks}
+    if layout.offload:
+        away = [name for name in state if name != "weights" or layout.shards == 3]
+        host |= {f"offloaded {name}": state.pop(name) for name in away}
+    whole = layout.accumulates_whole and micro_batches > 1 and ranks > 1
+    if whole:
+        state["whole gradients"] = 4 * trained
+    peaks = (
+        _fsdp_peaks(facts, layout, ranks, tokens)
+        if layout.sums_blocks and ranks > 1
+        else [_peak_of_whole_model(facts, layout, tokens, whole=whole)]
+    )
+    peak = max(peaks, key=lambda parts: sum(parts.values()))
+    if layout.activation_offload and layout.recompute != "none" and "activations" in peak:
+        inputs = _inputs_bytes(facts, layout, tokens)
+        peak["activations"] -= inputs
+        host["activations"] = inputs
+    return Footprint({**state, **peak}, host)
+
+
+def _fsdp_peaks(
+    facts: ModelFacts, layout: TrainerLayout, ranks: int, tokens: int
+) -> list[dict[str, int]]:
+    """What FSDP2 holds besides a rank's part of the state, at each of the points of a backward pass
+    where it can hold most: in the head, in a layer, and where the gradients of the parameters
+    outside layers (embeddings and head) are summed last.
+    """
+    number = layout.number
+    outside = facts.parameters - facts.blocks
+    block, head, rest = facts.block, facts.embedding, outside
+    if layout.lora_rank:
+        block, head, rest = trained_parameters(facts, layout) // facts.layers, 0, 0
+    # A block is computed with while the next one is on its way.
+    most = facts.parameters if layout.keeps_gathered else 2 * facts.block + outside
+    gathered = number * min(facts.parameters, most)
+    kept = activation_bytes(facts, layout, tokens)
+    return [
+        {
+            "gathered": gathered,
+            # Summed in float32 over the pieces of the logits.
+            "block gradients": 4 * head,
+            "activations": kept,
+            "logits": head_bytes(facts, layout, tokens),
+        },
+        {
+            "gathered": gathered,
+            "block gradients": number * (block + head),
+            # The previous layer's, which its collective may still read.
+            "reduce-scatter": 4 * block,
+            "activations": kept + layer_bytes(facts, layout, tokens),
+        },
+        {
+            "gathered": number * outside,
+            "block gradients": number * rest,
+            "reduce-scatter": 4 * block,
+        },
+        {
+            "block gradients": number * rest,
+            # What goes in, and this rank's part of what comes out.
+            "reduce-scatter": 4 * rest + 4 * rest // ranks,
+        },
+    ]
+
+
+def _peak_of_whole_model(
+    facts: ModelFacts, layout: TrainerLayout, tokens: int, *, whole: bool
+) -> dict[str, int]:
+    """What other trainers hold besides the state."""
+    kept, layer = activation_bytes(facts, layout, tokens), layer_bytes(facts, layout, tokens)
+    summed = min(layout.gradients_at_once, trained_parameters(facts, layout))
+    return {
+        "gathered": _gathered_bytes(facts, layout) + (0 if whole else 4 * summed),
         "activations": kept + layer,
         # The head and a layer are computed one after the other: what the one leaves, the other
         # takes.
         "logits": max(0, head_bytes(facts, layout, tokens) - layer),
     }
-    # A checkpoint that is being written: copies of weights and moments in float32.
-    host = 12 * trained // ranks
-    if layout.activation_offload and layout.recompute != "none":
-        inputs = _inputs_bytes(facts, layout, tokens)
-        parts["activations"] -= inputs
-        host += inputs
-    if layout.offload:
-        away = {"gradients", "optimizer", *(["weights"] if layout.shards == 3 else [])}
-        host += sum(parts.pop(name) for name in away)
-    return Footprint(parts, host)
+
+
+def usable_bytes(kind: DeviceKind) -> int:
+    """The memory of a device that can be used."""
+    return int((USABLE_SHARE if kind.is_gpu else USABLE_HOST_SHARE) * kind.memory)
+
+
+def process_parts(
+    kind: DeviceKind, assume: Assumptions, *, together: bool, graphs: bool = False
+) -> dict[str, int]:
+    """Bytes that a process takes on a GPU whatever it computes; nothing on a CPU.
+
+    `together`: it computes together with processes on other GPUs.
+    """
+    if not kind.is_gpu:
+        return {}
+    parts = {"cuda context": int(assume.cuda_context_gib * GIB)}
+    if together:
+        parts["nccl"] = int(assume.nccl_gib * GIB)
+    if graphs:
+        parts["cuda graphs"] = int(assume.cuda_graphs_gib * GIB)
+    return parts
 
 
 def trained_parameters(facts: ModelFacts, layout: TrainerLayout) -> int:
@@ -258,7 +387,13 @@ def head_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
 
 
 def engine_footprint(
-    facts: ModelFacts, layout: EngineLayout, devices: int, kind: DeviceKind, episode_tokens: int
+    facts: ModelFacts,
+    layout: EngineLayout,
+    devices: int,
+    kind: DeviceKind,
+    episode_tokens: int,
+    *,
+    assume: Assumptions = _ASSUMED,
 ) -> Footprint:
     """The memory of one replica on each of its `devices` when its cache is full.
 
@@ -269,18 +404,39 @@ def engine_footprint(
     if layout.data_parallel > 1:
         experts = block_number(layout) * facts.expert_parameters // devices
         weights -= experts - experts // layout.data_parallel
-    # The MLP's two inner values in a prefill, and the logits of a batch, which exist as computed
-    # and in float32.
-    workspace = 2 * layout.number * layout.prefill_tokens * facts.inner // devices
-    workspace += (layout.number + 4) * layout.max_batch * facts.vocab
+    together = devices * layout.data_parallel > 1
+    parts = {
+        "weights": weights,
+        "step activations": _step_bytes(facts, layout, devices),
+        **process_parts(kind, assume, together=together, graphs=layout.graphs),
+    }
     given = layout.kv_bytes or (None if kind.is_gpu else layout.kv_bytes_on_cpu)
     if given is not None:
         cache = given
     elif layout.fraction is not None and kind.is_gpu:
-        cache = max(0, int(layout.fraction * kind.memory) - weights - workspace)
+        cache = max(0, int(layout.fraction * kind.memory) - sum(parts.values()))
     else:
         cache = layout.max_batch * context_bytes(facts, layout, devices, episode_tokens)
-    return Footprint({"weights": weights, "kv cache": cache, "workspace": workspace})
+    parts["kv cache"] = cache
+    if layout.reloads_layers:
+        # Beyond its fraction: vLLM does not know of it when it sizes the cache.
+        layer = max(block_number(layout) * facts.block, layout.number * facts.embedding)
+        parts["weight staging"] = layer // devices
+    return Footprint(parts)
+
+
+def _step_bytes(facts: ModelFacts, layout: EngineLayout, devices: int) -> int:
+    """Bytes of an engine's largest step: in a layer, the residual stream and two inputs of
+    matrices; queries, keys, values and what attention makes of them; gate, up and their product. Or
+    those of the logits of a batch and their sampling.
+    """
+    heads = facts.kv.heads
+    attention = heads.queries * (heads.key_size + heads.value_size)
+    attention += heads.keys * (heads.key_size + heads.value_size)
+    token = 3 * facts.hidden + max(attention, 3 * facts.inner) // devices
+    in_layer = layout.number * layout.prefill_tokens * token
+    logits = (layout.number + _LOGIT_BYTES) * layout.max_batch * facts.vocab
+    return in_layer + logits
 
 
 def block_number(layout: EngineLayout) -> int:

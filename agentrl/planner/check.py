@@ -6,7 +6,7 @@ from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.placement.devices import GIB
-from agentrl.placement.footprint import USABLE_SHARE, trainer_footprint, weight_bytes
+from agentrl.placement.footprint import trainer_footprint, usable_bytes, weight_bytes
 from agentrl.placement.inventory import Inventory
 from agentrl.placement.probe import visible
 from agentrl.planner.advice import what_fits
@@ -48,7 +48,7 @@ def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     kept_bytes = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
     kept_bytes *= request.ranks
     kept_bytes += engine.here * request.engines * weight_bytes(facts, engine)
-    usable = USABLE_SHARE * kind.memory
+    usable = usable_bytes(kind)
     if kept_bytes > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
         raise ConfigError(

@@ -1,22 +1,26 @@
 """The memory of the devices of a map: what each role holds at the peak, and what does not fit."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import (
-    USABLE_SHARE,
+    KEPT_ASLEEP,
+    USABLE_HOST_SHARE,
     Footprint,
     engine_footprint,
+    process_parts,
     tokens_cached,
     trained_parameters,
     trainer_footprint,
+    usable_bytes,
 )
 from agentrl.simulate.stages import Stages, Workload
 
-ASLEEP = GIB
-"""Bytes that a sleeping process keeps on a GPU: its context, and buffers of its libraries."""
+_NAMED_TERMS = 4
+"""Terms of a role's memory that a message names: the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,17 @@ class DeviceLoad:
     """The most that is used simultaneously."""
     limit: int
     """The usable memory."""
-    host: int
-    """The most of the host's memory that is used for this device."""
+    host_parts: Mapping[str, int]
+    """The most of the host's memory that is used for this device, by use."""
     host_limit: int
     """The usable memory of the host for this device."""
+    asleep: Mapping[str, int]
+    """The bytes that each role keeps on the device while it sleeps, if roles take turns."""
+
+    @property
+    def host(self) -> int:
+        """The most of the host's memory that is used for this device, in bytes."""
+        return sum(self.host_parts.values())
 
 
 def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
@@ -42,20 +53,16 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
     fullest = sorted(loads(stages, work, devices), key=lambda load: load.limit - load.peak)
     for load in fullest:
         if load.peak > load.limit:
-            parts = " and ".join(
-                f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items()
-            )
-            turns = ", in turns" if devices.time_shared else ""
             kind = devices.inventory.kind
             yield (
                 f"{' and '.join(load.awake)} need {load.peak / GIB:.1f} GiB on device"
-                f" {load.device}{f' ({parts}{turns})' if len(load.awake) > 1 else ''}, which has"
-                f" {kind.memory / GIB:.1f} ({load.limit / GIB:.1f} usable)"
+                f" {load.device}{_describe_roles(load)}, which has {kind.memory / GIB:.1f}"
+                f" ({load.limit / GIB:.1f} usable). {_describe_largest(load)}"
             )
             break
     for node, share in _host_shares(fullest, devices).items():
         if share > 1:
-            whole = USABLE_SHARE * devices.inventory.nodes[node].host_memory / GIB
+            whole = USABLE_HOST_SHARE * devices.inventory.nodes[node].host_memory / GIB
             yield (
                 f"the memory of node {node}'s host would hold {share * whole:.0f} GiB of its"
                 f" devices' data and of checkpoints, but has only {whole:.0f} usable"
@@ -72,6 +79,25 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
     yield from _short_cache(stages, work, devices)
 
 
+def _describe_roles(load: DeviceLoad) -> str:
+    """What each role of a device takes, if there are several."""
+    if len(load.awake) == 1:
+        return ""
+    parts = " and ".join(f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items())
+    if not load.asleep:
+        return f" ({parts})"
+    kept = " and ".join(f"{role} {size / GIB:.1f}" for role, size in load.asleep.items())
+    return f" ({parts}, in turns; asleep {kept})"
+
+
+def _describe_largest(load: DeviceLoad) -> str:
+    """The largest terms of the role that takes most of a device."""
+    role, size = max(load.awake.items(), key=lambda entry: entry[1].total)
+    largest = sorted(size.parts.items(), key=lambda entry: -entry[1])[:_NAMED_TERMS]
+    terms = ", ".join(f"{use} {size / GIB:.1f}" for use, size in largest)
+    return f"Most of the {role}'s memory: {terms}"
+
+
 def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
     """Memory use of the fullest device or host, as a share of its usable memory; also more than 1
     if memory suffices but something else does not fit.
@@ -84,15 +110,15 @@ def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
     return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
 
 
-def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[int, int]:
-    """The bytes of device data on the fullest host, and its usable memory."""
-    bytes_by_node: dict[int, int] = {}
+def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[Mapping[str, int], int]:
+    """The bytes of device data on the fullest host, by use, and its usable memory."""
+    parts_by_node: dict[int, Counter[str]] = {}
     for load in loads:
         node = devices.inventory.node(load.device)
-        bytes_by_node[node] = bytes_by_node.get(node, 0) + load.host
-    fullest = max(bytes_by_node, key=lambda node: bytes_by_node[node])
-    limit = int(USABLE_SHARE * devices.inventory.nodes[fullest].host_memory)
-    return bytes_by_node[fullest], limit
+        parts_by_node.setdefault(node, Counter()).update(load.host_parts)
+    fullest = max(parts_by_node, key=lambda node: parts_by_node[node].total())
+    limit = int(USABLE_HOST_SHARE * devices.inventory.nodes[fullest].host_memory)
+    return parts_by_node[fullest], limit
 
 
 def _host_shares(device_loads: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, float]:
@@ -100,7 +126,7 @@ def _host_shares(device_loads: Sequence[DeviceLoad], devices: DeviceMap) -> dict
     shares: dict[int, float] = {}
     for load in device_loads:
         node = devices.inventory.node(load.device)
-        limit = USABLE_SHARE * devices.inventory.nodes[node].host_memory
+        limit = USABLE_HOST_SHARE * devices.inventory.nodes[node].host_memory
         shares[node] = shares.get(node, 0.0) + load.host / limit
     return shares
 
@@ -122,14 +148,16 @@ def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator
     if not devices.of("engine") or (layout.fraction is None and layout.kv_bytes is None):
         return
     split = devices.tensor_parallel()
-    size = engine_footprint(facts, layout, split, kind, round(work.episode_tokens))
+    size = engine_footprint(
+        facts, layout, split, kind, round(work.episode_tokens), assume=stages.assume
+    )
     longest = min(layout.max_context or facts.max_positions, facts.max_positions)
     tokens = tokens_cached(facts, layout, split, size.parts["kv cache"], longest)
     if tokens < longest:
         taken = (size.total - size.parts["kv cache"]) / GIB
         yield (
             f"an engine's KV cache would hold {tokens} tokens beside {taken:.1f} GiB of weights and"
-            f" workspace, but one context has up to {longest}"
+            f" all else, but one context has up to {longest}"
         )
 
 
@@ -137,11 +165,16 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
     """The memory of each device that is used."""
     kind = devices.inventory.kind
     ranks = len(devices.of("trainer"))
-    trainer = _learners(stages, work, max(1, ranks))
+    trainer = _learners(stages, work, devices)
     engine = engine_footprint(
-        stages.facts, stages.engine, devices.tensor_parallel(), kind, round(work.episode_tokens)
+        stages.facts,
+        stages.engine,
+        devices.tensor_parallel(),
+        kind,
+        round(work.episode_tokens),
+        assume=stages.assume,
     )
-    found = []
+    device_loads = []
     for device in range(len(devices.inventory)):
         counts = {
             role: sum(r.role == role for r in devices.on(device)) for role in ("engine", "trainer")
@@ -154,46 +187,74 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         }
         if not awake:
             continue
-        totals = [size.total for size in awake.values()]
-        turns = devices.time_shared and len(awake) > 1
-        host = sum(size.host for size in awake.values())
-        gathers = ranks > 1 and any(
-            r.role == "trainer" and r.number == 0 for r in devices.on(device)
-        )
-        # The first rank publishes what is trained.
-        host += 4 * trained_parameters(stages.facts, stages.trainer) if gathers else 0
+        host_parts = Counter[str]()
+        for size in awake.values():
+            host_parts.update(size.host_parts)
+        if ranks > 1 and any(r.role == "trainer" and r.number == 0 for r in devices.on(device)):
+            host_parts["weights to publish"] = 4 * trained_parameters(stages.facts, stages.trainer)
+        asleep = {}
+        if devices.time_shared and len(awake) > 1 and kind.is_gpu:
+            asleep = {role: size.asleep for role, size in awake.items()}
+            host_parts.update(_asleep_in_host(stages, awake))
+        peak = _peak(awake, asleep)
         if not kind.is_gpu:
-            peak, host = sum(totals) + host, 0
-        elif turns:
-            peak = max(totals) + ASLEEP
-            host += counts["engine"] * engine.parts["weights"] + sum(
-                trainer.parts.get(part, 0)
-                for part in ("weights", "gradients", "optimizer", "reference", "critic")
-            )
-        else:
-            peak = sum(totals)
-        found.append(
+            peak, host_parts = peak + host_parts.total(), Counter()
+        device_loads.append(
             DeviceLoad(
                 device,
                 awake,
                 peak,
-                int(USABLE_SHARE * kind.memory),
-                host,
-                int(USABLE_SHARE * devices.inventory.host_share(device)),
+                usable_bytes(kind),
+                dict(host_parts),
+                int(USABLE_HOST_SHARE * devices.inventory.host_share(device)),
+                asleep,
             )
         )
-    return tuple(found)
+    return tuple(device_loads)
 
 
-def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
-    """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same
-    device.
+def _peak(awake: Mapping[str, Footprint], asleep: Mapping[str, int]) -> int:
+    """The most bytes on a device: of all roles together, or of each with what the others keep
+    while they sleep.
     """
-    longest = stages.longest(work)
+    if not asleep:
+        return sum(size.total for size in awake.values())
+    return max(size.total + sum(asleep.values()) - asleep[role] for role, size in awake.items())
+
+
+def _asleep_in_host(stages: Stages, awake: Mapping[str, Footprint]) -> dict[str, int]:
+    """Bytes in the host's memory of what sleeps. A trainer keeps its memory there while it is
+    awake, too.
+    """
+    helpers = {
+        "sleeping reference": awake["trainer"].parts.get("reference", 0),
+        # Gradients do not sleep: 4 of the bytes of each parameter.
+        "sleeping critic": awake["trainer"].parts.get("critic", 0),
+    }
+    if stages.critic is not None:
+        state = 8 + 2 * stages.critic.moment_bytes
+        helpers["sleeping critic"] = int(helpers["sleeping critic"] * (1 - 4 / state))
+    trainer = sum(awake["trainer"].parts.get(part, 0) for part in ("weights", "optimizer"))
+    sizes = {
+        "sleeping engine": awake["engine"].parts["weights"],
+        "sleeping trainer": trainer,
+        **helpers,
+    }
+    return {use: size for use, size in sizes.items() if size}
+
+
+def _learners(stages: Stages, work: Workload, devices: DeviceMap) -> Footprint:
+    """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same
+    device. Each is a process of its own.
+    """
+    longest, ranks = stages.longest(work), max(1, len(devices.of("trainer")))
     whole = trainer_footprint(
         stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks), longest
     )
-    parts, host = dict(whole.parts), whole.host
+    kind = devices.inventory.kind
+    process = process_parts(kind, stages.assume, together=ranks > 1)
+    parts = Counter({**whole.parts, **process})
+    host_parts = Counter(whole.host_parts)
     for helper, layout, kept in (
         ("reference", stages.reference, {"weights"}),
         ("critic", stages.critic, {"weights", "gradients", "optimizer"}),
@@ -201,9 +262,16 @@ def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
         if layout is not None:
             size = trainer_footprint(stages.facts, layout, ranks, longest=longest)
             parts[helper] = sum(bytes_ for part, bytes_ in size.parts.items() if part in kept)
-            host += size.host
-    return Footprint(parts, host)
+            parts.update(process)
+            host_parts.update(size.host_parts)
+    if kind.is_gpu:
+        tensors = sum(bytes_ for part, bytes_ in parts.items() if part not in KEPT_ASLEEP)
+        parts["fragmentation"] = int(stages.assume.fragmentation * tensors)
+    return Footprint(dict(parts), dict(host_parts))
 
 
 def _times(size: Footprint, count: int) -> Footprint:
-    return Footprint({name: count * part for name, part in size.parts.items()}, count * size.host)
+    return Footprint(
+        {use: count * part for use, part in size.parts.items()},
+        {use: count * part for use, part in size.host_parts.items()},
+    )

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from agentrl.placement.config import Role, format_devices
 from agentrl.placement.devices import GIB
-from agentrl.placement.footprint import Footprint
+from agentrl.placement.footprint import KEPT_ASLEEP, Footprint
 from agentrl.planner.memory import DeviceLoad, fullest_host
 from agentrl.planner.plan import Candidate, Plan
 
@@ -78,16 +78,22 @@ def _memory(plan: Plan) -> Table:
         load, devices = alike[0], format_devices([load.device for load in alike])
         for role, footprint in load.awake.items():
             table.add_row(devices, role, f"{footprint.total / GIB:.2f}", _parts(footprint))
+        for role, kept in load.asleep.items():
+            kept_parts = {use: load.awake[role].parts.get(use, 0) for use in KEPT_ASLEEP}
+            table.add_row(
+                devices, f"{role} asleep", f"{kept / GIB:.2f}", _parts(Footprint(kept_parts))
+            )
         table.add_row(
             devices, "at the peak", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} usable"
         )
-    host, usable = fullest_host(plan.loads, plan.devices)
-    if host:
+    host_parts, usable = fullest_host(plan.loads, plan.devices)
+    if host := sum(host_parts.values()):
         table.add_row(
             "",
             "in the host",
             f"{host / GIB:.2f}",
-            f"of {usable / GIB:.2f} usable, for all of its devices",
+            f"of {usable / GIB:.2f} usable, for all of its devices: "
+            f"{_parts(Footprint(host_parts))}",
         )
     return table
 
@@ -146,7 +152,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "peak": load.peak,
                 "limit": load.limit,
                 "host": load.host,
+                "host_parts": dict(load.host_parts),
                 "awake": {role: dict(size.parts) for role, size in load.awake.items()},
+                "asleep": dict(load.asleep),
             }
             for load in plan.loads
         ],

@@ -248,7 +248,8 @@ class Stages:
                 / split
                 / (kind.link * self.assume.links)
             )
-        cache = engine_footprint(facts, layout, split, kind, context).parts["kv cache"]
+        size = engine_footprint(facts, layout, split, kind, context, assume=self.assume)
+        cache = size.parts["kv cache"]
         # Its copies of the attention layers work side by side, each on its own requests.
         each, prefill = each / layout.data_parallel, prefill / layout.data_parallel
         live *= layout.data_parallel

@@ -20,8 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from agentrl.batch import TrainingSample, collate
 from agentrl.engines.local import LocalEngine
+from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError
 from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
+from agentrl.placement.config import Assumptions
 from agentrl.placement.devices import GIB, gpu_named
 from agentrl.placement.footprint import (
     QUERIES_AT_ONCE,
@@ -129,6 +131,29 @@ def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:
     there = trainer_footprint(facts, FsdpTrainer.Config(optimizer_offload=True).layout(), 2)
     assert here.host == 12 * facts.parameters // 2  # a checkpoint that is being written
     assert there.host - here.host == here.total - there.total == 16 * facts.parameters // 2
+
+
+QWEN3_8B = model_facts(PUBLISHED / "Qwen/Qwen3-8B")
+
+
+def test_fsdp_sums_a_block_s_gradients_in_a_float32_buffer_of_its_size() -> None:
+    """Qwen3-8B, bfloat16, eight ranks: the numbers of its layer, embedding and head by hand."""
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    head = 151_936 * 4096
+    outside = 2 * head + 4096
+    layout = FsdpTrainer.Config(dtype="bfloat16", activation_checkpointing="full").layout()
+    parts = trainer_footprint(QWEN3_8B, layout, 8).parts
+    assert parts["reduce-scatter"] == 4 * layer
+    assert parts["gathered"] == 2 * (2 * layer + outside)
+    assert parts["block gradients"] == 2 * (layer + head)
+    # With little else, the gradients of embedding and head are what is summed at the peak.
+    parts = trainer_footprint(QWEN3_8B, replace(layout, micro_batch_tokens=2), 8).parts
+    assert parts["reduce-scatter"] == 4 * outside + 4 * outside // 8
+    assert parts["block gradients"] == 2 * outside
+    # A single rank sums nothing, and adapters have small gradients.
+    assert "reduce-scatter" not in trainer_footprint(QWEN3_8B, layout, 1).parts
+    lora = trainer_footprint(QWEN3_8B, replace(layout, lora_rank=16), 8).parts
+    assert lora["reduce-scatter"] == 4 * (16 * QWEN3_8B.linear_ends // 36)
 
 
 def test_gradients_that_are_summed_at_the_last_micro_batch_are_whole_until_then(
@@ -433,6 +458,29 @@ def test_an_engine_with_a_share_of_its_device_fills_it_with_cache(facts: ModelFa
     given = engine_footprint(facts, replace(layout, kv_bytes=GIB), 2, device, 100)
     assert given.parts["kv cache"] == GIB
     assert given.parts["weights"] == facts.parameters  # two bytes for each, on two devices
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_vllm_s_cache_is_what_its_share_leaves_beside_all_else(devices: int) -> None:
+    device, layout = gpu_named("H100"), VllmEngine.Config(dtype="bfloat16").layout()
+    assume = Assumptions(cuda_context_gib=0.5, nccl_gib=1.5, cuda_graphs_gib=3)
+    size = engine_footprint(QWEN3_8B, layout, devices, device, 3000, assume=assume)
+    assert size.asleep == (0.5 + 3 + (1.5 if devices > 1 else 0)) * GIB
+    share = sum(bytes_ for use, bytes_ in size.parts.items() if use != "weight staging")
+    assert share == pytest.approx(0.9 * device.memory, abs=1)
+    assert size.parts["weight staging"] == 2 * 151_936 * 4096 // devices
+    # What its sleep frees, and what it needs to wake.
+    assert size.to_wake == size.parts["weights"] + size.parts["kv cache"]
+    # A step of more tokens leaves less, and so do graphs.
+    larger = replace(layout, prefill_tokens=2 * layout.prefill_tokens)
+    more = engine_footprint(QWEN3_8B, larger, devices, device, 3000, assume=assume)
+    token = 3 * 4096 + 3 * 12288 // devices
+    assert more.parts["step activations"] - size.parts["step activations"] == pytest.approx(
+        2 * layout.prefill_tokens * token
+    )
+    eager = VllmEngine.Config(dtype="bfloat16", enforce_eager=True).layout()
+    without = engine_footprint(QWEN3_8B, eager, devices, device, 3000, assume=assume)
+    assert without.parts["kv cache"] - size.parts["kv cache"] == 3 * GIB
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ import pytest
 import torch
 
 from agentrl.algorithms import losses as of_tokens
-from agentrl.batch import TrainBatch
+from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.workers import Make, WorkerGroup
 from agentrl.engines.packed_model import PackedModel
+from agentrl.models.facts import model_facts
 from agentrl.models.weight_names import WeightNames
+from agentrl.placement.footprint import trainer_footprint
+from agentrl.placement.mesh import Mesh
 from agentrl.testing.trainers import (
     LOSS,
     TrainerCase,
@@ -29,12 +32,16 @@ from agentrl.testing.trainers import (
     check_trainer,
     random_batches,
 )
+from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.rank.worker import TrainerRank
+from agentrl.trainers.spec import TrainerSpec
 from agentrl.weights.bundle import weight_shapes
 from tests.model_families import make_model
+from tests.placement.live_bytes import LiveBytes
 from tests.processes import open_to_others
 from tests.trainers.test_balance import batch_for, folder_of, nothing
 
@@ -438,3 +445,90 @@ def test_two_ranks_balance_the_experts_as_one_does(
     assert weights.keys() == same.keys()
     for each, weight in weights.items():
         torch.testing.assert_close(same[each], weight, atol=1e-6, rtol=1e-5)
+
+
+class CountingRank(TrainerRank):
+    """A rank that counts the bytes of its tensors."""
+
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        super().__init__(spec, rank)
+        self._live = LiveBytes()
+
+    def open(self, mesh: Mesh, address: str) -> None:
+        with self._live:
+            super().open(mesh, address)
+
+    def step(self, *args: Any) -> Any:
+        with self._live:
+            return super().step(*args)
+
+    def peak(self) -> int:
+        return self._live.peak
+
+
+class CountingSpec(TrainerSpec):
+    """The specification of such ranks."""
+
+    def make_rank(self, rank: int) -> TrainerRank:
+        return CountingRank(self, rank)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "vocab"),
+    [
+        ("bfloat16", 512, 512),
+        ("bfloat16", 32, 4096),
+        pytest.param("float32", 32, 512, marks=pytest.mark.long),
+    ],
+    ids=["in a layer", "outside of layers", "in float32"],
+)
+def test_ranks_of_fsdp_hold_the_bytes_that_were_counted(
+    dtype: Any, tokens: int, vocab: int, processes: Processes, tmp_path: Path
+) -> None:
+    """With the float32 buffer in which gradients are summed, at the point of the peak."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    model = AutoConfig.for_model("qwen3", vocab_size=vocab, **sizes, **heads)
+    AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path)
+    config = FsdpTrainer.Config(
+        world_size=RANKS,
+        dtype=dtype,
+        micro_batch_tokens=tokens,
+        activation_checkpointing="full",
+    )
+    is_answer, zeros = np.arange(tokens) >= tokens * 3 // 4, np.zeros(tokens)
+    sample = TrainingSample(
+        np.arange(tokens) % vocab,
+        is_answer,
+        zeros,
+        np.ones(tokens),
+        np.where(is_answer, 0, -1),
+        zeros,
+    )
+    # Not prefixes of each other, two micro-batches for each rank.
+    samples = [
+        replace(sample, token_ids=sample.token_ids[::-1] + number) for number in range(-2, 2)
+    ]
+    batch = collate([replace(one, token_ids=one.token_ids % vocab) for one in samples])
+    shards = shard_batch(batch, config, parts=RANKS)
+
+    async def peaks() -> list[int]:
+        spec = CountingSpec(FsdpTrainer.sharding, config, tmp_path, 2, 1.0)
+        ranks = await processes("trainer", spec.make_rank, RANKS)
+        await ranks.all("open", Mesh(shard=RANKS), await ranks.one("reserve", True))
+        for _ in range(2):  # the first makes the moments
+            args = (LOSS, 1.0, batch.num_loss_tokens)
+            await ranks.scatter("step", [(shard, *args) for shard in shards])
+        measured = [int(peak) for peak in await ranks.all("peak")]
+        await ranks.stop()
+        return measured
+
+    parts = trainer_footprint(
+        model_facts(tmp_path), config.layout(), RANKS, micro_batches=2, longest=tokens
+    ).parts
+    counted = sum(parts.values())
+    for peak in asyncio.run(peaks()):
+        assert counted == pytest.approx(peak, rel=0.03)
+        assert peak > counted - parts["reduce-scatter"] / 2
