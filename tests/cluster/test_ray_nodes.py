@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.cluster.chaos import CONFIG, PHASES, Running, finish, finished, two_nodes
+from tests.commands import ROOT
 from tests.processes import PATIENCE_SECONDS, still_alive, title
 
 pytestmark = pytest.mark.slow
@@ -88,12 +90,13 @@ def test_a_run_lives_on_the_devices_of_its_plan(
         head_node_args={
             "num_cpus": 2,
             "num_gpus": 2,
-            "resources": {"accelerator_type:H100": 1},
+            "env_vars": {"CUDA_VISIBLE_DEVICES": "4,5"},
             "include_dashboard": False,
         },
     )
     request.addfinalizer(cluster.shutdown)
     run.overrides = [
+        "cluster.name=tests.cluster.fake_gpus:RayOnFakes",
         *("steps=2", "placement=colocated", f"cluster.address={cluster.address}"),
         *("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1"),
     ]
@@ -103,6 +106,58 @@ def test_a_run_lives_on_the_devices_of_its_plan(
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+
+
+USE_DEVICES = """
+import asyncio, json, sys
+from agentrl.cluster.ray_actors import RayWorkers
+from agentrl.cluster.ray_cluster import join_ray
+from agentrl.cluster.ray_placement import gpus_of_ray, reserved
+from agentrl.placement.config import PlacementConfig
+from agentrl.placement.device_map import PlacementRequest, device_maps
+from tests.cluster.fake_gpus import Seeing, probe_fakes
+
+async def main():
+    inventory = gpus_of_ray(probe_fakes)
+    devices = device_maps(PlacementConfig(name="colocated"), PlacementRequest(), inventory)[0]
+    async with reserved(devices) as placement:
+        group = await RayWorkers(placement)("trainer", Seeing, 3)
+        names = await group.all("variable", "CUDA_VISIBLE_DEVICES")
+        homes = [worker.process.node for worker in group.workers]
+        await group.stop()
+        print(json.dumps([inventory.sizes, sorted(names), len(set(homes))]))
+
+join_ray(sys.argv[1])
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+def test_ranks_see_the_devices_of_nodes_of_different_sizes(
+    request: pytest.FixtureRequest,
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    def node(count: int, names: str) -> dict[str, Any]:
+        return {"num_cpus": 1, "num_gpus": count, "env_vars": {"CUDA_VISIBLE_DEVICES": names}}
+
+    first = {**node(2, "GPU-aa,GPU-bb"), "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=first)
+    request.addfinalizer(cluster.shutdown)
+    cluster.add_node(**node(1, "7"))
+    done = subprocess.run(
+        [sys.executable, "-c", USE_DEVICES, cluster.address],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sizes, names, homes = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(sizes) == [1, 2]
+    assert names == ["7", "GPU-aa", "GPU-bb"]
+    assert homes == 2
 
 
 @pytest.mark.long

@@ -1,8 +1,6 @@
 """Device maps on Ray, with GPUs that are not there."""
 
 import asyncio
-import os
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,29 +13,12 @@ from agentrl.cluster.ray_placement import PlacementGroup, Unplaced, gpus_of_ray,
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.placement.device_map import DeviceMap, Replica
-from agentrl.placement.devices import GIB, Gpu, gpu_named
+from agentrl.placement.devices import GIB, gpu_named
 from agentrl.placement.inventory import Inventory, Node
-from agentrl.placement.probe import Machine
+from tests.cluster.fake_gpus import Seeing, probe_fakes
 from tests.cluster.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
-FOUND = Gpu("NVIDIA H100 80GB HBM3", int(79.1 * GIB), (9, 0))
-
-
-def probe_fakes(environ: Mapping[str, str]) -> Machine:
-    """A machine with as many GPUs as the environment of the node's processes lists."""
-    names = tuple(environ["CUDA_VISIBLE_DEVICES"].split(","))
-    return Machine("fake", (FOUND,) * len(names), names, cores=48, memory=2048 * GIB)
-
-
-class Seeing:
-    """Says which GPUs it is given."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def variable(self, name: str) -> str:
-        return os.environ.get(name, "")
 
 
 @pytest.fixture(autouse=True)
