@@ -1,14 +1,17 @@
 """The process group of a trainer's ranks in torch.distributed."""
 
+import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.cluster.environment import LOOPBACK, meet_other_machines, stay_on_loopback
+from agentrl.cluster.environment import LOOPBACK, meet_other_machines, own_address, stay_on_loopback
 from agentrl.trainers.spec import RankInfo
 
+_CPU = torch.device("cpu")
 _PATIENCE = timedelta(minutes=10)
 """How long a collective waits for a missing rank. The death of a rank is noticed at once, by its
 worker.
@@ -22,10 +25,6 @@ def join(rank_info: RankInfo) -> torch.device:
         stay_on_loopback()
     else:
         meet_other_machines()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank_info.rank % torch.cuda.device_count())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     meeting = rank_info.meeting
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
@@ -36,6 +35,8 @@ def join(rank_info: RankInfo) -> torch.device:
         # A store that makes its socket itself listens on all interfaces.
         master_listen_fd=None if meeting is None else meeting.detach(),
     )
+    cuda = torch.cuda.is_available()
+    device = _own_gpu(store, f"{socket.gethostname()} {own_address()}") if cuda else _CPU
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
@@ -44,6 +45,15 @@ def join(rank_info: RankInfo) -> torch.device:
         timeout=_PATIENCE,
     )
     return device
+
+
+def _own_gpu(store: Any, machine: str) -> torch.device:
+    """A GPU of this process's machine that no other rank takes, as far as it has so many."""
+    # A rank that is placed sees a single one. Others of the machine see the same ones, and ranks
+    # are numbered over all machines.
+    place = store.add(f"ranks on {machine}", 1) - 1
+    torch.cuda.set_device(place % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def sum_of_ranks(values: Tensor) -> Tensor:
