@@ -21,7 +21,7 @@ from tests.processes import still_alive
 
 GPUS = torch.cuda.device_count()
 BY_NAME = {piece.name: piece for piece in PIECES}
-QUICK = ("attention", "trainer-step", "int8-moments", "profile", "local-engine")
+QUICK = ("attention", "trainer-step", "int8-moments", "local-engine")
 """Pieces that a CPU answers within a second, in this process."""
 
 
@@ -42,7 +42,7 @@ def test_a_piece_that_a_cpu_can_answer_passes_there(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["offload", "weights", pytest.param("fsdp", marks=pytest.mark.long)]
+    "name", ["profile", "offload", "weights", pytest.param("fsdp", marks=pytest.mark.long)]
 )
 def test_so_does_a_piece_about_ranks_or_weights(name: str, tmp_path: Path) -> None:
     assert answered(BY_NAME[name], tmp_path).verdict == "passed"
@@ -132,7 +132,7 @@ def test_what_does_not_end_is_killed_with_all_that_it_started(
                 time.sleep(0.01)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
-    monkeypatch.setattr(runner.subprocess, "Popen", Patient)
+    monkeypatch.setattr("benchmarks.battery.runner.subprocess.Popen", Patient)
     child = "os.fork()\nopen(sys.argv[3] + '/pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(60)"
     result = asked(child, tmp_path, monkeypatch, 7)
     assert (result.verdict, result.reason) == ("failed", "it did not end within 7 s")
@@ -154,7 +154,10 @@ def test_without_a_gpu_all_is_skipped_by_name_with_the_reason_and_that_is_no_err
         assert piece["reason"] == "this machine has no GPU that torch can use" or (
             "not installed" in piece["reason"]
         )
-        assert f"skipped  {piece['name']}, 0 s: {piece['reason']}" in printed
+        assert (
+            f"skipped  {piece['name']}: {piece['reason']}. It would show: {piece['purpose']}"
+            in (printed)
+        )
 
 
 def test_a_piece_that_cannot_be_asked_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from benchmarks.battery.machine import (
 from benchmarks.battery.piece import SECONDS, Findings, Place, answer, missing_modules
 from benchmarks.battery.pieces import PIECES
 from benchmarks.battery.report import counts, report_of, write_report
-from benchmarks.battery.runner import COMMAND, ROOT, Tell, environment, run_all
+from benchmarks.battery.runner import COMMAND, ROOT, environment, run_all
 
 _FACTS_SECONDS = 120.0
 
@@ -51,7 +51,7 @@ def run_battery(given: argparse.Namespace) -> int:
     names = [gpu["name"] for gpu in seen["gpus"]]
     print(f"{len(pieces)} pieces on {given.device}; GPUs: {', '.join(names) or 'none'}", flush=True)
     place = Place(given.device, given.into.absolute())
-    results = run_all(pieces, place, len(names), given.seconds, Tell())
+    results = run_all(pieces, place, len(names), given.seconds)
     facts = {
         "source": source_version(ROOT),
         "device": given.device,

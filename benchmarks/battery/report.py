@@ -17,7 +17,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .4rem }
 td { padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
 pre { background: #f5f5f5; padding: .6rem; overflow: auto }
 .passed { color: #176f2c } .failed { color: #b3261e } .skipped { color: #777 }
 .verdict { font-weight: 600 }

@@ -43,24 +43,21 @@ def run_piece(piece: Piece, place: Place, gpus: int, seconds: float) -> Result:
     return with_files(result, folder, place.folder)
 
 
-def run_all(
-    pieces: Sequence[Piece], place: Place, gpus: int, seconds: float, tell: "Tell"
-) -> list[Result]:
-    """Answer all of them; `tell` hears of each result."""
+def run_all(pieces: Sequence[Piece], place: Place, gpus: int, seconds: float) -> list[Result]:
+    """Answer all of them, and print each result as it comes."""
     results = []
     for piece in pieces:
         results.append(run_piece(piece, place, gpus, seconds))
-        tell(results[-1])
+        print(line_of(piece, results[-1]), flush=True)
     return results
 
 
-class Tell:
-    """Prints results as they come."""
-
-    def __call__(self, result: Result) -> None:
-        """Print one."""
-        reason = f": {result.reason}" if result.reason else ""
-        print(f"{result.verdict:>8}  {result.name}, {result.seconds:.0f} s{reason}", flush=True)
+def line_of(piece: Piece, result: Result) -> str:
+    """A result for the terminal. Of a skipped piece, it says what the piece would show."""
+    if result.verdict == "skipped":
+        return f" skipped  {piece.name}: {result.reason}. It would show: {piece.purpose}"
+    reason = f": {result.reason}" if result.reason else ""
+    return f"{result.verdict:>8}  {piece.name}, {result.seconds:.0f} s{reason}"
 
 
 def environment(device: Device) -> dict[str, str]:

@@ -17,7 +17,7 @@ from agentrl.trainers.compute import attention as segments_attention
 from agentrl.trainers.compute.forward import to_device
 from agentrl.trainers.compute.recomputation import blocks_of
 from agentrl.trainers.local import LocalTrainer
-from benchmarks.battery.piece import Findings, Place
+from benchmarks.battery.piece import Findings, Place, SkipError
 from benchmarks.battery.subjects import (
     GIB,
     SMALL,
@@ -178,6 +178,8 @@ def int8_moments(place: Place, findings: Findings) -> None:
 
 def compiled(place: Place, findings: Findings) -> None:
     """Each layer compiled against each layer as it is."""
+    if place.on_gpu and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        raise SkipError("torch.compile needs a C compiler, and there is none")
     model = random_model(place, SMALL)
     facts = model_facts(model)
     samples, tokens = (8, 2048) if place.on_gpu else (3, 40)
