@@ -4,21 +4,17 @@ import pytest
 
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
-from agentrl.simulate.latency import Constant
+from agentrl.simulate.latency import NO_TIME, Constant, Latency, Lognormal
 from agentrl.simulate.world import Report, World
 
 
 def first_step(
-    replicas: int, max_batch: int, groups: int, env_seconds: float = 0.0, **bounds: int
+    replicas: int, max_batch: int, groups: int, reset: Latency = NO_TIME, **bounds: int
 ) -> tuple[Report, int]:
-    """A step of so many groups of eight episodes, each with one turn of 10 s in the engine, and the
-    most requests that ran at once in it.
+    """A step of so many groups of eight episodes, each with one answer of 2.6 s, and the most
+    requests that ran at once in it.
     """
-    env = SimulatedEnvsConfig(
-        turns=Constant(value=1),
-        reset_seconds=Constant(value=env_seconds / 2),
-        step_seconds=Constant(value=env_seconds / 2),
-    )
+    env = SimulatedEnvsConfig(turns=Constant(value=1), reset_seconds=reset)
     engine = SimulatedEngineConfig(slots=max_batch, answer_tokens=Constant(value=500))
     simulation = SimulationConfig(engine=engine, engines=replicas, env=env)
     rollout = RolloutConfig.model_validate({"groups_per_step": groups, **bounds})
@@ -33,9 +29,10 @@ def test_every_replica_is_full_within_the_first_step(replicas: int, max_batch: i
 
 
 def test_replicas_fill_within_a_step_where_two_thirds_of_an_episode_are_the_environments() -> None:
-    report, running = first_step(8, 24, groups=200, env_seconds=20.0)
-    assert running >= 0.95 * 8 * 24
-    assert report.metrics["live_episodes/limit"] <= 8 * 8 * 24
+    reset = Lognormal(median=5.0, sigma=0.3, cap=20.0)
+    report, running = first_step(8, 16, groups=80, reset=reset)
+    assert running == 8 * 16
+    assert report.metrics["live_episodes/limit"] <= 8 * 8 * 16
 
 
 def test_the_bounds_of_the_settings_win() -> None:
