@@ -293,6 +293,7 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
     """
     if isinstance(space, spaces.Discrete):
         first, count = int(space.start), int(space.n)
+        # Too many to list in a prompt: any number in the range is read instead.
         if count > MAX_WORDS and not words:
             return NumberReader(space, [first], [first + count - 1], whole=True)
         chosen = tuple(words) or tuple(map(str, range(first, first + count)))

@@ -153,6 +153,7 @@ def _traced_samples(
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
     left_out = processing.left_out(parts, algorithms)
     numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]
+    # Costs of tokens are known only when the reference has seen the batch, so it needs the source.
     charged = credits_ if AlgorithmOffers.of(algorithm).charges_rewards else None
     for member, (number, trajectory, advantage, earned, why) in enumerate(
         zip(numbers, trajectories, credits_({}), rewards, left_out, strict=True)

@@ -160,6 +160,7 @@ def _read(raw: Any, where: str) -> Message:
         )
         raise ValueError(f"{where} {had}: write {', '.join(get_args(Role))} or developer")
     said = next((one[key] for key in _SAID if key in one), None)
+    # ShareGPT writes a call as a message of its own, whose text is the call.
     calls = tuple(_calls(one, f"{where} ({named})", said if named == "function_call" else None))
     if said is None and not calls:
         raise ValueError(f"{where} ({named}) has no content, but {', '.join(one)}")

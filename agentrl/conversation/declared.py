@@ -135,9 +135,11 @@ def _kinds(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> fr
     for key in ("anyOf", "oneOf"):
         if schema.get(key):
             each = [_kinds(_mapping(part), root, depth - 1) for part in schema[key]]
+            # One alternative of any type allows every type.
             said.append(frozenset().union(*each) if all(each) else frozenset())
     said += [_kinds(_mapping(part), root, depth - 1) for part in schema.get("allOf") or ()]
-    said = [one for one in said if one]
+    # All keywords of a schema hold at once; those that say nothing of types restrict nothing.
+    said = [kinds for kinds in said if kinds]
     return frozenset.intersection(*said) if said else frozenset()
 
 

@@ -133,9 +133,11 @@ class NestedSyntax:
                 raise _UnreadableError("a tag does not end")
             begun = close + 1
             inner, stop = self._elements(text, begun, name)
+            # An opening tag may have attributes, which its closing tag does not repeat.
             ending = f"{self.mark}</{name.split(' ')[0]}>"
             if not text.startswith(ending, stop):
                 raise _UnreadableError(f"{ending} is missing")
+            # A value is a text or elements, never both.
             if inner and text[text.rindex(">", 0, stop) + 1 : stop].strip():
                 raise _UnreadableError(f"a text stands beside a tag in {name!r}")
             found.append(_Element(name, "" if inner else text[begun:stop], tuple(inner)))

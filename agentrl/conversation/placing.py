@@ -96,6 +96,7 @@ def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> 
         if message.role == "system" and not (can.system and can.late_systems):
             folded = [*folded, message]
             continue
+        # Folded texts go into the next message of the user, or become one before another's.
         if folded and message.role != "user":
             found.append(Message("user", _lines(folded)))
             folded = []

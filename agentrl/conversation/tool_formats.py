@@ -131,6 +131,7 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         if PROBE_CALL.name in probe
         else ""
     )
+    # Where the text begins a call as the template would; -1 if nothing in it looks like one.
     at = text.find(begun) if begun else -1
     why = ""
     if found.malformed:
@@ -141,6 +142,7 @@ def accounted(found: Reading, text: str, template: ChatTemplate) -> Reading:
         why = "it is quoted, in backticks, and quoted calls are not run"
     elif found.calls and (written := template.calls(found.calls)):
         there, read = _tokens(text), _tokens(f"{found.content}\n{written}")
+        # The template may number calls, and a model's own ids are others: one odd token a call.
         ids = len(found.calls) if _ANY_ID.search(probe) else 0
         if (there - read).total() > ids or (read - there).total() > ids:
             odd = next(iter(there - read or read - there))

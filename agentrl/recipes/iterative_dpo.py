@@ -218,6 +218,7 @@ def rank(
             if informative
             else []
         )
+        # Only members in a pair are kept, so pairs get new numbers: their places among these.
         paired = sorted({half for pair in found for half in (pair.better, pair.worse)})
         numbers = {member: len(trajectories) + place for place, member in enumerate(paired)}
         trajectories += [members[member][0] for member in paired]

@@ -227,10 +227,12 @@ class GroupRunner:
                     members.start(self._play_member(state, member), name=str(member))
         finally:
             del self.playing[number]
+            # The slots of members that never began are still reserved.
             for _ in range(state.reserved_slots):
                 self.slots.release()
         if len(state.played) < size:
             raise MembersLostError("; ".join(state.lost))
+        # The flow has cancelled the members that were still playing: each needs its one fate.
         for member in state.live:
             attempt = state.attempts[member]
             self.ledger.end(
@@ -240,6 +242,7 @@ class GroupRunner:
         group = Group(
             task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version
         )
+        # Agents have goals of their own, so members are compared agent by agent.
         compared = [await self._add_group_scores(of_agent) for of_agent in group.by_agent()]
         trajectories = tuple(
             trajectory for of_agent in compared for trajectory in of_agent.trajectories

@@ -172,7 +172,7 @@ class Run:
         return self
 
     def _keep_config(self) -> None:
-        """Keep the config, and say what is to be known of it before the work begins."""
+        """Keep the config, and show its changes and warnings before the work begins."""
         newest = self.checkpoints.latest()
         start = newest[0] if newest and self.resumed else 0
         if self._changes:
@@ -184,6 +184,7 @@ class Run:
                 f"all {self.config.steps} steps are done; `{resume_command(self.folder)}"
                 f" steps={2 * start}` goes on"
             )
+        # Models made from another starting model would be taken for this one's.
         if self._new_model:
             self._set_aside_models()
         history = ConfigHistory(self.folder)
@@ -195,6 +196,7 @@ class Run:
             self.recorder.note(start, text, "lr")
         if not self.resumed:
             self._say_what_is_not_used()
+        # A resumed run begins with the model that has imitated already.
         elif (self.folder / "demonstrations").exists():
             late = [
                 change.key

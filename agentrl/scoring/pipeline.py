@@ -246,6 +246,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
     turns, explanations = (base.turns, dict(base.explanations)) if base is not None else ((), {})
     verdicts = [None if base is None else base.success]
+    # The largest term, to which the rounding of the sum is relative: terms may cancel.
     scale = abs(value)
     for part, score in zip(parts, scores, strict=True):
         if isinstance(score.status, Failed):
@@ -257,6 +258,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         verdicts.append(part.verdict(score))
         scale = max(scale, abs(part.weight * score.value))
         weighted = [part.weight * earned for earned in score.turns]
+        # Parts may reward fewer turns than others; the last turn gets their rest later.
         turns = tuple(sum(pair) for pair in zip_longest(turns, weighted, fillvalue=0.0))
         named[part.name] = score.value
         for key, inner in score.parts.items():
@@ -264,9 +266,10 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
                 named[f"{part.name}/{key}"] = inner
         for key, text in score.explanations.items():
             explanations[f"{part.name}/{key}" if key else part.name] = text
+    # Finite parts may still add up to infinity.
     try:
-        for one in (value, *turns):
-            finite(one, "the weighted sum of its parts is")
+        for term in (value, *turns):
+            finite(term, "the weighted sum of its parts is")
     except RewardError as error:
         return Score.failed(f"{', '.join(part.name for part in parts)}: {error}")
     known = [verdict for verdict in verdicts if verdict is not None]

@@ -157,12 +157,14 @@ def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
         folder /= subset
     there = _files(folder)
     inner = {path.name for path in folder.glob("[!.]*/") if _files(path)}
+    # A copy of a dataset of the hub has its files in `data/`.
     if not there and split not in inner and (folder / "data").is_dir():
         return _in_folder(folder / "data", split, None)
     named = _files(folder / split) or [path for path in there if _whole_split(path) == split]
     if named := named or [path for path in there if _split_of(path) == split]:
         return named
     splits = {_split_of(path) for path in there}
+    # Files without any split in their names are for training.
     if there and split == "train" and splits == {None}:
         return there
     if not there and inner.isdisjoint(_SPLITS) and inner:

@@ -162,15 +162,18 @@ def _run(text: str) -> Unit:
         if found["times"]:
             continue
         name = found["name"]
+        # The case of short names matters: "mW" is not "MW".
         known = _UNITS.get(name) or _UNITS.get(name.lower() if len(name) > 2 else name)
         if name == "per":
             sign = -1
         elif name.lower() in _POWERS:
+            # "metres squared" changes the unit before it, "square metres" the one after it.
             if powers and name.lower().endswith("ed"):
                 powers[list(powers)[-1]] *= _POWERS[name.lower()]
             ahead = _POWERS[name.lower()] if not name.lower().endswith("ed") else 1
         elif name.lower() in _RATES:
             powers.update(_RATES[name.lower()])
+        # "5 in" are inches only at the end: "5 in the box" goes on with words.
         elif name == "in" and not text[at:].strip(" .})$"):
             powers["inch"] += sign * ahead
         elif known is None:
