@@ -80,7 +80,7 @@ class VllmSettings(Settings):
     expert_parallel: bool = False
     """Give each GPU of the engine whole experts, instead of a part of each expert."""
     speculative: SpeculativeSettings | None = None
-    """Speculative decoding, as in `{method: ngram, tokens: 3}`."""
+    """Speculative decoding, as in `{method: ngram, tokens: 3}`. Only on GPUs."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that one step of the engine computes, of prompts and of completions together. By
     default as many as `vllm serve` chooses: 8,192 on an H100 or H200, 16,384 on GPUs with 160 GB

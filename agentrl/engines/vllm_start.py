@@ -70,7 +70,7 @@ class VllmStart:
             "max_model_len": self._longest(),
             **self._divided(on_cpu),
             **self._number_formats(on_cpu),
-            "speculative_config": self._speculation(),
+            "speculative_config": self._speculation(on_cpu=on_cpu),
             "max_num_seqs": config.max_batch,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": config.prefix_cache,
@@ -132,11 +132,17 @@ class VllmStart:
             formats["quantization"] = "fp8_per_channel"
         return {"dtype": dtype, **formats}
 
-    def _speculation(self) -> dict[str, Any] | None:
+    def _speculation(self, *, on_cpu: bool) -> dict[str, Any] | None:
         """vLLM's `speculative_config`."""
         speculative = self.settings.speculative
         if speculative is None:
             return None
+        if on_cpu:
+            raise ConfigError(
+                "engine.speculative is for GPUs: vLLM for CPUs draws some of the proposed tokens at"
+                " another temperature than the request's, and says so in their logprobs, which are"
+                " then not the model's: leave it out"
+            )
         arguments = speculative.arguments()
         if speculative.model is not None:
             draft = model_folder(speculative.model, setting="engine.speculative.model")

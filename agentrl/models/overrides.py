@@ -82,6 +82,17 @@ def _check_names(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Non
             raise ConfigError(f"{SETTING}.{name}: the model's config.json has no such entry.{hint}")
 
 
+def _stretched(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> dict[str, int]:
+    """The positions that YaRN stretches a model to. vLLM and transformers take
+    `max_position_embeddings` as those after the stretching.
+    """
+    known = config.get("max_position_embeddings")
+    if rotation.get("rope_type") != "yarn" or "factor" not in rotation or known is None:
+        return {}
+    original = rotation.get("original_max_position_embeddings") or known
+    return {"max_position_embeddings": max(known, int(rotation["factor"] * original))}
+
+
 def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The config with these entries; mappings are merged."""
     merged = dict(config)
@@ -93,6 +104,8 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
                 rotation.setdefault("rope_theta", config["rope_theta"])
             merged = {key: old for key, old in merged.items() if key not in _ROPE}
             merged[_ROPE[0]] = rotation
+            if "max_position_embeddings" not in overrides:
+                merged |= _stretched(merged, rotation)
         elif isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
             merged[name] = _merged(merged[name], value)
         else:

@@ -18,7 +18,7 @@ runs/NAME/
   logs/              engine-0.log ...: what each engine itself logs, if it does (engine=vllm)
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
-  model/             links to the model's files, and its config.json with model.hf_overrides
+  overridden_model/  links to the model's files, and its config.json with model.hf_overrides
   demonstrations/    the model after supervised play, where the config asks for it
   reward_model/      the model that the recipe reward_model has trained
   iterations/        model, pairs and lineage of each iteration of the recipe iterative_dpo
@@ -274,7 +274,9 @@ class Run:
         folder = model_folder(name, model_revision(self.config))
         if (commit := commit_of(folder)) is not None and not Path(name).is_dir():
             write_whole(self.folder / MODEL_COMMIT, f"{commit}\n")
-        return overridden_folder(folder, self.config.model.hf_overrides, self.folder / "model")
+        return overridden_folder(
+            folder, self.config.model.hf_overrides, self.folder / "overridden_model"
+        )
 
     def open_tasks(self, step: int) -> list[tuple[int, Task]]:
         """The tasks, with their numbers, that an earlier launch left open, after `step` steps.

@@ -279,6 +279,7 @@ def test_settings_that_go_not_together_are_refused_with_what_to_write(
         ({"data_parallel": 2}, False, "engine.data_parallel divides experts, and the model in"),
         ({"expert_parallel": True, "tensor_parallel": 2}, False, "engine.expert_parallel divides"),
         ({"quantization": "fp8"}, True, "engine.quantization=fp8 is for GPUs"),
+        ({"speculative": {}}, True, "engine.speculative is for GPUs"),
         ({"kv_cache_dtype": "fp8"}, True, "engine.kv_cache_dtype=fp8 is for GPUs"),
         ({"max_num_batched_tokens": 32, "max_context": 64}, True, "write at least 64"),
     ],

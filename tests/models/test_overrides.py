@@ -63,7 +63,7 @@ def test_an_engine_rotates_and_reaches_as_far_as_the_config_that_is_trained(
             )
 
     longest, sampled, found = asyncio.run(main())
-    assert longest == 4 * known
+    assert longest == positions_of(folder) == 4 * known
     tokens = [*prompt, *sampled]
     torch.testing.assert_close(
         torch.tensor(found), logprobs(folder, tokens, 20), atol=1e-4, rtol=0, check_dtype=False
