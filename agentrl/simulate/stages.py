@@ -198,7 +198,7 @@ class Stages:
         if not devices.time_shared or not kind.is_gpu:
             return 0.0
         sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
-        state = 8 + 2 * self.trainer.moment_bytes
+        state = 4 + 2 * self.trainer.moment_bytes  # gradients are dropped
         each = (
             (0 if self.trainer.offload else state)
             + (4 if self.reference else 0)

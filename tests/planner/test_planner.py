@@ -156,6 +156,9 @@ def test_the_plan_names_each_term_of_memory() -> None:
     state = kept["trainer"]["weights"] + kept["trainer"]["optimizer"]
     assert load["host_parts"]["sleeping trainer"] == state
     assert load["host"] == sum(load["host_parts"].values())
+    # What sleeps is what both switches move, there and back.
+    moved = state + kept["engine"]["weights"]
+    assert plan.step.switch == pytest.approx(2 * moved / (64e9 * 0.7))
     console = Console(record=True, width=400, file=io.StringIO())
     print_plan(plan, console)
     table = console.export_text()
