@@ -258,12 +258,19 @@ class RayEngine(Engine):
         path is sent.
         """
         await forward(shipment_of(weights), self._call)
-        self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
+        await self._send_weights(self._running.stage_weights, weights, version)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine`."""
         await forward(shipment_of(weights), self._call)
-        self._latest = await _answer_of(self._running.update_weights.remote(weights, version))
+        await self._send_weights(self._running.update_weights, weights, version)
+
+    async def _send_weights(
+        self, method: Any, weights: Mapping[str, "Tensor"], version: int
+    ) -> None:
+        # Tensors are pickled where the method is called, and may be gigabytes.
+        answer = await asyncio.to_thread(method.remote, weights, version)
+        self._latest = await _answer_of(answer)
 
     async def sleep(self) -> int | None:
         """See `Sleeper`."""

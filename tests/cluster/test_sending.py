@@ -14,6 +14,7 @@ import pytest
 from agentrl.cluster.call_sender import CallSender
 from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.ray_actors import RayWorker
+from agentrl.cluster.ray_engine import RayEngine
 from agentrl.errors import WorkerDiedError
 
 LEASE = 30.0
@@ -49,6 +50,8 @@ class Actor:
     def call(self) -> Any:
         return self
 
+    update_weights = call
+
     def remote(self, *args: Any) -> Any:
         self.received.append(pickle.loads(pickle.dumps(args)))
         answer: Future[Any] = Future()
@@ -74,6 +77,21 @@ def test_arguments_for_an_actor_are_pickled_beside_the_loop_in_the_order_of_the_
         return later.result()
 
     assert asyncio.run(main()) == [("step", "pickled"), ("saved",)]
+
+
+def test_tensors_for_an_engine_are_pickled_beside_the_loop(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    needy, actor = Needy(), Actor()
+    engine = RayEngine(cast(Any, None), tmp_path, {})
+    engine._actor = actor
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.update_weights(cast(Any, {"head": needy}), 1))
+            group.create_task(needy.serve())
+
+    asyncio.run(main())
+    assert actor.received == [({"head": "pickled"}, 1)]
 
 
 def test_a_cancelled_caller_does_not_take_back_what_other_ranks_have() -> None:
