@@ -28,13 +28,13 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
-test fast long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
+test fast coverage long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
 # Modules are compiled by the first process that imports them and shared by all others, also where a machine says that
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
-demo demo-cluster learn test fast long reach chaos: export PYTHONDONTWRITEBYTECODE =
+demo demo-cluster learn test fast coverage long reach chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster learn real test fast long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster learn real test fast coverage long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -60,6 +60,13 @@ demo-cluster: install
 
 fast: install
 	$(PYTEST)
+
+# Branch coverage of the parts in which a mistake stays silent (pyproject.toml, tool.coverage). Not in CI: it takes
+# twice the time of `make fast`. Ranks
+# of FSDP and ZeRO are processes of their own and count as not run. It fails under the floor: 90.7 % measured, less a margin.
+FLOOR ?= 89
+coverage: install
+	$(PYTEST) --cov --cov-report=term --cov-fail-under=$(FLOOR)
 
 # Properties are tried with the slow tests, on more examples than the fast ones have time for.
 test: install
