@@ -107,7 +107,7 @@ class Launches:
             loaded, Console(file=StringIO()), resume=(self.folder / "config.yaml").exists()
         ) as run:
             with suppress(KilledError, asyncio.CancelledError):
-                asyncio.run(asyncio.wait_for(trains(run), 20))
+                asyncio.run(asyncio.wait_for(trains(run), 300))
             return dict(run.summarise())
 
 

@@ -153,7 +153,7 @@ async def _no_shape(client: ServerConnection) -> None:
 )
 def test_a_server_that_answers_nonsense_is_an_env_error_and_not_a_wait(handler, says):
     async def main() -> None:
-        async with asyncio.timeout(5), serve(handler, "127.0.0.1", 0) as server:
+        async with asyncio.timeout(60), serve(handler, "127.0.0.1", 0) as server:
             port = next(iter(server.sockets)).getsockname()[1]
             with pytest.raises(EnvError, match=says):
                 await RemoteEnv([f"http://127.0.0.1:{port}"]).reset(seed=1, options={})
@@ -181,7 +181,7 @@ def test_what_speaks_no_websocket_is_an_env_error(bytes_sent, says):
 
     async def main() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with asyncio.timeout(5), server:
+        async with asyncio.timeout(60), server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(EnvError, match=says):
                 await RemoteEnv([f"http://127.0.0.1:{port}"]).reset(seed=1, options={})

@@ -419,7 +419,7 @@ def test_a_client_of_the_callers_own_asks_for_the_schema_and_stays_open(counting
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110  what it waits for is in another thread
             await asyncio.sleep(0.01)
 
