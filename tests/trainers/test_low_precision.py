@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from agentrl.cluster.processes import start_local
 from agentrl.testing.trainers import (
     LOSS,
     TrainerCase,
@@ -27,6 +26,7 @@ from agentrl.trainers.rank.low_precision import LowPrecisionAdamW, decode, encod
 from agentrl.trainers.rank.optimizer import adamw
 from agentrl.trainers.settings import MomentType, TrainerSettings
 from tests.properties import examples
+from tests.trainers.shared_processes import Processes
 
 LOW: tuple[MomentType, ...] = ("bfloat16", "int8")
 CASE = TrainerCase(lr=1e-3)
@@ -148,19 +148,22 @@ def test_a_trainer_with_low_moments_resumes_exactly_and_refuses_what_is_not_fini
 @pytest.mark.slow
 @pytest.mark.parametrize("moments", LOW)
 def test_two_ranks_save_the_moments_that_one_process_takes_up_and_saves_as_they_were(
-    moments: MomentType, shallow_model_dir: Path, tmp_path: Path
+    moments: MomentType, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
     batches = random_batches(shallow_model_dir, 3)
 
-    def of(ranks: int) -> GroupTrainer:
-        config = FsdpTrainer.Config(**CASE.settings, world_size=ranks, moments=moments)
-        parts: dict[str, Any] = {"start": start_local} if ranks > 1 else {}
+    def of_two() -> GroupTrainer:
+        config = FsdpTrainer.Config(**CASE.settings, world_size=2, moments=moments)
         return FsdpTrainer(
-            config, shallow_model_dir, total_steps=10, temperature=CASE.temperature, **parts
+            config,
+            shallow_model_dir,
+            total_steps=10,
+            temperature=CASE.temperature,
+            start=processes,
         )
 
     async def main() -> None:
-        async with of(2) as trainer:
+        async with of_two() as trainer:
             for batch in batches[:2]:
                 await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
             await trainer.save(tmp_path / "two")
@@ -174,7 +177,7 @@ def test_two_ranks_save_the_moments_that_one_process_takes_up_and_saves_as_they_
                 await trainer.weights()
             ).items():  # equal moments: as near as float32 ones come
                 torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
-        async with of(2) as trainer:
+        async with of_two() as trainer:
             await trainer.load(tmp_path / "one")
             await trainer.save(tmp_path / "again")
 

@@ -20,6 +20,7 @@ from agentrl.trainers.compute.forward import (
 )
 from agentrl.trainers.compute.prefixes import families, find_shared
 from agentrl.trainers.packing import MicroBatch, micro_batches
+from tests.properties import examples
 from tests.trainers.test_attention import FAMILIES, TEMPERATURE, alone, models
 
 CPU = torch.device("cpu")
@@ -154,6 +155,7 @@ def ragged(draw: st.DrawFn) -> list[TrainingSample]:
 
 
 @pytest.mark.parametrize("family", ["Qwen3Config", "Gemma2Config", "GptOssConfig"])
+@examples(30)  # of each family
 @given(samples=ragged(), tokens=st.sampled_from([1, 20, 10**6]))
 def test_ragged_samples_have_the_logprobs_entropies_and_gradients_that_each_has_alone(
     family, samples, tokens

@@ -3,8 +3,8 @@ process.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ import torch
 
 from agentrl.algorithms import losses as of_tokens
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.cluster.processes import ProcessWorker
-from agentrl.cluster.workers import Make, WorkerGroup
 from agentrl.engines.packed_model import PackedModel
 from agentrl.models.facts import model_facts
 from agentrl.models.weight_names import WeightNames
@@ -43,51 +41,12 @@ from agentrl.weights.bundle import weight_shapes
 from tests.model_families import make_model
 from tests.placement.live_bytes import LiveBytes
 from tests.processes import open_to_others
+from tests.trainers.shared_processes import Processes
 from tests.trainers.test_balance import batch_for, folder_of, nothing
 
 pytestmark = pytest.mark.slow
 RANKS = 2
 value_loss = partial(of_tokens.value_loss, clip=None)
-
-
-@dataclass(frozen=True)
-class Borrowed:
-    """A worker in a process that stays when the worker is stopped: starting one costs seconds of
-    imports.
-    """
-
-    process: ProcessWorker
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self.process.call(method, *args)
-
-    async def check(self) -> None:
-        await self.process.check()
-
-    async def stop(self) -> None:
-        await self.process.call("close")
-
-
-class Processes:
-    """`StartWorkers` over the same processes again and again."""
-
-    def __init__(self) -> None:
-        self.processes: list[ProcessWorker] = []
-
-    async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
-        for rank in range(len(self.processes), count):
-            self.processes.append(await ProcessWorker.start(role, int, rank))
-        for process in self.processes[:count]:
-            await process.host(make)
-        return WorkerGroup(role, [Borrowed(process) for process in self.processes[:count]])
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    started = Processes()
-    yield started
-    for process in started.processes:
-        asyncio.run(process.stop())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,39 @@
+"""Processes in which the ranks of one trainer after the other live: each takes seconds to start."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.cluster.processes import ProcessWorker
+from agentrl.cluster.workers import Make, WorkerGroup
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A worker in a process that stays when the worker is stopped: starting one costs seconds of
+    imports.
+    """
+
+    process: ProcessWorker
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self.process.call(method, *args)
+
+    async def check(self) -> None:
+        await self.process.check()
+
+    async def stop(self) -> None:
+        await self.process.call("close")
+
+
+class Processes:
+    """`StartWorkers` over the same processes again and again."""
+
+    def __init__(self) -> None:
+        self.processes: list[ProcessWorker] = []
+
+    async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
+        for rank in range(len(self.processes), count):
+            self.processes.append(await ProcessWorker.start(role, int, rank))
+        for process in self.processes[:count]:
+            await process.host(make)
+        return WorkerGroup(role, [Borrowed(process) for process in self.processes[:count]])
