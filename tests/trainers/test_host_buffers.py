@@ -20,6 +20,8 @@ CPU = torch.device("cpu")
 class Tied(nn.Module):
     """Two layers, a head that is the embedding, and a buffer."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(33, 16)
@@ -60,7 +62,7 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 
@@ -128,14 +130,14 @@ def test_what_a_checkpoint_brings_to_a_sleeping_trainer_wakes_with_it() -> None:
     host.sleep(model, optimizer)
     make_state(optimizer)  # moments, as from a checkpoint
     with torch.no_grad():
-        model.layers[0].weight.fill_(7.0)
+        model.get_parameter("layers.0.weight").fill_(7.0)
     host.sleep(model, optimizer)  # changes nothing
     host.wake(model, optimizer, CPU)
-    assert float(model.layers[0].weight.detach().min()) == 7.0
+    assert float(model.get_parameter("layers.0.weight").detach().min()) == 7.0
     step(model, optimizer)
-    trained = model.layers[0].weight.detach().clone()
+    trained = model.get_parameter("layers.0.weight").detach().clone()
     host.wake(model, optimizer, CPU)  # nor does this
-    assert torch.equal(model.layers[0].weight, trained)
+    assert torch.equal(model.get_parameter("layers.0.weight"), trained)
 
 
 def test_a_trainer_that_cannot_get_memory_to_wake_sleeps_on(
