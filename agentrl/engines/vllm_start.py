@@ -138,6 +138,8 @@ class VllmStart:
         if speculative is None:
             return None
         if on_cpu:
+            # `_expand_kernel_impl` fills a copy of the temperatures, top_k and top_p of proposed
+            # tokens, and leaves the originals uninitialised.
             raise ConfigError(
                 "engine.speculative is for GPUs: vLLM for CPUs draws some of the proposed tokens at"
                 " another temperature than the request's, and says so in their logprobs, which are"
