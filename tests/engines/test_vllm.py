@@ -20,6 +20,7 @@ import torch
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.engines.vllm_environment import set_environment
+from agentrl.engines.vllm_settings import VllmSettings
 from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest
@@ -46,7 +47,7 @@ if __name__ == "__main__":
 """
 
 
-def config(**changes: Any) -> VllmEngine.Config:
+def config(**changes: Any) -> VllmSettings:
     return VllmEngine.Config(**{"max_batch": 4, "max_context": 128, "kv_cache_gib": 0.1, **changes})
 
 

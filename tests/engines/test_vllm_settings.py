@@ -180,15 +180,13 @@ def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
         ("NVIDIA L40S", 45),
         ("NVIDIA B200", 180),
     ]
-    plain, other = (
-        {"max_context": 512},
-        {
-            "max_context": 512,
-            "speculative": {"tokens": 2},
-            "kv_cache_dtype": "fp8",
-            "args": {"block_size": 32},
-        },
-    )
+    plain: dict[str, Any] = {"max_context": 512}
+    other = {
+        **plain,
+        "speculative": {"tokens": 2},
+        "kv_cache_dtype": "fp8",
+        "args": {"block_size": 32},
+    }
     runs = [*[(plain, *gpu) for gpu in gpus], (other, *gpus[0]), (plain, *gpus[0])]
     *made, again = resolved(tiny_model_dir, *runs)
     compiled = [one.pop("compiled") for one in made]

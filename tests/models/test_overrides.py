@@ -50,7 +50,7 @@ def test_an_engine_rotates_and_reaches_as_far_as_the_config_that_is_trained(
 ) -> None:
     known = positions_of(shallow_model_dir)
     folder = overridden_folder(shallow_model_dir, yarn(known), tmp_path / "model")
-    prompt = tuple(range(5, 25))
+    prompt: Any = tuple(range(5, 25))
 
     async def main() -> tuple[int, list[int], list[float]]:
         async with LocalEngine(LocalEngine.Config(max_batch=1), folder) as engine:
