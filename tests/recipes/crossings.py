@@ -656,7 +656,8 @@ def crossed(runs: Runs, coverage: Coverage, done: Path, *, most: int | None = No
             assert was == row, f"{done} has other rows: remove it"
             told = Outcome(kind, said)
         else:
-            told = runs.tried(row, f"row {number}")
+            # No other row has this folder, in which Ray may live as long as the process.
+            told = runs.tried(row, f"{done.parent.name} {done.stem} {number}")
             with done.open("a") as file:
                 file.write(json.dumps([row, told.kind, told.said]) + "\n")
         number += 1
