@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from agentrl.arrays import ints
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.engines.vllm_settings import VllmSettings
@@ -20,7 +21,7 @@ from agentrl.engines.vllm_start import VllmStart
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 
-PROMPT = (7, 8, 9, 10, 7, 8, 9, 10, 7, 8)
+PROMPT = ints([7, 8, 9, 10, 7, 8, 9, 10, 7, 8])
 
 
 async def assert_samples_of_the_model(engine: Engine, plain: Engine, version: int) -> None:
