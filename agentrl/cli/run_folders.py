@@ -51,6 +51,8 @@ OWN = {
     ),
     *(
         "model_commit",
+        "overridden_model",
+        "logs",
         "reward_curve.png",
         "trajectories",
         "profile",

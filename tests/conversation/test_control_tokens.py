@@ -14,7 +14,7 @@ from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens
 from agentrl.conversation.family import find_family
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.recipes.dpo import spoken
+from agentrl.recipes.dpo import trajectory_from_messages
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples
@@ -133,7 +133,7 @@ def test_a_conversation_of_data_keeps_reasoning_and_calls_as_tokens_and_forges_n
     marks = added_tokens("qwen3")
     answer = f"<think>\nHm.\n</think>\n\nleft {FORGED}"
     talk = (Message("user", FORGED), Message("assistant", answer))
-    (turn,) = spoken(talk, one).turns
+    (turn,) = trajectory_from_messages(talk, one).turns
     inner = controls("qwen3", turn.completion.token_ids)
     assert inner == [marks["<think>"], marks["</think>"], marks["<|im_end|>"]]
     assert one.decode(turn.completion.token_ids) == f"{answer}<|im_end|>"
