@@ -297,8 +297,10 @@ class Running:
         """A node of the run dies (SIGKILL) or hangs (SIGSTOP), in a phase; the seconds until two
         more steps.
         """
-        lost = actors_of(raylet)
-        assert lost, "nothing of the run lives on the second node"
+        while not (lost := actors_of(raylet)):
+            # Ray takes the node that an actor is meant for as a wish; a restarted one goes to the
+            # next node in turn.
+            self.hit(Cell("env worker", "generating", signal.SIGKILL))
         names = sorted(title(process).split()[0].removeprefix("ray::") for process in lost)
         with self.in_phase(phase):
             for process in [psutil.Process(raylet), *lost]:

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -207,12 +208,11 @@ def test_a_cancellation_that_comes_with_a_sign_of_life_is_none_the_less() -> Non
 def test_a_worker_is_alive_that_was_stopped_together_with_the_run_and_went_on_with_it() -> None:
     async def main() -> None:
         worker = ProcessWorker("env", 0, LEASE)
-        worker._beat.value = time.monotonic() - 600
-        asyncio.get_running_loop().call_later(
-            0.5, lambda: setattr(worker._beat, "value", time.monotonic())
-        )
+        # Its process has the shared one, and goes on writing there.
+        worker._beat = beat = SimpleNamespace(value=time.monotonic() - 600)
+        asyncio.get_running_loop().call_later(0.5, lambda: setattr(beat, "value", time.monotonic()))
         await worker.check()
-        worker._beat.value = time.monotonic() - 600
+        beat.value = time.monotonic() - 600
         with pytest.raises(WorkerDiedError, match=r"no sign of life for 60\d s"):
             await worker.check()
         await worker.stop()
