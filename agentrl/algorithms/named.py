@@ -2,8 +2,9 @@
 `{name: grpo, surrogate: gspo}`.
 """
 
+import copyreg
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from typing import Any, Literal
 
 from pydantic import create_model
@@ -23,22 +24,45 @@ class NamedPair:
     surrogate: SurrogateName
     """The surrogate, which is no choice then."""
 
-    @cached_property
+    @property
     def Config(self) -> type[PolicyLoss]:
         """The settings of the advantage, with the defaults of the surrogate."""
-        base = self.advantage.Config
-        defaults = {"surrogate": self.surrogate, **SURROGATES[self.surrogate].defaults}
-        fields: dict[str, Any] = {
-            name: _with_default(base.model_fields[name], default)
-            for name, default in defaults.items()
-        }
-        chosen = fields["surrogate"][1]
-        fields["surrogate"] = (Literal[self.surrogate], chosen)
-        return create_model("Config", __base__=base, **fields)
+        return _settings_of(self)
 
     def __call__(self, config: PolicyLoss | None = None) -> PolicyAlgorithm:
         """Make the algorithm."""
         return self.advantage(config or self.Config())
+
+
+@cache
+def _settings_of(pair: NamedPair) -> type[PolicyLoss]:
+    settings = _make_settings(pair)
+    # The class is in no module under its name, so pickle, which takes settings to the ranks of a
+    # trainer, would not find it.
+    copyreg.pickle(settings, partial(_reduce, pair))
+    return settings
+
+
+def _make_settings(pair: NamedPair) -> type[PolicyLoss]:
+    base = pair.advantage.Config
+    defaults = {"surrogate": pair.surrogate, **SURROGATES[pair.surrogate].defaults}
+    fields: dict[str, Any] = {
+        name: _with_default(base.model_fields[name], default) for name, default in defaults.items()
+    }
+    chosen = fields["surrogate"][1]
+    fields["surrogate"] = (Literal[pair.surrogate], chosen)
+    return create_model("Config", __base__=base, **fields)
+
+
+def _reduce(pair: NamedPair, settings: PolicyLoss) -> tuple[Any, ...]:
+    return _restore, (pair, settings.__getstate__())
+
+
+def _restore(pair: NamedPair, state: dict[Any, Any]) -> PolicyLoss:
+    kind = _settings_of(pair)
+    settings = kind.__new__(kind)
+    settings.__setstate__(state)
+    return settings
 
 
 def _with_default(field: FieldInfo, default: object) -> tuple[Any, FieldInfo]:

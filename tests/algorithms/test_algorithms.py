@@ -3,6 +3,7 @@ and invariances.
 """
 
 import math
+import pickle
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agentrl import plugins
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
 from agentrl.algorithms.grpo import Grpo, Rloo
 from agentrl.algorithms.losses import cross_entropy, negative_entropy, reference_penalty
@@ -529,3 +531,11 @@ def test_a_surrogate_brings_its_defaults_and_refuses_what_is_of_another() -> Non
         Rloo.Config(temperature_positive=2.0)
     with pytest.raises(ValidationError, match="Input should be 'gspo'"):
         GSPO.Config.model_validate({"surrogate": "cispo"})
+
+
+@pytest.mark.parametrize("name", sorted(point.name for point in plugins.installed("algorithms")))
+def test_every_algorithm_can_be_sent_to_the_ranks_of_a_trainer(name: str) -> None:
+    algorithm = plugins.load("algorithms", name)()
+    sent = pickle.loads(pickle.dumps(algorithm.loss)).__self__.config
+    assert sent == algorithm.config
+    assert type(sent) is type(algorithm.config)
