@@ -10,13 +10,15 @@ All pairs are tried on the config. A share of the rows is run in CI, without Ray
 DeepSpeed, and all of them in `make long`: with AGENTRL_CROSSINGS=FOLDER it keeps the outcomes
 there, and goes on where it was stopped. AGENTRL_SEED=N makes other rows.
 
-On 25 November 237 rows were run: 173 of recipes that play, without what takes long to start, which
-left 193 of 4495 pairs open, and 64 of the others. 206 ended well, 2 were ended by the filter of
-groups, 6 were refused. Seven kinds were wrong: tasks that failed together for one reason ended in a
-traceback (a reward without gold, the budget of filtered groups); a suite without the agents of
-`env.agents` was refused in the middle; self-play of a program failed as an environment;
-engine=openai was refused after the imitation; a resumed run evaluated what was not due; recordings
-were imitated without a metric; sections that a recipe does not use were ignored without a word.
+On 25 November all pairs without what takes long to start were run, in 224 rows of recipes that play
+and 64 of the others, and most of those with it. Each row ended well, or by the filter of groups.
+What was wrong, and is mended: tasks that failed together for one reason ended in a traceback (a
+reward without gold, the budget of filtered groups); a suite without the agents of `env.agents` was
+refused in the middle; self-play of a program failed as an environment; engine=openai was refused
+after the imitation; a resumed run evaluated what was not due; recordings were imitated without a
+metric; sections that a recipe does not use were ignored without a word; algorithms with a surrogate
+of their own could not be sent to ranks in processes; a relative run_dir was written where Ray had
+been started; coroutines of environments in threads, whose caller had left, were never awaited.
 """
 
 import asyncio
