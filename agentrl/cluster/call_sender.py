@@ -1,7 +1,7 @@
 """The calls to a worker in another process: their arguments are pickled beside the event loop, and
 their order is kept.
 
-The shards of a step are gigabytes. Whoever pickles them on the loop stops all episodes meanwhile.
+The shards of a step are gigabytes. Pickling them on the loop would stop all episodes meanwhile.
 """
 
 import asyncio

@@ -54,7 +54,7 @@ class Heartbeat:
         """
         asked = time.monotonic()
         while self.oldest < asked:
-            # Memory wakes nobody who waits for it.
+            # Shared memory cannot wake a waiting process, so this one looks again.
             await asyncio.sleep(BEAT_SECONDS / 4)
             check()
 

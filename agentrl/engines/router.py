@@ -125,7 +125,7 @@ class _Replica:
         finally:
             self.occupations -= 1
             self.free_since = now()
-            self.seen = (-1, -1)  # so that `evict_unresponsive` begins anew
+            self.seen = (-1, -1)  # `evict_unresponsive` starts over
 
     def was_free(self, since: float) -> bool:
         """True if no such call has been there since then."""

@@ -1,4 +1,4 @@
-"""`PausableClock`: a clock that stands still while nobody can be expected to answer.
+"""`PausableClock`: a clock that stands still while an engine is frozen.
 
     engine         answers ── asleep, takes new weights ── answers
     its clock      0 ───── 5                               5 ──────
