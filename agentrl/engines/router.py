@@ -6,8 +6,13 @@ replacement loads the current weights before it gets requests. While a replica s
 weights, it may be too busy for a sign of life: then the deadline of the start or of the update
 counts. Requests of a dead replica are sent to another one, or wait for the replacement; one that
 two replicas have died of is set aside (`agentrl/flow/suspicion.py`). While the router sleeps, no
-replica is started: a dead one is replaced when it wakes. New weights go to all replicas in one of
-three ways:
+replica is started: a dead one is replaced when it wakes.
+
+Replicas may be added and removed while requests are answered. A new one gets requests when it
+serves the published weights. One that is removed gets none any more, and its turns continue on the
+others, with the tokens that they have.
+
+New weights go to all replicas in one of three ways:
 
 - `keep`: at once; turns in flight continue under the new weights.
 - `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new
@@ -35,7 +40,14 @@ import numpy as np
 from agentrl.arrays import Ragged
 from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
-from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
+from agentrl.errors import (
+    EngineDeadError,
+    EngineError,
+    LethalRequestError,
+    StallError,
+    WeightsError,
+    describe,
+)
 from agentrl.flow import (
     Flow,
     PausableClock,
@@ -58,6 +70,7 @@ from agentrl.rollout.config import context_seconds
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightUpdate
+from agentrl.weights.shipment import DirectShipment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,11 +105,24 @@ class _Replica:
     """One engine."""
 
     number: int
-    """Its place among the replicas, from 0."""
+    """Its number among the replicas, from 0."""
     engine: Engine
     """The engine, or its last replacement."""
     supervised: Supervised
     """Its restarts."""
+    make: Callable[[], Engine] | None = None
+    """Makes a replacement, if dead replicas are replaced."""
+    node: str = ""
+    """The machine that it runs on."""
+    lost: Callable[[EngineDeadError], None] | None = None
+    """Called if it cannot be restarted, after which the others carry on; without it, the run
+    ends."""
+    start: asyncio.Task[Any] | None = None
+    """Its start or its restart, while that goes on."""
+    watch: asyncio.Task[None] | None = None
+    """The watch over it."""
+    leaving: bool = False
+    """It is being removed: it gets no more requests, and is not replaced."""
     calls: dict[asyncio.Task[Any], _Call] = field(default_factory=dict)
     """The calls of the tasks that wait for its answers."""
     dead: EngineDeadError | None = None
@@ -170,13 +196,16 @@ class Router(Engine):
     ) -> None:
         if not engines:
             raise ValueError("a router needs at least one engine")
+        self._supervision = partial(
+            Supervised, work="an answer", allowed=restarts, start_seconds=start_seconds
+        )
         self._replicas = [
             _Replica(
                 number,
                 engine,
-                Supervised(
-                    f"engine {number}", "an answer", allowed=restarts, start_seconds=start_seconds
-                ),
+                self._supervision(f"engine {number}"),
+                None if factory is None else partial(factory, number),
+                nodes[number] if nodes else "",
             )
             for number, engine in enumerate(engines)
         ]
@@ -193,25 +222,27 @@ class Router(Engine):
         self._settling = asyncio.Event()
         self._entered: list[_Replica] = []
         self._alive = self._replicas
-        self._factory = factory
+        self._replaces = factory is not None
         self._lease = lease
         self._update_seconds = update_seconds
         self._answer_seconds = answer_seconds
         self._seconds_per_context_token = seconds_per_context_token
-        self._nodes = nodes or [""] * len(engines)
         self._starts = defaultdict[str, asyncio.Semaphore](
             lambda: asyncio.Semaphore(starts_per_node)
         )
         self._revived = asyncio.Event()
         self._max_context = 0
         self._published: tuple[Mapping[str, Tensor], int] | None = None
+        self._one_change = asyncio.Lock()
+        self._removed = _NO_STATS
+        self._restarts_of_removed = 0
         self._clock = PausableClock()
         self._flow = Flow("engines")
 
     @property
     def policy_version(self) -> int:
         """The oldest version that a live replica samples from."""
-        if not self._alive and self._factory is not None:
+        if not self._alive and self._replaces:
             return 0 if self._published is None else self._published[1]
         return min([replica.engine.policy_version for replica in self._living()])
 
@@ -227,10 +258,16 @@ class Router(Engine):
 
     def worker_count(self, role: str = "engine") -> WorkerCount:
         """How many replicas serve. Any thread may ask."""
-        serving = [replica for replica in list(self._entered) if replica.dead is None]
+        staying = [replica for replica in self._replicas if not replica.leaving]
+        entered = list(self._entered)
+        serving = [replica for replica in staying if replica.dead is None and replica in entered]
         restarts = sum(replica.supervised.restarts for replica in self._replicas)
         return WorkerCount(
-            role, len(serving), len(self._replicas), restarts, self._suspicion.set_aside
+            role,
+            len(serving),
+            len(staying),
+            restarts + self._restarts_of_removed,
+            self._suspicion.set_aside,
         )
 
     async def __aenter__(self) -> Self:
@@ -243,9 +280,8 @@ class Router(Engine):
         except BaseException:
             await self.__aexit__()
             raise
-        if self._lease is not None:
-            for replica in self._replicas:
-                self._flow.start(self._watch(replica, self._lease), name=f"watch {replica.number}")
+        for replica in self._replicas:
+            self._begin_watch(replica)
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -368,25 +404,26 @@ class Router(Engine):
 
         `weights` must stay readable until the next update.
         """
-        published, self._published = self._published, (weights, version)
-        try:
-            if self._update == "keep":
-                await self._commit(weights, version)
-            else:
-                await self._update_between_turns(weights, version)
-        except (EngineError, WeightsError) as error:
-            behind = [
-                replica for replica in self._alive if replica.engine.policy_version != version
-            ]
-            if len(behind) == len(self._alive):  # no replica took them: all continue as before
-                self._published = published
-                raise
-            for replica in behind:  # it must not serve beside replicas that took them
-                self._evict(
-                    replica,
-                    EngineDeadError(f"it did not take version {version}: {error}"),
-                    suspects=False,
-                )
+        async with self._alone():
+            published, self._published = self._published, (weights, version)
+            try:
+                if self._update == "keep":
+                    await self._commit(weights, version)
+                else:
+                    await self._update_between_turns(weights, version)
+            except (EngineError, WeightsError) as error:
+                behind = [
+                    replica for replica in self._alive if replica.engine.policy_version != version
+                ]
+                if len(behind) == len(self._alive):  # no replica took them: all go on as before
+                    self._published = published
+                    raise
+                for replica in behind:  # it must not serve beside replicas that took them
+                    self._evict(
+                        replica,
+                        EngineDeadError(f"it did not take version {version}: {error}"),
+                        suspects=False,
+                    )
 
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         self._open.clear()
@@ -410,6 +447,130 @@ class Router(Engine):
                 lambda engine: engine.update_weights(weights, version),
                 self._update_seconds,
             )
+
+    async def add(
+        self,
+        number: int,
+        make: Callable[[], Engine],
+        node: str = "",
+        lost: Callable[[EngineDeadError], None] | None = None,
+    ) -> None:
+        """Start one more replica, with a number that none has; when this returns, it serves the
+        published weights. While the router sleeps, this waits. `make` makes its engine, and its
+        replacements. `node`: its machine. `lost` is called if it has died and cannot be replaced:
+        the others carry on without it.
+
+        Raises:
+            EngineError: it did not start, or was removed meanwhile. Nothing is left of it.
+        """
+        if not self._replaces or any(replica.number == number for replica in self._replicas):
+            raise ValueError(f"no engine {number} can be added here")
+        self._check_weights_last()
+        named = self._supervision(f"engine {number}")
+        replica = _Replica(number, make(), named, make, node, lost)
+        replica.dead = EngineDeadError(f"engine {number} has not started yet")
+        self._replicas = [*self._replicas, replica]
+        starting = self._flow.start(self._start_added(replica), name=f"add {number}")
+        replica.start = starting
+        try:
+            await asyncio.wait({starting})
+        finally:
+            starting.cancel("nobody waits for its engine any more")
+        if replica.leaving or starting.cancelled():
+            raise EngineError(f"engine {number} was removed before it served")
+        if (error := starting.result()) is not None:
+            replica.leaving = True
+            await self._discard(replica)
+            raise error
+
+    async def _start_added(self, replica: _Replica) -> EngineError | None:
+        """Start a replica that was added. Returns an error that prevents it: that is the error of
+        whoever has added it, and all others carry on.
+        """
+        try:
+            await self._renew(replica, "started")
+            if replica.engine.max_context < self._max_context:
+                raise EngineError(
+                    f"engine {replica.number} takes only {replica.engine.max_context} tokens, and"
+                    f" the others {self._max_context}: set engine.max_context to what all can take"
+                )
+        except EngineError as error:
+            return error
+        except Exception as error:
+            return EngineError(f"engine {replica.number} did not start: {describe(error)}")
+        self._begin_watch(replica)
+        self._note_serving(replica)
+        return None
+
+    async def remove(self) -> int:
+        """Remove a replica without loss; returns its number when its engine is closed. It is one
+        that does not serve at the moment, else the one with the highest number. While the router
+        sleeps, this waits.
+
+        Turns that it samples are interrupted at a token boundary, and continue on the others. With
+        `drain`, which interrupts none, they end first.
+
+        Raises:
+            EngineError: it is the last one.
+        """
+        while not self._awake.is_set():
+            await self._awake.wait()
+        staying = [replica for replica in self._replicas if not replica.leaving]
+        if len(staying) == 1:
+            raise EngineError(
+                f"engine {staying[0].number} is the last one, and a run needs an engine: stop the"
+                " run instead"
+            )
+        replica = max(staying, key=lambda one: (one.dead is not None, one.number))
+        replica.leaving = True
+        self._note_alive()
+        if replica.start is not None:
+            replica.start.cancel("its engine is removed")
+            await asyncio.wait({replica.start})
+        await self._move_calls(replica)
+        await self._discard(replica)
+        return replica.number
+
+    async def _move_calls(self, replica: _Replica) -> None:
+        """Wait until a replica that is leaving works on nothing any more: its turns are
+        interrupted, and continue elsewhere. Those that it does not interrupt end first.
+        """
+        # No turn moves to a replica that has older weights than the tokens of the turn.
+        async with self._alone():
+            if self._update != "drain" and replica.dead is None:
+                self._interruptions += 1
+                await self._on(
+                    replica, "interrupt", lambda engine: engine.interrupt(), self._update_seconds
+                )
+        while replica.calls:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def _discard(self, replica: _Replica) -> None:
+        """Close a replica that is leaving, and forget it."""
+        if replica.watch is not None:
+            replica.watch.cancel()
+        if replica.dead is None:
+            done = replica.engine.stats()
+            replica.dead = EngineDeadError(f"engine {replica.number} was removed")
+            self._removed = _sum_of(
+                [self._removed, replace(done, running=0, waiting=0, kv_use=0.0)]
+            )
+        await self._close(replica)
+        self._restarts_of_removed += replica.supervised.restarts
+        self._replicas = [other for other in self._replicas if other is not replica]
+        self._note_alive()
+        self._settling.set()
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Inside the block, neither weights are committed nor turns moved by anybody else."""
+        with pause_deadlines():
+            await self._one_change.acquire()
+        try:
+            yield
+        finally:
+            self._one_change.release()
 
     async def sleep(self) -> int | None:
         """See `Engine.sleep`. Applies to all live replicas; one that is starting is waited for, and
@@ -443,19 +604,11 @@ class Router(Engine):
             self._clock.release()
 
     def stats(self) -> EngineStats:
-        """Sums over all live replicas; `kv_use` is that of the fullest KV cache."""
-        stats = [replica.engine.stats() for replica in self._alive]
-        return EngineStats(
-            sum(s.running for s in stats),
-            sum(s.waiting for s in stats),
-            sum(s.generated_tokens for s in stats),
-            sum(s.prefilled_tokens for s in stats),
-            sum(s.cached_tokens for s in stats),
-            max((s.kv_use for s in stats), default=0.0),
-            sum(s.preemptions for s in stats),
-            sum(s.proposed_tokens for s in stats),
-            sum(s.accepted_tokens for s in stats),
-        )
+        """Sums over all live replicas, and over what removed ones have done; `kv_use` is that of
+        the fullest KV cache.
+        """
+        working = [replica for replica in self._replicas if replica.dead is None]
+        return _sum_of([self._removed, *(replica.engine.stats() for replica in working)])
 
     def evict_unresponsive(self) -> bool:
         """Evict replicas that have requests but made no progress since the last call; return
@@ -468,7 +621,7 @@ class Router(Engine):
         helped = False
         for replica in self._replicas:
             if replica.dead is not None:
-                helped |= self._factory is not None
+                helped |= self._replaces
                 continue
             if not self._awake.is_set() or replica.occupations:
                 helped = True
@@ -476,7 +629,7 @@ class Router(Engine):
             now_seen = (replica.answers, replica.engine.stats().generated_tokens)
             silent = replica.calls and replica.seen == now_seen
             replica.seen = now_seen
-            if silent and (self._factory or len(self._living()) > 1):
+            if silent and (self._replaces or len(self._living()) > 1):
                 helped = True
                 self._evict(replica, EngineDeadError(f"engine {replica.number} stopped answering"))
         return helped
@@ -519,6 +672,7 @@ class Router(Engine):
         if (
             home is None
             or home.dead
+            or home.leaving
             or len(home.calls) > max(self._escape * len(least.calls), len(least.calls) + 8)
         ):
             home = least
@@ -540,7 +694,7 @@ class Router(Engine):
         """Wait until a replica is alive, if one is being restarted: outside of deadlines, since
         that may take longer than an answer.
         """
-        while not self._alive and self._factory is not None:
+        while not self._alive and self._replaces:
             self._revived.clear()
             with pause_deadlines(), waiting_for("all engines are being restarted"):
                 await self._revived.wait()
@@ -563,14 +717,27 @@ class Router(Engine):
         if request is not None:
             self._suspicion.died({request, *_requests(replica)}, why)
         self._note_alive()
-        if self._factory is not None:
-            self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
+        if self._replaces and not replica.leaving:
+            replica.start = self._flow.start(self._replace(replica), name=f"renew {replica.number}")
 
     def _note_alive(self) -> None:
         had_some = bool(self._alive)
-        self._alive = [replica for replica in self._replicas if replica.dead is None]
-        if self._factory is not None and had_some != bool(self._alive):
+        self._alive = [
+            replica for replica in self._replicas if replica.dead is None and not replica.leaving
+        ]
+        if self._replaces and had_some != bool(self._alive):
             (self._clock.hold if had_some else self._clock.release)()
+
+    def _note_serving(self, replica: _Replica) -> None:
+        replica.dead, replica.seen = None, (-1, -1)
+        self._note_alive()
+        self._revived.set()
+
+    def _begin_watch(self, replica: _Replica) -> None:
+        if self._lease is not None:
+            replica.watch = self._flow.start(
+                self._watch(replica, self._lease), name=f"watch {replica.number}"
+            )
 
     def _evict(self, replica: _Replica, why: EngineDeadError, *, suspects: bool = True) -> None:
         """Stop sending requests to a replica, and move the requests that it has to the others.
@@ -621,23 +788,34 @@ class Router(Engine):
             replica.progress, replica.progress_at = progress, now()
         return now() - replica.progress_at
 
-    async def _replace(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
+    async def _replace(self, replica: _Replica) -> None:
         """Replace a dead engine by a new one with the latest published weights."""
+        try:
+            await self._restart(replica)
+        except (EngineDeadError, StallError) as error:
+            others = [other for other in self._replicas if other is not replica]
+            if replica.lost is None or all(other.leaving for other in others):
+                raise
+            replica.leaving = True
+            await self._discard(replica)
+            replica.lost(EngineDeadError(str(error)))
+            return
+        replica.start = None
+        self._note_serving(replica)
+
+    async def _restart(self, replica: _Replica) -> None:
         await self._close(replica)
         await replica.supervised.recover(
             replica.dead or EngineDeadError("it is gone"), partial(_give_up, replica)
         )
         try:
             await replica.supervised.start_again(
-                partial(self._renew, replica, factory), EngineDeadError, _ATTEMPTS
+                partial(self._renew, replica), EngineDeadError, _ATTEMPTS
             )
         except EngineDeadError as error:
             raise EngineDeadError(f"{error} ({_ATTEMPTS} times in a row)") from error
-        replica.dead, replica.seen = None, (-1, -1)
-        self._note_alive()
-        self._revived.set()
 
-    async def _renew(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
+    async def _renew(self, replica: _Replica, how: str = "restarted") -> None:
         """Start another engine in the place of one that is dead, or that did not start, as soon as
         the router is awake.
         """
@@ -646,25 +824,25 @@ class Router(Engine):
             await self._awake.wait()
         replica.is_starting = True
         try:
-            replica.engine = factory(replica.number)
+            assert replica.make is not None
+            replica.engine = replica.make()
             await self._start(replica)
             await self._catch_up(replica)
         except EngineError as error:
-            replica.dead = EngineDeadError(
-                f"engine {replica.number} could not be restarted: {error}"
-            )
+            replica.dead = EngineDeadError(f"engine {replica.number} could not be {how}: {error}")
             raise replica.dead from error
         finally:
             replica.is_starting = False
             self._settling.set()
 
     async def _settled(self) -> None:
-        """Wait until no replica is starting, and no dead one has memory: outside of deadlines,
-        since a start takes longer than falling asleep.
+        """Wait until no replica is starting, and none that is dead or leaving has memory: outside
+        of deadlines, since a start takes longer than falling asleep.
         """
         while any(
             replica.is_starting
-            or (replica.dead and replica in self._entered and self._factory is not None)
+            or (replica.leaving and replica in self._entered)
+            or (replica.dead and replica in self._entered and self._replaces)
             for replica in self._replicas
         ):
             self._settling.clear()
@@ -690,16 +868,42 @@ class Router(Engine):
         Raises:
             StallError: it takes too long.
         """
-        async with self._starts[self._nodes[replica.number]], replica.supervised.starting():
+        async with self._starts[replica.node], replica.supervised.starting():
             await replica.engine.__aenter__()
         self._entered.append(replica)
 
     async def _catch_up(self, replica: _Replica) -> None:
-        """Give a new engine the published weights, which may change meanwhile."""
+        """Give a new engine the published weights, which may change meanwhile.
+
+        Raises:
+            EngineError: it did not take them.
+        """
         engine = replica.engine
         while self._published is not None and engine.policy_version != self._published[1]:
-            async with _limit("update", self._update_seconds):
-                await engine.update_weights(*self._published)
+            weights, version = self._published
+            self._check_weights_last()
+            try:
+                async with _limit("update", self._update_seconds):
+                    await engine.update_weights(weights, version)
+            except WeightsError as error:
+                # Those of a version are gone when all others serve a newer one, which is next.
+                if self._published == (weights, version):
+                    raise EngineError(
+                        f"it could not load version {version} of the weights: {error}"
+                    ) from error
+
+    def _check_weights_last(self) -> None:
+        """Refuse to start an engine with weights that may have changed since they were published.
+
+        Raises:
+            EngineError: they are the trainer's own tensors.
+        """
+        if self._published is not None and isinstance(self._published[0], DirectShipment):
+            raise EngineError(
+                "the published weights are the trainer's own tensors, which change with its next"
+                " step, so an engine cannot start with them now (weights.transport=direct): choose"
+                " another transport"
+            )
 
     async def _close(self, replica: _Replica) -> None:
         """Let a dead engine free its resources. A failure to do so is only logged."""
@@ -729,32 +933,42 @@ class Router(Engine):
         """Run `act` to its end on all live replicas, then raise the first error that is not a
         death. A replica on which it takes longer than `seconds` is dead.
         """
-        refused: list[EngineError | WeightsError] = []
-
-        async def on(replica: _Replica, engine: Engine) -> None:
-            try:
-                with replica.occupied():
-                    async with _limit(what, seconds):
-                        await self._ask(replica, act(engine))
-            except _TooLateError as error:
-                if replica.engine is engine:
-                    self._evict(replica, error, suspects=False)
-            except EngineDeadError as error:
-                self._mark_dead(replica, engine, error)
-            except (EngineError, WeightsError) as error:
-                refused.append(
-                    type(error)(
-                        f"{what} on engine {replica.number} of {len(self._replicas)}: {error}"
-                    )
-                )
-
         # Each replica has this deadline, so the caller's would only end what some can do.
         with nullcontext() if seconds is None else pause_deadlines():
             async with Flow(what) as flow:
-                for replica in self._alive:
-                    flow.start(on(replica, replica.engine), name=str(replica.number))
-        if refused:
-            raise refused[0]
+                calls = [
+                    flow.start(self._on(replica, what, act, seconds), name=str(replica.number))
+                    for replica in self._alive
+                ]
+        for call in calls:
+            if (refused := call.result()) is not None:
+                raise refused
+
+    async def _on(
+        self,
+        replica: _Replica,
+        what: str,
+        act: Callable[[Engine], Awaitable[None]],
+        seconds: float | None,
+    ) -> EngineError | WeightsError | None:
+        """Run `act` to its end on a live replica; returns an error that is not its death. If it
+        takes longer than `seconds`, the replica is dead.
+        """
+        engine = replica.engine
+        try:
+            with replica.occupied():
+                async with _limit(what, seconds):
+                    await self._ask(replica, act(engine))
+        except _TooLateError as error:
+            if replica.engine is engine:
+                self._evict(replica, error, suspects=False)
+        except EngineDeadError as error:
+            self._mark_dead(replica, engine, error)
+        except (EngineError, WeightsError) as error:
+            return type(error)(
+                f"{what} on engine {replica.number} of {len(self._replicas)}: {error}"
+            )
+        return None
 
     async def _no_calls(self) -> None:
         while any(replica.calls for replica in self._alive):
@@ -782,6 +996,24 @@ async def _limit(what: str, seconds: float | None) -> AsyncIterator[None]:
         raise _TooLateError(
             f"it took longer than {seconds:g} s to {what} (weights.deadline)"
         ) from error
+
+
+_NO_STATS = EngineStats(0, 0, 0, 0, 0)
+
+
+def _sum_of(stats: Sequence[EngineStats]) -> EngineStats:
+    """The sums of all; `kv_use` is the largest."""
+    return EngineStats(
+        sum(s.running for s in stats),
+        sum(s.waiting for s in stats),
+        sum(s.generated_tokens for s in stats),
+        sum(s.prefilled_tokens for s in stats),
+        sum(s.cached_tokens for s in stats),
+        max(s.kv_use for s in stats),
+        sum(s.preemptions for s in stats),
+        sum(s.proposed_tokens for s in stats),
+        sum(s.accepted_tokens for s in stats),
+    )
 
 
 def _requests(replica: _Replica) -> set[Suspect]:
