@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from agentrl.assembly.engines import (
 from agentrl.assembly.exact_metrics import ExactMetrics
 from agentrl.assembly.players import engine_policy
 from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
+from agentrl.assembly.scaling import EngineScaling
 from agentrl.assembly.trainers import make_advisors, make_trainer
 from agentrl.config.compatibility import check_stage
 from agentrl.config.run_config import RunConfig
@@ -52,6 +53,7 @@ class TrainingAssembly(RolloutAssembly):
     exact: ExactMetrics
     weights: WeightPublisher
     sharing: DeviceSharing
+    scaling: EngineScaling
     self_play: SelfPlay | None = None
     evaluation_engine: Router | None = None
     """Engine for evaluations beside training, if the evaluation has engines of its own."""
@@ -98,6 +100,10 @@ class TrainingAssembly(RolloutAssembly):
             await self.weights.publish(self.trainer, version=step)
         return step
 
+    def changing_engines(self, run: Run) -> AbstractAsyncContextManager[None]:
+        """While the block lasts, `agentrl engines` adds engines to the run, and removes them."""
+        return self.scaling.heeding(run, self.engine)
+
     def rollouts(self, run: Run, step: int, teaches: Callable[[Group], bool]) -> Rollouts:
         """A scheduler for the steps from `step` on, of a run whose metrics have been rewound to it.
 
@@ -129,7 +135,7 @@ class TrainingAssembly(RolloutAssembly):
             gives_up=gives_up,
             keep_untrained=self.config.observe.untrained_episodes,
             teaches=teaches,
-            places=places_of(self.config, self.engine.worker_count().count),
+            places=lambda: places_of(self.config, self.engine.worker_count().alive),
         )
         run.status.watch(rollouts.status)
         return rollouts
@@ -159,6 +165,7 @@ async def assemble_training(
     check_stage(config, "training")
     async with (
         open_cluster(config, config.run_dir / "logs") as placed,
+        EngineScaling(placed, model) as scaling,
         rollouts_on(placed, model) as rollouts,
         teacher_served(placed, model, teacher, rollouts.engine.max_context) as served,
         opponent_engines(placed, model, matches) as opponents,
@@ -193,6 +200,7 @@ async def assemble_training(
                     ExactMetrics.of_run(config, rollouts.runner.renderer, trainer, advisors.critic),
                     publisher,
                     sharing,
+                    scaling,
                     self_play,
                     evaluating,
                 )

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from agentrl.cli import (
+    engines,
     environments,
     evaluation,
     history,
@@ -33,6 +34,10 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_mar
 app.callback()(settings.show_version)
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
+engines_app = typer.Typer(
+    no_args_is_help=True, help="Add engines to a live run, or remove them, or list them."
+)
+app.add_typer(engines_app, name="engines")
 app.command(cls=TakesSettings)(training.train)
 app.command(cls=TakesSettings)(training.demo)
 app.command("eval", cls=TakesSettings)(evaluation.evaluate)
@@ -57,6 +62,9 @@ app.command()(environments.play)
 app.command(cls=TakesSettings)(tasks.tasks)
 app.command("config", cls=TakesSettings)(settings.show_config)
 model_app.command("init")(models.model_init)
+engines_app.command("add")(engines.add)
+engines_app.command("remove")(engines.remove)
+engines_app.command("list")(engines.list_engines)
 
 
 def _with_notes(error: Exception) -> str:

@@ -53,6 +53,7 @@ OWN = {
         "model_commit",
         "overridden_model",
         "logs",
+        "engines",
         "reward_curve.png",
         "trajectories",
         "profile",

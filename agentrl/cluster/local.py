@@ -49,6 +49,14 @@ class LocalCluster:
         engines = [with_log_of(chosen, number=str(number)) for number in numbers]
         return [EngineFactory(partial(engine.make, model)) for engine in engines]
 
+    @asynccontextmanager
+    async def another_engine(
+        self, chosen: Component, model: Path, number: int
+    ) -> AsyncIterator[EngineFactory]:
+        """See `Cluster`. It is where the others are, so there is nothing to hold."""
+        engine = with_log_of(chosen, number=str(number))
+        yield EngineFactory(partial(engine.make, model))
+
     def gpus(self) -> Inventory | None:
         """None: everything runs on the first device."""
         return None

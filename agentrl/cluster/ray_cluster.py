@@ -93,6 +93,17 @@ class RayCluster:
             for engine, options in zip(engines, places, strict=True)
         ]
 
+    @asynccontextmanager
+    async def another_engine(
+        self, chosen: Component, model: Path, number: int
+    ) -> AsyncIterator[EngineFactory]:
+        """See `Cluster`. It gets the devices of the plan's engine of this number, if there is one,
+        and else GPUs of the cluster that nobody has reserved.
+        """
+        engine = with_log_of(chosen, number=str(number))
+        async with self._placement.another("engine", number) as place:
+            yield EngineFactory(partial(RayEngine, engine, model, place.options), place.node)
+
     def gpus(self) -> Inventory | None:
         """See `Cluster`."""
         return gpus_of_ray(probe_machine)

@@ -25,6 +25,8 @@ from agentrl.placement.probe import Machine, NodeReport, Probe, inventory_of, pr
 
 _RESERVE_SECONDS = 60.0
 """How long to wait for the GPUs to become free."""
+_FREE_SECONDS = 30.0
+"""How long to wait for GPUs for one more engine."""
 _PROBE_SECONDS = 300.0
 """How long a node may take to say which GPUs it has: a fresh process, torch from a shared disk."""
 _NODE_LABEL = "ray.io/node-id"
@@ -33,6 +35,14 @@ _NODE_LABEL = "ray.io/node-id"
 
 _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
 """Roles that a map does not name, and the role whose devices each of them shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of an actor: its Ray options, and its node. Equal for two that share one."""
+
+    options: Mapping[str, Any]
+    node: str
 
 
 class Unplaced:
@@ -83,6 +93,12 @@ class Unplaced:
     def count(self, role: str) -> int:
         """Replicas of a role to start; 0 if the settings decide."""
         return 0
+
+    @asynccontextmanager
+    async def another(self, role: str, rank: int) -> AsyncIterator[Place]:
+        """A place for one more actor that computes, whose rank none has."""
+        options = self.options(role, rank, rank + 1)
+        yield Place(options, node_of(options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +158,24 @@ class PlacementGroup:
         """Replicas of a role to start; 0 if the settings decide."""
         return sum(replica.role == role for replica in self.devices.replicas)
 
+    @asynccontextmanager
+    async def another(self, role: str, rank: int) -> AsyncIterator[Place]:
+        """A place for one more actor, whose rank none has, while the block lasts: that of the map,
+        if it has one of this rank, or as many free GPUs of a node as another actor of the role has.
+
+        Raises:
+            ConfigError: no node has them; says how many are free.
+        """
+        if rank < self.count(role):
+            options = self.options(role, rank)
+            yield Place(options, node_of(options))
+            return
+        size = max(
+            len(replica.devices) for replica in self.devices.replicas if replica.role == role
+        )
+        async with _beside(self.devices.inventory, role, size) as place:
+            yield place
+
 
 RayPlacement = Unplaced | PlacementGroup
 """The places of a run's actors."""
@@ -188,6 +222,62 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
         yield PlacementGroup(devices, group)
     finally:
         remove_placement_group(group)
+
+
+@asynccontextmanager
+async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[Place]:
+    """So many free GPUs of one node, beside those of a plan, while the block lasts.
+
+    Raises:
+        ConfigError: no node has them.
+    """
+    import ray
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"GPU": size}])
+    try:
+        try:
+            async with asyncio.timeout(_FREE_SECONDS):
+                await asyncio.wrap_future(group.ready().future())
+        except TimeoutError as error:
+            available: Any = ray.available_resources  # these have no types
+            existing: Any = ray.cluster_resources
+            free, all_gpus = (counted().get("GPU", 0) for counted in (available, existing))
+            raise ConfigError(
+                f"one more {role} needs {size} free GPU{'s' * (size > 1)} of one machine: {free:g}"
+                f" of the {all_gpus:g} GPUs of the cluster are free, and the plan of this run,"
+                f" which is not made again, has {planned}. Let another machine join the cluster,"
+                " or free some (`ray status` shows who uses them)"
+            ) from error
+        node = placement_group_table(group)["bundles_to_node_id"][0]
+        yield Place(
+            {
+                "num_cpus": 0,
+                "num_gpus": size,  # Ray chooses which of the node's these are
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=0
+                ),
+                "runtime_env": {"env_vars": _threads_beside(node, size)},
+            },
+            node,
+        )
+    finally:
+        remove_placement_group(group)
+
+
+def _threads_beside(node_id: str, size: int) -> dict[str, str]:
+    """The share of a node's cores that goes with so many of its GPUs."""
+    import ray
+
+    all_nodes: Any = ray.nodes  # it has no types
+    found = [node["Resources"] for node in all_nodes() if node["NodeID"] == node_id]
+    cores, gpus = (int(found[0].get(kind, 1)) if found else 1 for kind in ("CPU", "GPU"))
+    return thread_variables(cores, max(1, gpus // size), os.environ.get(THREADS, ""))
 
 
 def gpus_of_ray(probe: Probe = probe_machine) -> Inventory | None:

@@ -53,11 +53,14 @@ def register_workers(counter: Callable[[], WorkerCount]) -> Iterator[None]:
         _counters.remove(counter)
 
 
-def restart_metrics() -> dict[str, float]:
-    """Metrics by role: restarts and requests set aside, in this process so far."""
+def worker_metrics() -> dict[str, float]:
+    """Metrics by role: workers that are alive, and restarts and requests set aside, in this process
+    so far.
+    """
     metrics = {}
     for workers in registered_workers():
         role = workers.role.replace(" ", "_")
+        metrics[f"workers/{role}"] = float(workers.alive)
         metrics[f"restarts/{role}"] = float(workers.restarts)
         if workers.set_aside:
             metrics[f"set_aside/{role}"] = float(workers.set_aside)

@@ -216,6 +216,17 @@ class Cluster(Protocol):
         """
         ...
 
+    def another_engine(
+        self, chosen: Component, model: Path, number: int
+    ) -> AbstractAsyncContextManager[EngineFactory]:
+        """A factory for one more engine, with a number that none has. Its place is held while the
+        block lasts, also for its replacements.
+
+        Raises:
+            ConfigError: there is no place for it; says what is free.
+        """
+        ...
+
     def gpus(self) -> Inventory | None:
         """The GPUs that the cluster can assign; None if it has none, or assigns none. It asks each
         machine, which may take minutes.

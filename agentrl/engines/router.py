@@ -114,7 +114,7 @@ class _Replica:
     """Makes a replacement, if dead replicas are replaced."""
     node: str = ""
     """The machine that it runs on."""
-    lost: Callable[[EngineDeadError], None] | None = None
+    lost: Callable[[EngineDeadError], Awaitable[None]] | None = None
     """Called if it cannot be restarted, after which the others carry on; without it, the run
     ends."""
     start: asyncio.Task[Any] | None = None
@@ -453,7 +453,7 @@ class Router(Engine):
         number: int,
         make: Callable[[], Engine],
         node: str = "",
-        lost: Callable[[EngineDeadError], None] | None = None,
+        lost: Callable[[EngineDeadError], Awaitable[None]] | None = None,
     ) -> None:
         """Start one more replica, with a number that none has; when this returns, it serves the
         published weights. While the router sleeps, this waits. `make` makes its engine, and its
@@ -488,7 +488,7 @@ class Router(Engine):
         whoever has added it, and all others carry on.
         """
         try:
-            await self._renew(replica, "started")
+            await self._bring_up(replica, "started")
             if replica.engine.max_context < self._max_context:
                 raise EngineError(
                     f"engine {replica.number} takes only {replica.engine.max_context} tokens, and"
@@ -798,7 +798,7 @@ class Router(Engine):
                 raise
             replica.leaving = True
             await self._discard(replica)
-            replica.lost(EngineDeadError(str(error)))
+            await replica.lost(EngineDeadError(str(error)))
             return
         replica.start = None
         self._note_serving(replica)
@@ -815,17 +815,21 @@ class Router(Engine):
         except EngineDeadError as error:
             raise EngineDeadError(f"{error} ({_ATTEMPTS} times in a row)") from error
 
-    async def _renew(self, replica: _Replica, how: str = "restarted") -> None:
-        """Start another engine in the place of one that is dead, or that did not start, as soon as
-        the router is awake.
-        """
+    async def _renew(self, replica: _Replica) -> None:
+        """Start another engine in the place of one that is dead, or that did not start."""
         await self._close(replica)
+        assert replica.make is not None
+        replica.engine = replica.make()
+        await self._bring_up(replica, "restarted")
+
+    async def _bring_up(self, replica: _Replica, how: str) -> None:
+        """Start the engine of a replica as soon as the router is awake, and give it the published
+        weights.
+        """
         while not self._awake.is_set():
             await self._awake.wait()
         replica.is_starting = True
         try:
-            assert replica.make is not None
-            replica.engine = replica.make()
             await self._start(replica)
             await self._catch_up(replica)
         except EngineError as error:

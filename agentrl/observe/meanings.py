@@ -361,6 +361,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             " model accepted, since the last step. What is sampled does not depend on it; where it"
             " is low, proposals cost more than they save."
         ),
+        "workers/<role>": (
+            "Workers of a role that are alive when the step ends. `engine`: the engines that serve"
+            " the policy, which `agentrl engines` adds and removes."
+        ),
         "restarts/<role>": (
             "How often workers of a role were started again since this launch; `rules`: processes."
         ),

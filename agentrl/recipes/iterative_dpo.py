@@ -115,7 +115,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     ) as parts:
         start = await parts.resume(run)
         await asyncio.to_thread(iterations.continue_after, start)
-        async with evaluations(run, parts, start) as evaluating:
+        async with parts.changing_engines(run), evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
             processing = parts.state.add(

@@ -70,7 +70,7 @@ async def train(
         config, algorithm, model, latest, teacher, training=training, matches=matches
     ) as parts:
         start = await parts.resume(run)
-        async with evaluations(run, parts, start) as evaluating:
+        async with parts.changing_engines(run), evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
             by_env: dict[str, Algorithm] = {}

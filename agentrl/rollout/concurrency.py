@@ -3,7 +3,8 @@ that it limits.
 
 With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few,
 the engine is idle while environments compute. So the limit starts from the requests that all
-engines serve at once, grows while they have room, and shrinks at once under pressure. It grows
+engines serve at once, grows while they have room, and shrinks at once under pressure. When engines
+are added or removed, it changes as their number does. It grows
 slowly if batches are full. If places in them stay empty, because much of an episode is the
 environment's, it grows by the share that is missing, and at most twofold at once. After meeting
 pressure at some limit, the controller avoids that limit for a time that doubles each time, which
@@ -75,6 +76,18 @@ class ConcurrencyController:
         """A new controller whose limit is `low`."""
         low = min(low, high)
         return cls(low, low, high, met=high + 1)
+
+    def between_others(self, low: int, high: int) -> Self:
+        """The next state, with other bounds, as when engines were added or removed.
+
+        The limit grows or shrinks as `low` does. Where the engines were overloaded before says
+        nothing of those that there are now.
+        """
+        low = min(low, high)
+        if (low, high) == (self.low, self.high):
+            return self
+        limit = min(max(low, self.limit * low // self.low), high)
+        return replace(self, limit=limit, low=low, high=high, met=high + 1, quiet=0)
 
     def observe(self, load: EngineLoad, live: int) -> Self:
         """The next state, after observing the engine's `load` with `live` episodes running."""

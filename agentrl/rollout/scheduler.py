@@ -83,7 +83,8 @@ class Rollouts:
     it could help. `gives_up`: whether an environment of a mixture that has spent its budget of
     failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
     `teaches`: whether anything can be learned from a group; with `rollout.filter_zero_variance`,
-    others are replaced. `places`: requests that all engines serve at once; 0 if that is not known.
+    others are replaced. `places` returns how many requests all engines serve at once at the moment,
+    and 0 if that is not known.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Rollouts:
         gives_up: bool = False,
         keep_untrained: int = 0,
         teaches: Callable[[Group], bool] = lambda group: group.has_signal,
-        places: int = 0,
+        places: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
         self._places = places
@@ -122,7 +123,7 @@ class Rollouts:
         self._pending = deque(pending)
         self._next_number = next_number
         self._events = events or EventLog()
-        self._controller = ConcurrencyController.between(*config.live_episodes(places))
+        self._controller = ConcurrencyController.between(*config.live_episodes(places()))
         self._slots = EpisodeSlots(self._controller.limit)
         self._preemptions = 0
         self._speculation = SpeculationMeter()
@@ -518,10 +519,13 @@ class Rollouts:
         return self.blocked or self._slots.taken > 0
 
     def _episode_ended(self) -> None:
-        """After the release of a slot: now and then observe the engine's load, and admit new
-        groups.
+        """After the release of a slot: follow the number of engines, now and then observe their
+        load, and admit new groups.
         """
         self._episodes_ended += 1
+        places = self._places()
+        bounds = self._config.live_episodes(places)
+        self._set_controller(self._controller.between_others(*bounds))
         if self._episodes_ended >= self._observe_at:
             self._observe_at = self._episodes_ended + max(8, self._controller.limit // 4)
             stats = self._engine.stats()
@@ -530,10 +534,14 @@ class Rollouts:
                 stats.waiting,
                 stats.kv_use,
                 stats.preemptions - self._preemptions,
-                self._places,
+                places,
             )
             self._preemptions = stats.preemptions
-            self._controller = self._controller.observe(load, self._slots.taken + 1)
-            self._slots.limit = self._controller.limit
-            self._slots.grant()
+            self._set_controller(self._controller.observe(load, self._slots.taken + 1))
         self._admit()
+
+    def _set_controller(self, controller: ConcurrencyController) -> None:
+        if controller is not self._controller:
+            self._controller = controller
+            self._slots.limit = controller.limit
+            self._slots.grant()

@@ -19,7 +19,7 @@ from typing import Any, Self
 from rich.markup import escape
 
 from agentrl.algorithms.samples import TracedBatch
-from agentrl.cluster.worker_registry import restart_metrics
+from agentrl.cluster.worker_registry import worker_metrics
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import describe
 from agentrl.files.disk_errors import storage_problem
@@ -144,7 +144,7 @@ class Recorder:
         return report.metrics(
             episodes=episodes,
             episode_health=episode_health(report.groups),
-            workers=restart_metrics(),
+            workers=worker_metrics(),
             throughput={"tokens_per_second": speed},
         )
 

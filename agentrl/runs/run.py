@@ -15,6 +15,8 @@ runs/NAME/
   timeline.jsonl     when each phase of each step began
   warnings.jsonl     warnings raised by the run
   origins.json       the origin of each setting in config.yaml
+  engines/           requests of `agentrl engines`, and changes.jsonl: the engines that were added,
+                     removed or lost
   logs/              engine-0.log ...: what each engine itself logs, if it does (engine=vllm)
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
@@ -68,6 +70,7 @@ from agentrl.observe.launches import record_launch
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.protocols import Savable
 from agentrl.runs.checkpoint import Checkpoints, set_aside
+from agentrl.runs.engine_requests import EngineRequests
 from agentrl.runs.evaluation_log import EvaluationLog
 from agentrl.runs.lock import RunLock
 from agentrl.runs.preflight import (
@@ -133,6 +136,7 @@ class Run:
             check_folder(self.folder, resumed=resume)
             opened.enter_context(RunTemp(self.folder))
             remove_unfinished(self.folder)
+            EngineRequests(self.folder).clear()
             kept = self.config.checkpoint
             self.checkpoints = Checkpoints(
                 self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0

@@ -196,7 +196,7 @@ class World:
             seed=self.seed,
             groups=steps * config.groups_per_step,
             events=events,
-            places=simulation.engines * simulation.engine.slots,
+            places=lambda: router.worker_count().alive * simulation.engine.slots,
         )
 
     def _device_sharing(self, router: Router) -> DeviceSharing:

@@ -6,7 +6,7 @@ from agentrl.cluster.worker_registry import (
     WorkerCount,
     register_workers,
     registered_workers,
-    restart_metrics,
+    worker_metrics,
 )
 from agentrl.observe.meanings import meaning_of
 
@@ -27,7 +27,7 @@ def test_crews_of_one_role_count_as_one_and_leave_with_their_owner() -> None:
     assert registered_workers() == before
 
 
-def test_restarts_and_what_was_set_aside_are_metrics_by_role() -> None:
+def test_workers_restarts_and_what_was_set_aside_are_metrics_by_role() -> None:
     crews = [
         WorkerCount("trainer", 1, 1),
         WorkerCount("frozen engine", 1, 2, 3, 1),
@@ -36,8 +36,9 @@ def test_restarts_and_what_was_set_aside_are_metrics_by_role() -> None:
     with ExitStack() as stack:
         for crew in crews:
             stack.enter_context(register_workers(lambda crew=crew: crew))
-        found = restart_metrics()
+        found = worker_metrics()
     expected = {
+        "workers/frozen_engine": 2.0,
         "restarts/trainer": 0.0,
         "restarts/frozen_engine": 5.0,
         "set_aside/frozen_engine": 1.0,

@@ -150,6 +150,34 @@ def test_the_earlier_ticket_gets_the_slot():
     run_virtual(main)
 
 
+def test_the_limit_follows_the_number_of_engines_and_forgets_where_the_others_were_overloaded():
+    two = ConcurrencyController.between(256, 2048).observe(EngineLoad(256, 0), live=256)
+    assert two.limit == 288
+    three = two.between_others(384, 3072)
+    assert (three.limit, three.low, three.high) == (432, 384, 3072)
+    assert three.between_others(384, 3072) is three
+    pressed = three.observe(EngineLoad(300, 400), live=432)
+    assert pressed.limit == 384  # never below what the engines serve at once
+    assert pressed.met == 432
+    one = pressed.between_others(128, 1024)
+    assert (one.limit, one.met) == (128, 1025)
+    # It grows again from there, although it was overloaded with other engines.
+    assert one.observe(EngineLoad(128, 0), live=128).limit == 144
+    # Bounds of the settings do not depend on the engines.
+    bounded = ConcurrencyController.between(10, 20)
+    assert bounded.between_others(10, 20) is bounded
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 9)), min_size=1), st.integers(0, 99))
+def test_the_limit_stays_between_whatever_bounds_it_gets(bounds, running):
+    controller = ConcurrencyController.between(16, 128)
+    for low, factor in bounds:
+        controller = controller.between_others(low, low * factor)
+        assert low <= controller.limit <= low * factor
+        controller = controller.observe(EngineLoad(running, 0), live=controller.limit)
+        assert low <= controller.limit <= low * factor
+
+
 def test_it_grows_by_what_is_missing_in_the_batches_and_at_most_twofold():
     limit = ConcurrencyController.between(100, 10_000)
     assert limit.observe(EngineLoad(80, 0, places=100), live=100).limit == 125
