@@ -2,9 +2,12 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from agentrl.assembly import open_cluster
 from agentrl.cluster import ray_cluster, ray_placement
@@ -79,6 +82,40 @@ def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(
             tensor_parallel = placed.config.engine.settings.model_dump()["tensor_parallel"]
             makes = placed.cluster.engines(placed.config.engine, Path("nowhere"))
             assert len(makes) * tensor_parallel == 8
+
+    asyncio.run(main())
+
+
+def test_another_engine_gets_what_the_plan_has_for_it_or_free_gpus_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The plan has three engines on six of the node's eight GPUs.
+    node = gpus_of_ray(probe_fakes)
+    assert node is not None
+    six = Inventory(node.kind, (replace(node.nodes[0], devices=node.nodes[0].devices[:6]),))
+    engines = tuple(Replica("engine", rank, (2 * rank, 2 * rank + 1), 0) for rank in range(3))
+    devices = DeviceMap("disaggregated", six, engines)
+    monkeypatch.setattr(ray_placement, "_FREE_SECONDS", 2.0)
+
+    async def main() -> None:
+        async with reserved(devices) as placement:
+            async with placement.another("engine", 2) as planned:  # it was removed before
+                assert planned.options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] == "12,13"
+                assert planned.node == "bundle 0"
+            async with placement.another("engine", 3) as free, AsyncExitStack() as stack:
+                remote: Any = ray.remote
+                actor = remote(Seeing).options(**free.options).remote(3)
+                stack.callback(ray.kill, actor)
+                assert await actor.variable.remote("CUDA_VISIBLE_DEVICES") == "14,15"
+                assert await actor.variable.remote("OMP_NUM_THREADS") == "1"
+                assert free.node == placement.devices.inventory.nodes[0].id
+                with pytest.raises(
+                    ConfigError,
+                    match=r"needs 2 free GPUs of one machine: 0 of the 8 GPUs .* free.*6 x H100",
+                ):
+                    await placement.another("engine", 4).__aenter__()
+            async with placement.another("engine", 4):
+                pass  # they are free again
 
     asyncio.run(main())
 

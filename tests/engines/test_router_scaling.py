@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.arrays import ints
 from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
@@ -26,7 +27,7 @@ from tests.properties import examples
 
 def request(name: str, *, session: str = "", tokens: int = 10) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=(999,))
-    return GenerateRequest(name, (1, 2), sampling, seed=7, session=session)
+    return GenerateRequest(name, ints((1, 2)), sampling, seed=7, session=session)
 
 
 class Counting(ScriptedEngine):

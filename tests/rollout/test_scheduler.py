@@ -5,7 +5,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, ClassVar
@@ -46,6 +46,7 @@ from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory, staleness
+from agentrl.weights.config import WeightUpdate
 from tests.ledger.ledger_queries import trained_tasks, why_failed
 
 DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=5000, stall=6000)
@@ -117,6 +118,9 @@ class World:
     left: list[tuple[Trajectory, Score]] = field(default_factory=list)
     """What was played in the step in which it ended."""
     teaches: Callable[[Group], bool] = lambda group: group.has_signal
+    places: Callable[[], int] = lambda: 0
+    changing: Callable[[int], Awaitable[None]] | None = None
+    """Called when a batch is there, before it is trained on."""
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -147,6 +151,7 @@ class World:
             events=self.events,
             keep_untrained=2,
             teaches=self.teaches,
+            places=self.places,
         )
         async with engine, rollouts:
             await self._train(rollouts, engine)
@@ -162,6 +167,8 @@ class World:
                 if step == self.fails_at:
                     raise TrainingError("the loss is not finite")
                 self.untrained.append(rollouts.take_untrained())
+                if self.changing is not None:
+                    await self.changing(step)
                 await asyncio.sleep(self.train_seconds)
                 async with rollouts.new_weights(step + 1):
                     await engine.update_weights({}, step + 1)
@@ -726,6 +733,59 @@ def test_the_number_of_live_episodes_follows_the_engine():
     )
     world = World(config(groups_per_step=100, min_live_episodes=4), steps=2, engine=engine).run()
     assert 16 <= world.metrics["live_episodes/limit"] <= 64
+
+
+@pytest.mark.parametrize(("update", "max_staleness"), [("keep", 0), ("abort_resume", 2)])
+def test_live_episodes_follow_engines_that_come_and_go_and_nothing_is_lost_or_too_old(
+    update: WeightUpdate, max_staleness: int
+) -> None:
+    stop = TemplateRenderer(ByteTokenizer()).stop_token_ids[0]
+
+    def logits(tokens: Sequence[int]) -> list[float]:
+        """Of "go", also where it was interrupted."""
+        after = {ord("g"): ord("o"), ord("o"): stop}
+        best = after.get(tokens[-1], ord("g"))
+        return [1000.0 * (token == best) for token in range(max(256, stop + 1))]
+
+    def engine() -> ScriptedEngine:
+        return ScriptedEngine(
+            logits, max_batch=200, max_context=10_000, seconds_per_token=lambda request: 0.5
+        )
+
+    router = Router([engine()], update=update, factory=lambda number: engine())
+    serving: list[int] = []
+
+    async def change(step: int) -> None:
+        if step < 3:
+            await router.add(step + 1, engine)
+        elif step < 6:
+            await router.remove()
+        serving.append(router.worker_count().alive)
+
+    world = World(
+        config(groups_per_step=12, max_staleness=max_staleness),
+        steps=9,
+        engine=router,
+        places=lambda: 200 * router.worker_count().alive,
+        changing=change,
+    ).run()
+    assert serving == [2, 3, 4, 3, 2, 1, 1, 1, 1]
+    # Those of the step after the change, in which episodes have ended.
+    limits = [seen.slots_limit for seen in world.underway]
+    for before, limit in zip([1, *serving], limits, strict=False):
+        assert 200 * before <= limit <= 8 * 200 * before
+    assert limits[3] >= 800 > limits[8]
+    ages = [staleness(group, step) for step, batch in enumerate(world.batches) for group in batch]
+    assert max(ages) <= max_staleness
+    assert trained_tasks(world.ledger) == [f"train-{i:06d}" for i in range(108)]
+    fates = world.ledger.episode_fates()
+    assert (fates.trained, fates.failed) == (324, 0)
+    assert fates.settled
+    for batch in world.batches:
+        for trajectory in (each for group in batch for each in group.trajectories):
+            for turn in trajectory.turns:
+                versions = turn.completion.policy_versions.tolist()
+                assert versions == sorted(versions)
 
 
 def test_a_display_sees_failures_by_layer_the_longest_groups_and_what_is_ready():
