@@ -50,14 +50,18 @@ class EngineScaling:
         """While the block lasts, requests in the run's folder add engines to the router, and remove
         them.
         """
-        count = router.worker_count().count
-        self._places = {number: AsyncExitStack() for number in range(count)}
+        self.begin(router)
         async with Flow("engine requests") as flow:
             flow.start(_Heeding(self, run, router, flow).watch(), name="watch")
             try:
                 yield
             finally:
                 flow.cancel()
+
+    def begin(self, router: Router) -> None:
+        """Note the engines that the router has begun with."""
+        count = router.worker_count().count
+        self._places = {number: AsyncExitStack() for number in range(count)}
 
     async def add(
         self, router: Router, lost: Callable[[int, EngineDeadError], Awaitable[None]]

@@ -38,7 +38,7 @@ _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ActorPlace:
     """The place of an actor: its Ray options, and its node. Equal for two that share one."""
 
     options: Mapping[str, Any]
@@ -95,10 +95,10 @@ class Unplaced:
         return 0
 
     @asynccontextmanager
-    async def another(self, role: str, rank: int) -> AsyncIterator[Place]:
+    async def another(self, role: str, rank: int) -> AsyncIterator[ActorPlace]:
         """A place for one more actor that computes, whose rank none has."""
         options = self.options(role, rank, rank + 1)
-        yield Place(options, node_of(options))
+        yield ActorPlace(options, node_of(options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class PlacementGroup:
         return sum(replica.role == role for replica in self.devices.replicas)
 
     @asynccontextmanager
-    async def another(self, role: str, rank: int) -> AsyncIterator[Place]:
+    async def another(self, role: str, rank: int) -> AsyncIterator[ActorPlace]:
         """A place for one more actor, whose rank none has, while the block lasts: that of the map,
         if it has one of this rank, or as many free GPUs of a node as another actor of the role has.
 
@@ -168,7 +168,7 @@ class PlacementGroup:
         """
         if rank < self.count(role):
             options = self.options(role, rank)
-            yield Place(options, node_of(options))
+            yield ActorPlace(options, node_of(options))
             return
         size = max(
             len(replica.devices) for replica in self.devices.replicas if replica.role == role
@@ -225,7 +225,7 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
 
 
 @asynccontextmanager
-async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[Place]:
+async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[ActorPlace]:
     """So many free GPUs of one node, beside those of a plan, while the block lasts.
 
     Raises:
@@ -255,7 +255,7 @@ async def _beside(planned: Inventory, role: str, size: int) -> AsyncIterator[Pla
                 " or free some (`ray status` shows who uses them)"
             ) from error
         node = placement_group_table(group)["bundles_to_node_id"][0]
-        yield Place(
+        yield ActorPlace(
             {
                 "num_cpus": 0,
                 "num_gpus": size,  # Ray chooses which of the node's these are

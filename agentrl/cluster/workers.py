@@ -142,7 +142,8 @@ class ClusterSettings(Settings):
     """Settings of every cluster."""
 
     engines: int = Field(default=1, ge=1)
-    """Replicas of the engine."""
+    """Replicas of the engine when the run starts or is resumed; `agentrl engines add RUN` changes
+    their number."""
     env_workers: int = Field(default=0, ge=0)
     """Processes that run the environments; with 0, the controller runs them."""
     reward_workers: int = Field(default=0, ge=0)

@@ -363,7 +363,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         ),
         "workers/<role>": (
             "Workers of a role that are alive when the step ends. `engine`: the engines that serve"
-            " the policy, which `agentrl engines` adds and removes."
+            " the policy, whose number `agentrl engines add RUN` changes."
         ),
         "restarts/<role>": (
             "How often workers of a role were started again since this launch; `rules`: processes."

@@ -155,8 +155,8 @@ class RolloutConfig(Settings):
     (`agentrl/rollout/concurrency.py`). By default eight times
     `min_live_episodes`."""
     min_live_episodes: int | None = Field(None, gt=0)
-    """Where that limit starts, and its lower bound. By default as many as all replicas of the
-    engine serve at once (replicas x `engine.max_batch`), and at least 128."""
+    """Where that limit starts, and its lower bound. By default as many as all engines that are
+    alive serve at once (engines x `engine.max_batch`), and at least 128."""
     retries: Retries = Retries()
     max_failed_tasks: int = Field(16, ge=0)
     """Tasks that may fail permanently before the run ends."""

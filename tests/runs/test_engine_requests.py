@@ -1,0 +1,66 @@
+"""Requests for engines, by files in the folder of a run."""
+
+from pathlib import Path
+
+from agentrl.runs.engine_requests import (
+    FOLDER,
+    AskedRun,
+    EngineAnswer,
+    EngineChange,
+    EngineRequest,
+    EngineRequests,
+    read_changes,
+)
+
+TWO = EngineRequest(change="add", count=2)
+
+
+def test_a_request_is_taken_once_and_its_answer_is_read_once(tmp_path: Path) -> None:
+    run, asked = EngineRequests(tmp_path), AskedRun(tmp_path, TWO)
+    assert asked.answer() is None
+    assert not asked.is_taken
+    ((name, request),) = run.take()
+    assert request == TWO
+    assert asked.is_taken
+    assert not run.take()
+    run.answer(name, EngineAnswer(text="engine 1 was added", done=True))
+    assert asked.answer() == EngineAnswer(text="engine 1 was added", done=True)
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+def test_requests_that_come_together_are_all_taken_the_oldest_first(tmp_path: Path) -> None:
+    wanted = [EngineRequest(change="remove", count=count) for count in (3, 1, 2)]
+    for request in wanted:
+        AskedRun(tmp_path, request)
+    assert [request for _, request in EngineRequests(tmp_path).take()] == wanted
+
+
+def test_a_request_can_be_taken_back_until_the_run_works_on_it(tmp_path: Path) -> None:
+    run, early, late = EngineRequests(tmp_path), AskedRun(tmp_path, TWO), AskedRun(tmp_path, TWO)
+    assert early.withdraw()
+    assert len(run.take()) == 1
+    assert not late.withdraw()
+
+
+def test_what_was_asked_of_an_earlier_launch_is_forgotten_and_changes_are_kept(
+    tmp_path: Path,
+) -> None:
+    run = EngineRequests(tmp_path)
+    change = EngineChange("2026-11-26T14:43:14+00:00", 28, "lost", 2, 0.0, 3, "it is gone")
+    run.record(change)
+    AskedRun(tmp_path, TWO)
+    run.clear()
+    assert not run.take()
+    assert read_changes(tmp_path) == [change]
+    assert str(change) == "engine 2 was lost (it is gone); 3 serve"
+
+
+def test_a_request_that_cannot_be_read_is_answered_with_the_reason(tmp_path: Path) -> None:
+    asked = AskedRun(tmp_path, TWO)
+    (path,) = (tmp_path / FOLDER).iterdir()
+    path.write_text('{"change": "add", "count": 0}')
+    assert not EngineRequests(tmp_path).take()
+    answer = asked.answer()
+    assert answer is not None
+    assert not answer.done
+    assert "greater than or equal to 1" in answer.text
