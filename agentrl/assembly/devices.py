@@ -38,7 +38,7 @@ async def open_cluster(config: RunConfig, logs: Path | None = None) -> AsyncIter
         ConfigError: there is no such cluster, or nothing fits on its devices.
     """
     engine = in_dtype_of(config.engine, config.trainer)
-    config = _trusting(config.model_copy(update={"engine": engine}))
+    config = _trusting(_keeping_kv(config.model_copy(update={"engine": engine})))
     if logs is not None and EngineSettingsOffers.of(engine.settings).log is None:
         file = str(logs / "{role}-{number}.log")
         config = _with_settings(config, {"engine": {"log": file}})
@@ -107,6 +107,13 @@ def _trusting(config: RunConfig) -> RunConfig:
     return _with_settings(
         config, dict.fromkeys(("engine", "trainer", "reference", "critic"), settings)
     )
+
+
+def _keeping_kv(config: RunConfig) -> RunConfig:
+    """The config whose engine keeps KV (`engine.kv_on_update`) no longer than a token may be
+    trained on.
+    """
+    return _with_settings(config, {"engine": {"kv_max_staleness": config.rollout.max_staleness}})
 
 
 def _on_engines(config: RunConfig, replicas: int) -> RunConfig:

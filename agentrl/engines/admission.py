@@ -1,4 +1,4 @@
-"""Shared by the engines: the checks of a request, and the setting for the KV cache at a weight
+"""Shared by the engines: the checks of a request, and the settings for the KV cache at a weight
 update.
 """
 
@@ -8,14 +8,24 @@ from typing import Literal
 from agentrl.errors import EngineError, FormatError
 from agentrl.protocols import GenerateRequest, ScoreRequest
 
-KvOnUpdate = Literal["recompute", "keep"]
-"""What a weight update does to the KV of requests in flight: recompute it, or keep what the old
-weights computed.
+KvOnUpdate = Literal["recompute", "keep", "reuse"]
+"""What a weight update does to KV that the old weights computed.
 
-Keeping it saves a prefill, but the rest of such a completion is sampled from a mixture of versions:
-its logprobs are those of the sampling distribution, and no plain forward pass reproduces them. In
-both modes, no other request is ever served KV of an older version.
+- `recompute`: it is dropped, and computed again for requests in flight.
+- `keep`: requests in flight keep theirs to their end, however old; no other request gets it.
+- `reuse`: each session keeps its own, in flight and between turns, until it is too old
+  (`KvChains`). What begins anew gets none of older weights. With a bound of 0 versions, this is
+  `recompute`.
+
+Kept KV saves a prefill, but what is sampled after it is sampled from a mixture of versions: its
+logprobs are those of the distribution that it was sampled from, and no plain forward pass of one
+version reproduces them.
 """
+
+
+def effective_kv_on_update(setting: KvOnUpdate, max_staleness: int) -> KvOnUpdate:
+    """What a setting means with a bound of so many versions: with 0, nothing is left to reuse."""
+    return "recompute" if setting == "reuse" and not max_staleness else setting
 
 
 def max_new_tokens(
@@ -93,4 +103,4 @@ def check_score(request: ScoreRequest, *, max_context: int, vocab_size: int | No
         )
 
 
-__all__ = ["KvOnUpdate", "check_score", "max_new_tokens"]
+__all__ = ["KvOnUpdate", "check_score", "effective_kv_on_update", "max_new_tokens"]

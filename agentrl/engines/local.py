@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import Field
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
-from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
+from agentrl.engines.admission import (
+    KvOnUpdate,
+    check_score,
+    effective_kv_on_update,
+    max_new_tokens,
+)
+from agentrl.engines.kv_chains import goes_on
 from agentrl.engines.precision import EngineDtype, resolve_dtype
 from agentrl.engines.slots import (
     Hold,
@@ -66,7 +72,7 @@ class _Live:
     """A live request. Once it has a `slot`, `tokens` are its prompt and sampled tokens.
 
     `cached`: how many of them, from the first on, have their KV in the slot.
-    `stale`: some of that KV was computed with older weights, so no other request may ever use it.
+    `oldest`: the oldest version of the weights that computed some of that KV.
     """
 
     request: GenerateRequest
@@ -76,7 +82,7 @@ class _Live:
     tokens: SlotTokens = field(default_factory=SlotTokens)
     slot: int = -1
     cached: int = 0
-    stale: bool = False
+    oldest: int = 0
     logprobs: list[float] = field(default_factory=list)
     supports: list[IntArray] = field(default_factory=list)
     experts: list[IntArray] = field(default_factory=list)
@@ -92,6 +98,7 @@ class _Live:
     def take(self, place: Place) -> None:
         """Occupy a slot."""
         self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
+        self.oldest = place.oldest
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         sampled = self.tokens.values[
@@ -134,8 +141,14 @@ class LocalEngine(Engine):
         prefix_cache: bool = True
         """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
         kv_on_update: KvOnUpdate = "recompute"
-        """What a weight update does to the KV of requests in flight: recompute it, or keep the old
-        KV.
+        """What a weight update does to the KV that the old weights computed: drop it, and recompute
+        that of requests in flight (`recompute`); keep it for these (`keep`); or keep that of each
+        session, in flight and between turns, within `rollout.max_staleness` (`reuse`,
+        [architecture.md](architecture.md#kv-over-a-weight-update)).
+        """
+        kv_max_staleness: int = Field(default=0, ge=0)
+        """How many versions older than the weights the KV may be that `reuse` keeps; in a run,
+        `rollout.max_staleness` sets it.
         """
         trust_remote_code: bool = False
         """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts
@@ -178,7 +191,8 @@ class LocalEngine(Engine):
         self._awake.set()
         self._arrivals = self._steps = 0
         self._later_turns = 0.0  # share of requests that are not the first turn of their session
-        self._generated = self._prefilled = self._cached = 0
+        self._kv_on_update = effective_kv_on_update(config.kv_on_update, config.kv_max_staleness)
+        self._generated = self._prefilled = self._cached = self._over_older_kv = 0
 
     @property
     def policy_version(self) -> int:
@@ -282,12 +296,17 @@ class LocalEngine(Engine):
         except Exception as error:  # the model now has a mix of old and new weights
             raise self._die(error) from error
         self._version = version
-        self._slots.forget_parked()
+        self._slots.forget_parked(self._oldest_reusable)
         for live in self._running.values():
-            if self._config.kv_on_update == "keep":
-                live.stale = live.cached > 0
-            else:
+            if self._kv_on_update != "keep" and live.oldest < self._oldest_reusable:
                 live.cached = 0  # all its tokens are recomputed before the next one is sampled
+
+    @property
+    def _oldest_reusable(self) -> int:
+        """The oldest version whose KV a later turn may use."""
+        return self._version - (
+            self._config.kv_max_staleness if self._kv_on_update == "reuse" else 0
+        )
 
     @property
     def weights(self) -> Mapping[str, "Tensor"]:
@@ -305,7 +324,7 @@ class LocalEngine(Engine):
         self._awake.clear()
         self._slots.forget_parked()
         for live in self._running.values():
-            live.cached, live.stale = 0, False  # all its tokens are recomputed
+            live.cached = 0  # all its tokens are recomputed
         freed_bytes = model.sleep()
         return freed_bytes if was_awake else None
 
@@ -326,6 +345,7 @@ class LocalEngine(Engine):
             kv_use=running
             # the share of slots in use: each has room for a whole context
             / self._config.max_batch,
+            older_kv_tokens=self._over_older_kv,
         )
 
     def _load(self) -> "PackedModel":
@@ -430,7 +450,12 @@ class LocalEngine(Engine):
             live.parks_seen = self._slots.parks
             if live.hashes is None:
                 live.hashes = prefix_hashes(request.prompt_ids)
-            place = self._slots.take_extended(request.prompt_ids, live.hashes)
+            place = self._slots.take_extended(
+                request.prompt_ids,
+                live.hashes,
+                session=request.session if goes_on(request) else "",
+                since=self._version,
+            )
         if place is None:
             return False
         live.take(place)
@@ -449,6 +474,8 @@ class LocalEngine(Engine):
         sampled = iter(model.step(list(rows.values())))
         finished = 0
         for live, row in rows.items():
+            if not live.cached:
+                live.oldest = self._version
             live.cached = row.stop
             if len(row.token_ids) > 1 or row.copied_from is not None:
                 self._prefilled += len(row.token_ids)
@@ -544,9 +571,12 @@ class LocalEngine(Engine):
         live = self._running.get(slot)
         if live is not None:
             after = rows[live].stop if live in rows else live.cached
-            return None if live.tokens is not tokens or live.stale else after
+            is_older = live.cached > 0 and live.oldest < self._version
+            return None if live.tokens is not tokens or is_older else after
         held = self._slots.parked(slot)
-        return held[1] if held is not None and held[0] is tokens else None
+        if held is None or held.tokens is not tokens or held.oldest < self._version:
+            return None
+        return held.cached
 
     def _append(self, live: _Live, drawn: "Drawn") -> bool:
         live.tokens.append(ints([drawn.token]))
@@ -555,6 +585,7 @@ class LocalEngine(Engine):
         live.experts.append(drawn.experts)
         live.versions.append(self._version)
         self._generated += 1
+        self._over_older_kv += live.oldest < self._version
         if drawn.token in live.request.sampling.stop_token_ids or (
             live.stops and live.stops.ends(drawn.token)
         ):
@@ -575,13 +606,18 @@ class LocalEngine(Engine):
 
     def _release(self, live: _Live) -> None:
         del self._running[live.slot]
-        reusable = self._config.prefix_cache and not live.stale
+        reusable = self._config.prefix_cache and live.oldest >= self._oldest_reusable
         # Held until that has cost, at most, what computing its prefix again would (the ski rental
         # rule), and less if requests rarely have a next turn.
         steps = round(self._later_turns * live.cached / _PREFILL_SHARE)
         hold = Hold(self._steps + steps, live.request.priority)
         self._slots.park(
-            live.slot, live.tokens, live.cached if reusable else 0, live.request.session, hold
+            live.slot,
+            live.tokens,
+            live.cached if reusable else 0,
+            live.request.session,
+            hold,
+            oldest=live.oldest,
         )
 
     def _check_newer(self, version: int) -> None:

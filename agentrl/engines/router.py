@@ -35,11 +35,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import numpy as np
-
-from agentrl.arrays import Ragged
 from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
+from agentrl.engines.continuation import joined, rest_of
 from agentrl.errors import (
     EngineDeadError,
     EngineError,
@@ -67,7 +65,6 @@ from agentrl.protocols import (
     Scores,
 )
 from agentrl.rollout.config import context_seconds
-from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightUpdate
 from agentrl.weights.shipment import DirectShipment
@@ -309,11 +306,11 @@ class Router(Engine):
         def ask(engine: Engine) -> Awaitable[Completion]:
             nonlocal interruptions
             interruptions = self._interruptions
-            return engine.generate(_rest_of(request, done) if done else request)
+            return engine.generate(rest_of(request, done) if done else request)
 
         while True:
             completion = await self._answered(suspect, "generate", ask, request.session)
-            completion = _joined(done, completion) if done else completion
+            completion = joined(done, completion) if done else completion
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
             # A weight update interrupted it: it continues from here, or begins again if the engine
@@ -1017,42 +1014,13 @@ def _sum_of(stats: Sequence[EngineStats]) -> EngineStats:
         sum(s.preemptions for s in stats),
         sum(s.proposed_tokens for s in stats),
         sum(s.accepted_tokens for s in stats),
+        sum(s.older_kv_tokens for s in stats),
     )
 
 
 def _requests(replica: _Replica) -> set[Suspect]:
     """What a replica works on."""
     return {call.request for call in replica.calls.values() if call.request is not None}
-
-
-def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
-    """The request for the tokens after `done`. Its positions start at 0 again, so it gets a new,
-    derived seed.
-    """
-    sampled = len(done.token_ids)
-    return replace(
-        request,
-        id=f"{request.id}+{sampled}",
-        prompt_ids=np.concatenate([request.prompt_ids, done.token_ids]),
-        sampling=request.sampling.model_copy(
-            update={"max_tokens": request.sampling.max_tokens - sampled}
-        ),
-        seed=derive_seed(request.seed, "rest", sampled) if sampled else request.seed,
-        resumed=request.resumed + sampled,
-    )
-
-
-def _joined(first: Completion, rest: Completion) -> Completion:
-    kept = first.support is not None or rest.support is not None
-    known = first.experts is not None or rest.experts is not None
-    return Completion(
-        np.concatenate([first.token_ids, rest.token_ids]),
-        np.concatenate([first.logprobs, rest.logprobs]),
-        np.concatenate([first.policy_versions, rest.policy_versions]),
-        rest.finish_reason,
-        Ragged.joined([first.support_of_each, rest.support_of_each]) if kept else None,
-        Ragged.joined([first.experts_of_each, rest.experts_of_each]) if known else None,
-    )
 
 
 def _give_up(replica: _Replica, reason: str) -> EngineDeadError:

@@ -52,12 +52,13 @@ class SlotTokens(GrowingInts):
 @dataclass(frozen=True, slots=True)
 class Place:
     """A slot that holds the KV of the first `cached` tokens of a prompt; `tokens` is the whole
-    prompt.
+    prompt. None of that KV was computed under an older version than `oldest`.
     """
 
     slot: Slot
     cached: int
     tokens: SlotTokens
+    oldest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class _Parked:
     session: str
     key: tuple[int, int]
     hold: Hold
+    oldest: int
 
     def is_held(self, against: Hold) -> bool:
         return self.hold.until > against.until and self.hold.priority <= against.priority
@@ -155,10 +157,18 @@ class SlotTable:
             return None
         parked = self._unpark(slot)
         parked.tokens.append(prompt[known:])
-        return Place(slot, parked.cached, parked.tokens)
+        return Place(slot, parked.cached, parked.tokens, parked.oldest)
 
-    def take_extended(self, prompt: IntArray, hashes: PrefixHashes | None = None) -> Place | None:
-        """Take the parked slot with the longest sequence that `prompt` extends, of any session.
+    def take_extended(
+        self,
+        prompt: IntArray,
+        hashes: PrefixHashes | None = None,
+        *,
+        session: str = "",
+        since: int = 0,
+    ) -> Place | None:
+        """Take the parked slot with the longest sequence that `prompt` extends: of this `session`,
+        or of any if none of its KV is older than the version `since`.
 
         `hashes`: what `prefix_hashes` returns for the prompt, if it is known.
         """
@@ -169,9 +179,11 @@ class SlotTable:
             if length >= len(prompt):  # at least one token must be computed, for its logits
                 continue
             for slot in self._by_key.get((length, int(prefixes[length - 1])), ()):
-                if np.array_equal(self._parked[slot].tokens.values[:length], prompt[:length]):
+                parked = self._parked[slot]
+                is_allowed = parked.oldest >= since or (session and parked.session == session)
+                if is_allowed and np.array_equal(parked.tokens.values[:length], prompt[:length]):
                     self._unpark(slot)
-                    return Place(slot, length, SlotTokens(prompt))
+                    return Place(slot, length, SlotTokens(prompt), parked.oldest)
         return None
 
     def take_any(self, prompt: IntArray, against: Hold = _NO_HOLD) -> Place:
@@ -187,34 +199,47 @@ class SlotTable:
         return Place(slot, 0, SlotTokens(prompt))
 
     def park(
-        self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "", hold: Hold = _NO_HOLD
+        self,
+        slot: Slot,
+        tokens: SlotTokens,
+        cached: int,
+        session: str = "",
+        hold: Hold = _NO_HOLD,
+        *,
+        oldest: int = 0,
     ) -> None:
-        """Release a slot that holds the KV of the first `cached` of `tokens`."""
+        """Release a slot that holds the KV of the first `cached` of `tokens`, none of it older than
+        the version `oldest`.
+        """
         if not cached:
             self._empty.append(slot)
             return
         self.parks += 1
-        parked = _Parked(tokens, cached, session, (cached, tokens.digest(cached)), hold)
+        key = (cached, tokens.digest(cached))
+        parked = _Parked(tokens, cached, session, key, hold, oldest)
         self._parked[slot] = parked
         if session:
             self._by_session[session] = slot
         self._by_key.setdefault(parked.key, []).append(slot)
         self._lengths[cached] = self._lengths.get(cached, 0) + 1
 
-    def forget_parked(self) -> None:
-        """Empty all parked slots, because their contents are out of date."""
-        self._empty.extend(sorted(self._parked, reverse=True))
-        self._parked.clear()
-        self._by_session.clear()
-        self._by_key.clear()
-        self._lengths.clear()
-
-    def parked(self, slot: Slot) -> tuple[SlotTokens, int] | None:
-        """The tokens of a parked slot, and of how many of them it holds the KV; None if it is not
-        parked.
+    def forget_parked(self, before: int | None = None) -> None:
+        """Empty the parked slots whose KV is, in part, of an older version than `before`; by
+        default all.
         """
+        outdated = [
+            slot
+            for slot, parked in self._parked.items()
+            if before is None or parked.oldest < before
+        ]
+        for slot in sorted(outdated, reverse=True):
+            self._unpark(slot)
+            self._empty.append(slot)
+
+    def parked(self, slot: Slot) -> Place | None:
+        """What a parked slot holds; None if it is not parked."""
         found = self._parked.get(slot)
-        return None if found is None else (found.tokens, found.cached)
+        return None if found is None else Place(slot, found.cached, found.tokens, found.oldest)
 
     def _slot_of(self, prompt: IntArray, session: str, known: int) -> Slot | None:
         slot = self._by_session.get(session)

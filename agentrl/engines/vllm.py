@@ -11,12 +11,15 @@ import socket
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
-from agentrl.engines.admission import check_score, max_new_tokens
+from agentrl.engines.admission import check_score, effective_kv_on_update, max_new_tokens
+from agentrl.engines.continuation import joined, rest_of
 from agentrl.engines.heartbeat import Heartbeat
+from agentrl.engines.kv_chains import Chain, KvChains
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.engines.vllm_environment import close_log, logging_to, quiet_imports
 from agentrl.engines.vllm_names import TESTED_MINOR
@@ -83,7 +86,11 @@ class VllmEngine(Engine):
         self._live: dict[str, asyncio.Event] = {}  # by request: set when its `generate` ends
         self._scoring: set[str] = set()
         self._begin_again: set[str] = set()
-        self._salt = "0"
+        self._kv_on_update = effective_kv_on_update(config.kv_on_update, config.kv_max_staleness)
+        reuses = self._kv_on_update == "reuse"
+        self._kv = KvChains(config.kv_max_staleness if reuses else 0)
+        self._chains: dict[str, Chain] = {}  # by live request
+        self._over_older_kv = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._staged: Shipment | None = None
         self._stream: WeightStream | None = None
@@ -155,12 +162,13 @@ class VllmEngine(Engine):
         ended = self._live[request.id] = asyncio.Event()
         try:
             completion = await self._generate(llm, request, max_new)
-            while request.id in self._begin_again:  # new weights came before its first token
+            while request.id in self._begin_again and completion.finish_reason == "abort":
                 self._begin_again.discard(request.id)
-                completion = await self._generate(llm, request, max_new)
+                completion = await self._rest(llm, request, completion, max_new)
             return completion
         finally:
             self._begin_again.discard(request.id)
+            self._chains.pop(request.id, None)
             del self._live[request.id]
             ended.set()
 
@@ -236,8 +244,9 @@ class VllmEngine(Engine):
         Requests in flight are frozen between two tokens. With `kv_on_update: recompute`, all KV is
         dropped: vLLM recomputes the KV of these requests under the new weights, and reuses no older
         prefix. With `keep`, nothing is dropped, and a request reuses a cached prefix only if both
-        began under the same version. An update that fails midway leaves weights of no known
-        version, so the engine refuses all work from then on.
+        began under the same version. With `reuse`, nothing is dropped, and a request reuses what
+        its session left, unless that is too old (`KvChains`). An update that fails midway leaves
+        weights of no known version, so the engine refuses all work from then on.
         """
         async with self._updating:
             llm = self._entered()
@@ -288,6 +297,7 @@ class VllmEngine(Engine):
             if self._asleep:
                 await self._unless_dead(llm, llm.wake_up())
                 self._asleep = False
+                self._kv.note_empty()
 
     async def probe(self) -> None:
         """See `Engine.probe`. A thread of each of vLLM's processes answers: the core's queue stands
@@ -314,6 +324,7 @@ class VllmEngine(Engine):
             counters.preempted,
             counters.proposed,
             counters.accepted,
+            self._over_older_kv,
         )
 
     async def _started(self) -> "AsyncLLM":
@@ -431,7 +442,8 @@ class VllmEngine(Engine):
         )
         # With this form of prompt, vLLM queues the request for the core without an await: any later
         # pause comes after it in that queue. The salt is part of each cached block's key.
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt)
+        chain = self._chains[request.id] = self._kv.begin(request)
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(chain.origin))
         output: Any = None
         read = stopped = 0  # tokens looked at, and those up to the one that completes a stop text
         try:
@@ -461,9 +473,26 @@ class VllmEngine(Engine):
         ):
             raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
         last = output.outputs[0]
-        if stopped:
-            return _completion(last, request, stopped, "stop")
-        return _completion(last, request, len(last.token_ids), last.finish_reason)
+        completion = (
+            _completion(last, request, stopped, "stop")
+            if stopped
+            else _completion(last, request, len(last.token_ids), last.finish_reason)
+        )
+        if self._kv_on_update != "recompute":
+            oldest = self._kv.oldest(chain, found_cached=bool(output.num_cached_tokens))
+            self._over_older_kv += int((completion.policy_versions > oldest).sum())
+        return completion
+
+    async def _rest(
+        self, llm: "AsyncLLM", request: GenerateRequest, done: Completion, max_new: int
+    ) -> Completion:
+        """The completion of a request that an update has ended, for the sake of its KV. It goes on
+        after the tokens that it has; an answer of a format begins again.
+        """
+        if request.format is not None or not len(done.token_ids):
+            return await self._generate(llm, request, max_new)
+        rest = replace(rest_of(request, done), id=request.id)
+        return joined(done, await self._generate(llm, rest, max_new - len(done.token_ids)))
 
     async def _scored(self, llm: "AsyncLLM", request: ScoreRequest) -> FloatArray | None:
         """The logprobs that the request asks for; None if it was aborted.
@@ -487,7 +516,8 @@ class VllmEngine(Engine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = tokens_input(ids[:-1] if full else ids, cache_salt=self._salt)
+        salt = str(self._kv.version)
+        prompt = tokens_input(ids[:-1] if full else ids, cache_salt=salt)
         output: Any = None
         try:
             async for latest in llm.generate(prompt, params, request.id):
@@ -558,14 +588,14 @@ class VllmEngine(Engine):
     async def _exchange(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        recompute = self._config.kv_on_update == "recompute"
+        recompute = self._kv_on_update == "recompute"
         # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache
         # drops all KV.
         await llm.pause_generation(mode="keep", clear_cache=recompute)
         if recompute and self._counters is not None:
             self._counters.cleared()
         else:
-            await self._salt_with(llm, version)
+            await self._end_outdated(llm, version)
         # A tied head is in the checkpoint only once; the trainer lists the same tensor under
         # another name too.
         names = [name for name in weights if name in self._shapes]
@@ -580,18 +610,26 @@ class VllmEngine(Engine):
         self._version = version
         await llm.resume_generation()
 
-    async def _salt_with(self, llm: "AsyncLLM", version: int) -> None:
+    async def _end_outdated(self, llm: "AsyncLLM", version: int) -> None:
         """Key cached blocks by `version` from now on. The core must be paused.
 
-        A request without a token yet starts over: otherwise it would reuse blocks of the previous
-        version, and store its own under that version.
+        A request without a token yet begins again: otherwise it could reuse blocks of the previous
+        version, and store its own under that version's key. One whose KV becomes too old to be
+        reused goes on from the tokens that it has, with KV of its own.
         """
-        self._salt = str(version)
-        untouched = [
-            state for state in llm.output_processor.request_states.values() if state.is_prefilling
+        self._kv.advance(version)
+        reuses = self._kv_on_update == "reuse"
+        outdated = [
+            state
+            for state in llm.output_processor.request_states.values()
+            if state.is_prefilling or (reuses and self._is_too_old(state.external_req_id))
         ]
-        self._begin_again |= self._live.keys() & {state.external_req_id for state in untouched}
-        await llm.abort([state.request_id for state in untouched], internal=True)
+        self._begin_again |= self._live.keys() & {state.external_req_id for state in outdated}
+        await llm.abort([state.request_id for state in outdated], internal=True)
+
+    def _is_too_old(self, request_id: str) -> bool:
+        chain = self._chains.get(request_id)
+        return chain is not None and self._kv.is_too_old(chain.origin)
 
     async def _end_all(self, llm: "AsyncLLM") -> None:
         live = list(self._live.values())

@@ -66,6 +66,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "vllm.inputs.engine:tokens_input": ("cache_salt",),
     "vllm.logprobs:FlatLogprobs": ("end_indices", "logprobs", "start_indices", "token_ids"),
     "vllm.outputs:CompletionOutput": ("weight_versions",),
+    "vllm.outputs:RequestOutput": ("num_cached_tokens",),
     "vllm.outputs:WeightVersionSpan": ("end", "start", "version"),
     "vllm.sampling_params:RequestOutputKind": ("CUMULATIVE", "FINAL_ONLY"),
     "vllm.sampling_params:SamplingParams": (

@@ -91,8 +91,14 @@ class VllmSettings(Settings):
     """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs.
     """
     kv_on_update: KvOnUpdate = "recompute"
-    """What a weight update does to the KV of requests in flight: recompute it, or keep the old
-    KV.
+    """What a weight update does to the KV that the old weights computed: drop it, and recompute
+    that of requests in flight (`recompute`); keep it for these (`keep`); or keep that of each
+    session, in flight and between turns, within `rollout.max_staleness` (`reuse`,
+    [architecture.md](architecture.md#kv-over-a-weight-update)).
+    """
+    kv_max_staleness: int = Field(default=0, ge=0)
+    """How many versions older than the weights the KV may be that `reuse` keeps; in a run,
+    `rollout.max_staleness` sets it.
     """
     structured_outputs: bool = False
     """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's

@@ -100,6 +100,9 @@ class EngineStats:
     """Tokens that speculative decoding has proposed."""
     accepted_tokens: int = 0
     """Proposed tokens that the model has accepted."""
+    older_kv_tokens: int = 0
+    """Sampled tokens that attended to KV of older weights than those that sampled them. An engine
+    that does not know how old a piece of its cache is counts it as being as old as it may be."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,11 +200,11 @@ class Engine(Protocol):
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Replace all weights at a token boundary. Requests in flight continue with the new ones.
 
-        Their KV cache is recomputed (unless `kv_on_update: keep` is set), so each later token's
-        logprob equals that of a plain forward pass of the new weights over all tokens before it. No
-        cached prefix of an older version is ever served to another request. After this returns,
-        every sampled token is stamped `version`. `weights` has Hugging Face names; tied weights may
-        be absent.
+        By default, their KV cache is recomputed, so each later token's logprob equals that of a
+        plain forward pass of the new weights over all tokens before it, and no cached prefix of an
+        older version is ever served. An engine's setting `kv_on_update` may say otherwise
+        (`KvOnUpdate` in agentrl/engines/admission.py). After this returns, every sampled token is
+        stamped `version`. `weights` has Hugging Face names; tied weights may be absent.
         """
         ...
 

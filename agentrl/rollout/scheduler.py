@@ -147,6 +147,7 @@ class Rollouts:
         self._batch: list[Group] = []  # that nothing has been recorded of yet
         self._accounts = RolloutAccounts(DiscardedSamples(keep_untrained))
         self._generated = 0  # tokens, when the metrics were last asked for
+        self._over_older_kv = 0
         pipeline = RewardPipeline.of(reward, config.deadlines.reward, config.retries)
         self._groups = GroupRunner(
             config,
@@ -304,6 +305,7 @@ class Rollouts:
             "generated_tokens": self._generated_tokens(),
         }
         metrics |= self._speculation.metrics(self._engine.stats())
+        metrics |= self._tokens_over_older_kv()
         for channel in self._flow.snapshot():
             name = f"channels/{channel.name.rpartition('/')[2]}"
             metrics[f"{name}/depth"] = float(channel.depth)
@@ -321,6 +323,13 @@ class Rollouts:
         """
         before, self._generated = self._generated, self._engine.stats().generated_tokens
         return float(max(0, self._generated - before))
+
+    def _tokens_over_older_kv(self) -> dict[str, float]:
+        """Those of them that were sampled over KV of older weights, once there have been any."""
+        before, self._over_older_kv = self._over_older_kv, self._engine.stats().older_kv_tokens
+        if not (before or self._over_older_kv):
+            return {}
+        return {"generated_tokens/older_kv": float(max(0, self._over_older_kv - before))}
 
     def take_untrained(self) -> list[tuple[Trajectory, Score]]:
         """Trajectories that ended since the last call and are not trained on: at most

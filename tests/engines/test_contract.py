@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import AsyncMock
@@ -21,7 +22,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.engines.local import LocalEngine
@@ -92,6 +93,23 @@ class Truth:
             name: p + 0.5 * p.std(correction=0) * torch.randn(p.shape, generator=generator)
             for name, p in self.base.items()
         }
+
+    def logits_over(self, spans: Sequence[tuple[Weights, Sequence[int]]]) -> Tensor:
+        """Logits after every token, if each span of tokens is computed by weights of its own, over
+        the KV that the spans before it have left.
+        """
+        cache, parts = DynamicCache(config=self._model.config), []
+        with torch.inference_mode():
+            for weights, tokens in spans:
+                answer = torch.func.functional_call(
+                    self._model,
+                    dict(weights),
+                    (torch.tensor([tokens]),),
+                    {"use_cache": True, "past_key_values": cache},
+                    tie_weights=True,
+                )
+                parts.append(answer.logits[0])
+        return torch.cat(parts)
 
     def sentinel(self, token: int) -> Weights:
         """Weights under which every token is followed by `token`: only its embedding is longer
@@ -403,6 +421,18 @@ def keeping(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served
     """Engines that keep the KV of requests in flight when weights change."""
     truth = truth_of(request.param, lively_dir)
     with Served(request.param(lively_dir, truth, kv_on_update="keep"), truth) as served:
+        yield served
+
+
+KV_BOUND = 2
+
+
+@pytest.fixture(scope="module", params=[ENGINES[0], *ENGINES[2:]])
+def reusing(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
+    """Engines that keep the KV of each session over two updates."""
+    truth = truth_of(request.param, lively_dir)
+    settings = {"kv_on_update": "reuse", "kv_max_staleness": KV_BOUND}
+    with Served(request.param(lively_dir, truth, **settings), truth) as served:
         yield served
 
 
@@ -1121,6 +1151,222 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(
     gaps = marked.gaps()
     assert len(gaps) > updates / 2
     assert (max(gaps) > 0.1) == keeps  # the old KV was kept indeed
+
+
+class Attended:
+    """Which version has computed the KV of each token of a session, as the rules of `reuse` say."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.versions: list[int] = []
+        """Of each token that has KV."""
+        self.over_older = 0
+        """Tokens that were sampled over KV of older versions than theirs."""
+
+    def logprobs(self, request: GenerateRequest, completion: Completion, cached: int) -> Tensor:
+        """Those of the sampled tokens, given how many of the prompt's tokens were found cached.
+
+        Those have the KV that they have. What computes the rest of the prompt, and each sampled
+        token, is the version that samples what comes next. All is computed again when the oldest
+        becomes too old.
+        """
+        tokens = [*request.prompt_ids.tolist(), *completion.token_ids.tolist()]
+        begin, expected = len(request.prompt_ids), []
+        self.versions = self.versions[:cached]
+        for end, group in groupby(
+            range(len(completion.token_ids)), lambda i: int(completion.policy_versions[i])
+        ):
+            sampled = [begin + index for index in group]
+            if min(self.versions, default=end) < end - KV_BOUND:
+                self.versions = []
+            self.versions += [end] * (sampled[-1] - len(self.versions))
+            self.over_older += len(sampled) * (min(self.versions) < end)
+            logits = self._served.truth.logits_over(self._spans(tokens))
+            logprobs = torch.log_softmax(logits[sampled[0] - 1 :], dim=-1)
+            expected.append(logprobs.gather(1, torch.tensor(tokens)[sampled][:, None])[:, 0])
+        return torch.cat(expected)
+
+    def _spans(self, tokens: Sequence[int]) -> list[tuple[Weights, list[int]]]:
+        spans = []
+        for version, places in groupby(range(len(self.versions)), lambda i: self.versions[i]):
+            spans.append((self._served.by_version[version], [tokens[i] for i in places]))
+        return spans
+
+
+@dataclass
+class Conversation:
+    """A session that is asked one turn after another, with nobody else there."""
+
+    served: Served
+    name: str
+    tokens: tuple[int, ...]
+    known: int = 0
+
+    def __post_init__(self) -> None:
+        self.attended = Attended(self.served)
+
+    async def turn(self, *new: int, max_tokens: int = 8, known: int | None = None) -> int:
+        """Ask the next turn, check its logprobs, and return how many of its tokens were cached."""
+        engine = self.served.engine
+        prompt = (*self.tokens, *new)
+        request = replace(
+            self.served.request(prompt, max_tokens, seed=len(prompt)),
+            session=self.name,
+            known=self.known if known is None else known,
+        )
+        before, older = engine.stats(), self.attended.over_older
+        completion = await engine.generate(request)
+        await self.served.catch_up()
+        after = engine.stats()
+        cached = after.cached_tokens - before.cached_tokens
+        expected = self.attended.logprobs(request, completion, cached)
+        # In float32, as everywhere here: sums in another order are the only difference.
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-3)
+        assert after.older_kv_tokens - before.older_kv_tokens == self.attended.over_older - older
+        if not (max(self.attended.versions) > min(self.attended.versions)):
+            self.served.assert_true(request, completion)
+        else:
+            assert self.served.error(request, completion, engine.policy_version) > 0.05
+        assert after.prefilled_tokens - before.prefilled_tokens == len(prompt) - cached
+        self.tokens = (*prompt, *completion.token_ids.tolist())
+        self.known = len(self.tokens)
+        return cached
+
+    @property
+    def reusable(self) -> int:
+        """How many tokens of the next turn can be cached. The last sampled one has no KV yet, and
+        vLLM caches whole blocks only.
+        """
+        have_kv = self.known - 1
+        is_vllm = isinstance(self.served.engine, VllmEngine)
+        return have_kv // _BLOCK * _BLOCK if is_vllm else have_kv
+
+
+_BLOCK = 128
+"""Tokens of a block of vLLM's cache on CPUs."""
+
+
+def test_between_turns_a_session_keeps_its_kv_over_updates_and_none_that_is_too_old(
+    reusing: Served,
+) -> None:
+    """No token of an unchanged prefix is computed again, and what is sampled over it is what the
+    old weights' KV and the new weights give.
+    """
+
+    async def main() -> None:
+        talk = Conversation(reusing, "talk", prompt_of(140, 3))
+        assert await talk.turn() == 0
+        for update in range(2 * KV_BOUND + 2):
+            await reusing.publish(reusing.truth.other(update))
+            # Of version v, it is kept over v + 1 and v + 2; from v + 3 on, all is of that.
+            expected = 0 if update % (KV_BOUND + 1) == KV_BOUND else talk.reusable
+            assert await talk.turn(7, 9) == expected
+            expected = talk.reusable
+            assert await talk.turn(11) == expected
+
+    reusing.run(main())
+
+
+def test_what_begins_anew_gets_no_kv_of_older_weights(reusing: Served) -> None:
+    async def main() -> None:
+        talks = [Conversation(reusing, f"{seed}", prompt_of(140, 20 + seed)) for seed in range(4)]
+        for talk in talks:
+            await talk.turn()
+        await reusing.publish(reusing.truth.other(1))
+        extended, equal, forked, replayed = talks
+        assert await Conversation(reusing, "other", extended.tokens).turn(5) == 0
+        assert await Conversation(reusing, "", prompt_of(140, 21)).turn() == 0
+        assert await Conversation(reusing, "another", prompt_of(140, 21)).turn() > 0
+        assert await equal.turn(5) > 0  # its own is still there
+        forked.attended.versions = []
+        assert await forked.turn(5, known=0) == 0
+        again = Conversation(reusing, replayed.name, prompt_of(140, 23))
+        assert await again.turn(5) == 0
+        await reusing.publish(reusing.truth.other(2))
+        expected = again.reusable
+        assert await again.turn(9) == expected
+
+    reusing.run(main())
+
+
+def test_an_interrupted_turn_goes_on_with_its_kv_after_an_update(reusing: Served) -> None:
+    """As with `weights.update=abort_resume`."""
+    prompt = prompt_of(130, 5)
+
+    async def main() -> None:
+        router = Router([reusing.engine], update="abort_resume")
+        async with router, asyncio.TaskGroup() as tasks:
+            request = replace(reusing.request(prompt, 60), session="interrupted")
+            before = reusing.engine.stats()
+            task = tasks.create_task(router.generate(request))
+            await reusing.tokens(5)
+            version = reusing.engine.policy_version + 1
+            await router.update_weights(reusing.truth.other(6), version)
+            reusing.by_version[version] = reusing.truth.other(6)
+        await reusing.catch_up()
+        completion, after = task.result(), reusing.engine.stats()
+        assert set(completion.policy_versions.tolist()) == {version - 1, version}
+        cached = after.cached_tokens - before.cached_tokens
+        assert cached >= 128
+        attended = Attended(reusing)
+        # What was not found is computed by the new weights: a block's rest, and the last token.
+        begun = int((completion.policy_versions == version - 1).sum())
+        attended.logprobs(request, _first(completion, begun), 0)
+        rest = replace(request, prompt_ids=[*prompt, *completion.token_ids[:begun].tolist()])
+        expected = attended.logprobs(rest, _first(completion, begun, after=True), cached)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs[begun:]), expected, rtol=0, atol=1e-3
+        )
+        older = after.older_kv_tokens - before.older_kv_tokens
+        assert older == attended.over_older == len(completion.token_ids) - begun
+
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("__aenter__", "__aexit__"):  # the engine has been entered, and stays so
+            patch.setattr(reusing.engine, method, AsyncMock())
+        reusing.run(main())
+
+
+def _first(completion: Completion, count: int, *, after: bool = False) -> Completion:
+    """The first tokens of a completion, or those after them."""
+    part = slice(count, None) if after else slice(count)
+    return Completion(
+        completion.token_ids[part],
+        completion.logprobs[part],
+        completion.policy_versions[part],
+        completion.finish_reason,
+    )
+
+
+def test_turns_in_flight_keep_their_kv_over_updates_until_it_is_too_old(reusing: Served) -> None:
+    async def main() -> list[Played]:
+        before = reusing.engine.stats().older_kv_tokens
+        async with reusing.players(
+            lambda i: reusing.request(prompt_of(7 + 5 * i, i), reusing.long, seed=i)
+        ) as played:
+            for seed in range(2 * KV_BOUND + 2):
+                await reusing.tokens(6 * MAX_BATCH)
+                await reusing.publish(reusing.truth.other(seed))
+        await reusing.catch_up()
+        nonlocal over_older
+        over_older = reusing.engine.stats().older_kv_tokens - before
+        return played
+
+    over_older = 0
+    played, expected = reusing.run(main()), 0
+    for request, completion in played:
+        assert len(completion.token_ids) == request.sampling.max_tokens
+        assert list(completion.policy_versions) == sorted(completion.policy_versions)
+        attended = Attended(reusing)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs),
+            attended.logprobs(request, completion, 0),
+            rtol=0,
+            atol=1e-3,
+        )
+        expected += attended.over_older
+    assert over_older == expected > 0
+    spans = [max(c.policy_versions) - min(c.policy_versions) for _, c in played]
+    assert max(spans) > KV_BOUND, "no KV became too old in mid-generation"
 
 
 async def scores_of(engine: Engine, requests: Sequence[ScoreRequest]) -> list[Scores]:
