@@ -48,9 +48,13 @@ class SimulatedEngineConfig(Settings):
     """Capacity of the KV cache in tokens; when it is full, the newest of the least urgent
     requests is preempted.
     """
-    kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """The context of running requests after a weight update: prefilled again (`recompute`) or not
-    (`keep`).
+    kv_on_update: Literal["recompute", "keep", "reuse"] = "recompute"
+    """The context of requests after a weight update: prefilled again (`recompute`); that of running
+    requests kept (`keep`); or that of each session kept, within `rollout.max_staleness` (`reuse`).
+    """
+    kv_max_staleness: int = Field(0, ge=0)
+    """How many versions older than the weights the KV may be that `reuse` keeps; in a simulation of
+    rollouts, `rollout.max_staleness` sets it.
     """
     lost: float = Field(0.0, ge=0, le=1)
     """Share of requests that are never answered, drawn by the request's seed. They occupy no

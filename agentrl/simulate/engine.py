@@ -19,12 +19,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 
 from agentrl.arrays import floats
-from agentrl.engines.admission import max_new_tokens
+from agentrl.engines.admission import effective_kv_on_update, max_new_tokens
+from agentrl.engines.kv_chains import goes_on
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.simulate.config import SimulatedEngineConfig
@@ -63,7 +64,7 @@ class _Live:
     origin: float = 0.0
     finish: float = 0.0
     made: int = 0  # tokens sampled up to the last update or preemption
-    kv_version: int = 0
+    kv_version: int = 0  # the oldest that its KV is of
     # (tokens sampled by then, version of the last ones).
     splits: list[tuple[int, int]] = field(default_factory=list)
 
@@ -72,12 +73,20 @@ class _Live:
         return self.request.priority, self.arrival
 
 
+class _Cached(NamedTuple):
+    """What a session has left in the cache: KV of so many tokens, none older than the version."""
+
+    tokens: int
+    version: int
+
+
 class SimulatedEngine(Engine):
     """An `Engine` on any loop's clock, cheap enough for millions of requests.
 
     Ends, interruptions, updates and cancellations take effect immediately; a token that is due at
     the moment of an update is sampled before it. A finished request leaves its KV for the next one
-    of its session, until the space is needed (least recently used first) or the weights change.
+    of its session, until the space is needed (least recently used first) or the weights change
+    (with `kv_on_update: reuse`, until they have changed too often).
 
     Args:
         config: The settings.
@@ -91,6 +100,9 @@ class SimulatedEngine(Engine):
     ) -> None:
         self._config = config or SimulatedEngineConfig()
         self._length_of = length_of or _drawn_by_seed(self._config)
+        self._kv_on_update = effective_kv_on_update(
+            self._config.kv_on_update, self._config.kv_max_staleness
+        )
         self._instant = (
             self._config.seconds_per_token == self._config.prefill_seconds_per_token == 0
         )
@@ -111,7 +123,7 @@ class SimulatedEngine(Engine):
             0  # sums over running requests, which give their KV without a loop: see `_held`
         )
         self._origins = 0.0
-        self._cached: OrderedDict[str, int] = OrderedDict()
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()
         self._cached_sum = 0
         self._timer: asyncio.TimerHandle | None = None
         self._troubles: list[asyncio.TimerHandle] = []
@@ -224,12 +236,19 @@ class SimulatedEngine(Engine):
             if made and live.state != "ended":
                 live.splits.append((made, self._version))
                 live.made = made
-        self._cached.clear()
-        self._cached_sum = 0
         self._version = version
-        if self._config.kv_on_update == "recompute":
-            self._recompute()
+        oldest = self._oldest_reusable
+        for session in [name for name, kept in self._cached.items() if kept.version < oldest]:
+            self._cached_sum -= self._cached.pop(session).tokens
+        if self._kv_on_update != "keep":
+            self._recompute(oldest)
             self._settle()
+
+    @property
+    def _oldest_reusable(self) -> int:
+        """The oldest version whose KV a later turn may use."""
+        reuses = self._kv_on_update == "reuse"
+        return self._version - (self._config.kv_max_staleness if reuses else 0)
 
     async def sleep(self) -> None:
         """See `Sleeper` (agentrl/placement/time_share.py): the token clock stops."""
@@ -245,7 +264,7 @@ class SimulatedEngine(Engine):
         self._state = "alive"
         self._cached.clear()
         self._cached_sum = 0
-        self._recompute()
+        self._recompute(self._version + 1)
         self._settle()
 
     def stats(self) -> EngineStats:
@@ -363,12 +382,12 @@ class SimulatedEngine(Engine):
     def _start(self, live: _Live) -> None:
         config = self._config
         self._num_waiting -= 1
+        live.kv_version = self._version
         cached = self._take_cached(live)
         context = live.prompt + live.made
         self._from_cache += cached
         self._prefilled += context - cached
         live.state = "running"
-        live.kv_version = self._version
         prefilled = self._clock + (context - cached) * config.prefill_seconds_per_token
         live.origin = prefilled - live.made * config.seconds_per_token
         self._running[live] = None
@@ -487,17 +506,21 @@ class SimulatedEngine(Engine):
         if not session or session not in self._cached:
             return 0
         self._evict()
-        tokens = self._cached.pop(session, 0)
-        self._cached_sum -= tokens
+        kept = self._cached.pop(session, _Cached(0, self._version))
+        self._cached_sum -= kept.tokens
+        if kept.version < self._version and not goes_on(live.request):
+            return 0
+        live.kv_version = kept.version
         # The last token of a prompt is computed: its output is the next token.
-        return min(tokens, live.prompt - 1)
+        return min(kept.tokens, live.prompt - 1)
 
     def _keep_cached(self, live: _Live, tokens: int) -> None:
         session = live.request.session
-        if not session or live.kv_version != self._version:
+        if not session or live.kv_version < self._oldest_reusable:
             return
-        self._cached_sum += live.prompt + tokens - self._cached.pop(session, 0)
-        self._cached[session] = live.prompt + tokens
+        before = self._cached.pop(session, None)
+        self._cached_sum += live.prompt + tokens - (before.tokens if before else 0)
+        self._cached[session] = _Cached(live.prompt + tokens, live.kv_version)
         self._evict()
 
     def _evict(self) -> None:
@@ -506,14 +529,16 @@ class SimulatedEngine(Engine):
             len(self._cached) > _SESSIONS
             or (capacity is not None and self._held() + self._cached_sum > capacity)
         ):
-            self._cached_sum -= self._cached.popitem(last=False)[1]
+            self._cached_sum -= self._cached.popitem(last=False)[1].tokens
 
-    def _recompute(self) -> None:
-        """Drop the KV of running requests; each continues from the same token when its KV is
-        computed again.
+    def _recompute(self, before: int) -> None:
+        """Drop the KV of running requests that is of an older version than `before`; each continues
+        from the same token when its KV is computed again.
         """
         config = self._config
         for live in self._running:
+            if live.kv_version >= before:
+                continue
             context = live.prompt + live.made
             sampled = live.made * config.seconds_per_token
             ready = (

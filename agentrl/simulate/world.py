@@ -130,9 +130,10 @@ class World:
 
     async def _main(self) -> Report:
         simulation, report, events = self.simulation, Report(steps=self.steps), EventLog()
-        engines = [
-            SimulatedEngine(simulation.engine, self.length_of) for _ in range(simulation.engines)
-        ]
+        served = simulation.engine.model_copy(
+            update={"kv_max_staleness": self.rollout.max_staleness}
+        )
+        engines = [SimulatedEngine(served, self.length_of) for _ in range(simulation.engines)]
         envs = SimulatedEnvs(simulation.env, self.seed, self.plan_of)
         host = EnvPool({"simulated": envs}, self.rollout.deadlines)
         with Ledger(self.ledger) as ledger:

@@ -52,7 +52,7 @@ def random_world(seed: int, **changes: object) -> World:
         slowdown=rng.choice([0.0, 1.0]),
         knee=4,
         answer_tokens=Lognormal(median=5, sigma=rng.choice([0.2, 0.6, 1.0, 1.4]), cap=60),
-        kv_on_update=rng.choice(["keep", "recompute"]),
+        kv_on_update=rng.choice(["keep", "recompute", "reuse"]),
     )
     env = SimulatedEnvsConfig(
         turns=Lognormal(median=2, sigma=0.4, cap=4),

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -314,6 +314,22 @@ def test_no_prefix_of_older_weights_is_served_to_a_later_turn(
     assert played(tested, first, second, updates=[5.5])[1].ended == close(second_ended, abs=1e-3)
 
 
+def test_a_reused_prefix_and_kv_in_flight_are_computed_again_when_they_are_too_old() -> None:
+    def ended(*updates: float, known: int = 30) -> list[float]:
+        tested = engine(prefill_seconds_per_token=0.1, kv_on_update="reuse", kv_max_staleness=1)
+        first = (0.0, request(10, name="0", prompt=20, session="episode"))
+        later = replace(request(10, name="1", prompt=40, session="episode"), known=known)
+        return [each.ended for each in played(tested, first, (100.0, later), updates=updates)]
+
+    assert ended(50.0) == [close(12.0, abs=1e-3), close(111.0, abs=1e-3)]
+    assert ended(50.0, 60.0) == [close(12.0, abs=1e-3), close(114.0, abs=1e-3)]
+    assert ended(50.0, known=0)[1] == close(114.0, abs=1e-3)  # it begins anew
+    assert ended(105.5)[1] == close(111.0, abs=1e-3)
+    assert ended(50.0, 60.0, 105.5)[1] == close(114.0, abs=1e-3)
+    # Of 40 tokens and 4 sampled ones, the KV of version 0 is given up at version 2.
+    assert ended(50.0, 105.5)[1] == close(111.0 + 4.4, abs=1e-3)
+
+
 def test_idle_prefixes_leave_the_cache_least_recently_used_first() -> None:
     async def main() -> tuple[int, int]:
         async with engine(kv_tokens=100, max_context=100) as tested:
@@ -517,7 +533,7 @@ def test_wrong_requests_and_settings_are_refused() -> None:
     seed=st.integers(0, 10_000),
     slots=st.integers(1, 5),
     kv=st.sampled_from([None, 60, 200]),
-    kv_on_update=st.sampled_from(["recompute", "keep"]),
+    kv_on_update=st.sampled_from(["recompute", "keep", "reuse"]),
 )
 def test_every_sampled_token_reaches_its_caller_or_is_counted_as_cancelled(
     seed: int, slots: int, kv: int | None, kv_on_update: str
@@ -531,6 +547,7 @@ def test_every_sampled_token_reaches_its_caller_or_is_counted_as_cancelled(
         knee=2,
         prefill_seconds_per_token=0.2,
         kv_on_update=kv_on_update,
+        kv_max_staleness=1,
     )
     answered: list[Completion] = []
 
