@@ -110,10 +110,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "All tokens that the engines sampled since the last step, those for later steps"
             " included."
         ),
-        "generated_tokens/older_kv": (
-            "Those of them that were sampled over KV of older weights than their own"
-            " (`engine.kv_on_update`). Their logprobs are those that they were sampled with, of"
-            " weights of several versions. Only if any."
+        "older_kv_tokens": (
+            "Tokens since the last step that were sampled over KV of older weights than their own"
+            " (`engine.kv_on_update`); vLLM's count when their answer ends. Their logprobs are"
+            " those that they were sampled with, of weights of several versions. Only if any."
         ),
         "failed_tasks": "Tasks of the run so far that failed after all retries.",
     },

@@ -325,11 +325,11 @@ class Rollouts:
         return float(max(0, self._generated - before))
 
     def _tokens_over_older_kv(self) -> dict[str, float]:
-        """Those of them that were sampled over KV of older weights, once there have been any."""
+        """The tokens that were sampled over KV of older weights, once there have been any."""
         before, self._over_older_kv = self._over_older_kv, self._engine.stats().older_kv_tokens
         if not (before or self._over_older_kv):
             return {}
-        return {"generated_tokens/older_kv": float(max(0, self._over_older_kv - before))}
+        return {"older_kv_tokens": float(max(0, self._over_older_kv - before))}
 
     def take_untrained(self) -> list[tuple[Trajectory, Score]]:
         """Trajectories that ended since the last call and are not trained on: at most

@@ -65,6 +65,7 @@ class _Live:
     finish: float = 0.0
     made: int = 0  # tokens sampled up to the last update or preemption
     kv_version: int = 0  # the oldest that its KV is of
+    compared: int = 0  # tokens whose version has been compared with that
     # (tokens sampled by then, version of the last ones).
     splits: list[tuple[int, int]] = field(default_factory=list)
 
@@ -129,6 +130,7 @@ class SimulatedEngine(Engine):
         self._troubles: list[asyncio.TimerHandle] = []
         self._state: Literal["new", "alive", "asleep", "hung", "dead"] = "new"
         self._generated = self._prefilled = self._from_cache = self._preemptions = 0
+        self._over_older_kv = 0
         self._slot_seconds = 0.0
         self.cancelled_tokens = 0
         """Tokens sampled for requests that were cancelled, or that died with the engine: in no
@@ -234,6 +236,7 @@ class SimulatedEngine(Engine):
         for live in self._live.values():
             made = self._made(live)
             if made and live.state != "ended":
+                self._compare_with_kv(live, made)
                 live.splits.append((made, self._version))
                 live.made = made
         self._version = version
@@ -280,6 +283,12 @@ class SimulatedEngine(Engine):
             cached_tokens=self._from_cache,
             kv_use=min(1.0, max(0.0, self._held() / capacity)) if capacity else 0.0,
             preemptions=self._preemptions,
+            older_kv_tokens=self._over_older_kv
+            + sum(
+                self._made(live) - live.compared
+                for live in self._running
+                if live.kv_version < self._version
+            ),
         )
 
     def _check_alive(self) -> None:
@@ -401,6 +410,7 @@ class SimulatedEngine(Engine):
     def _preempt(self, live: _Live) -> None:
         self._preemptions += 1
         live.made = self._made(live)
+        self._compare_with_kv(live, live.made)
         self._stop(live)
         self._queue(live)
         self._sort_by_finish()  # removes its entry: it will get a new one
@@ -441,6 +451,7 @@ class SimulatedEngine(Engine):
             self._stop(live)
         elif live.state == "waiting":
             self._num_waiting -= 1
+        self._compare_with_kv(live, tokens)
         live.state = "ended"
         live.made = tokens
         self._generated += tokens
@@ -463,6 +474,12 @@ class SimulatedEngine(Engine):
         if self._config.seconds_per_token == 0:
             return live.length if passed >= 0 else live.made
         return min(live.length, max(live.made, int(passed / self._config.seconds_per_token)))
+
+    def _compare_with_kv(self, live: _Live, made: int) -> None:
+        """Count the tokens since the last call if they were sampled over older KV."""
+        if live.kv_version < self._version:
+            self._over_older_kv += made - live.compared
+        live.compared = made
 
     def _sort_by_finish(self) -> None:
         self._finishing = [(live.finish, live.arrival, live) for live in self._running]
@@ -544,6 +561,7 @@ class SimulatedEngine(Engine):
             ready = (
                 min(live.origin + sampled, self._clock) + context * config.prefill_seconds_per_token
             )
+            self._compare_with_kv(live, self._made(live))
             self._origins += ready - sampled - live.origin
             live.origin = ready - sampled
             live.finish = live.origin + live.length * config.seconds_per_token

@@ -231,6 +231,24 @@ def test_each_engine_of_a_run_logs_to_a_file_of_its_own(tmp_path: Path) -> None:
     assert logs == [f"{tmp_path}/logs/frozen-engine-{number}.log" for number in (0, 1)]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "local"])
+@pytest.mark.parametrize(("bound", "means"), [(0, "recompute"), (3, "reuse")])
+def test_kv_is_reused_as_long_as_a_token_may_be_trained_on(
+    engine: str, bound: int, means: str, tmp_path: Path
+) -> None:
+    config = loaded(
+        f"engine={engine}", "engine.kv_on_update=reuse", f"rollout.max_staleness={bound}"
+    )
+
+    async def main() -> None:
+        async with open_cluster(config) as placed:
+            (factory,) = placed.cluster.engines(placed.config.engine, tmp_path)
+            made: Any = factory()
+            assert (made._config.kv_max_staleness, made._kv_on_update) == (bound, means)
+
+    asyncio.run(main())
+
+
 @pytest.mark.vllm
 def test_a_start_that_fails_names_the_file_in_which_vllm_says_why(
     tiny_model_dir: Path, tmp_path: Path

@@ -22,11 +22,13 @@ from agentrl.flow import now, run_virtual
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import Env, GenerateRequest
+from agentrl.rollout.config import RolloutConfig
 from agentrl.settings.sampling import SamplingParams
-from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig
+from agentrl.simulate.config import SimulatedEngineConfig, SimulatedEnvsConfig, SimulationConfig
 from agentrl.simulate.engine import FILLER, SimulatedEngine
 from agentrl.simulate.env import EpisodePlan, SimulatedCrashError, SimulatedEnvs
 from agentrl.simulate.latency import Constant, Latency, Lognormal, Normal, Pareto, Uniform
+from agentrl.simulate.world import Report, World
 from agentrl.trajectory import Completion
 from tests.properties import examples
 
@@ -315,19 +317,44 @@ def test_no_prefix_of_older_weights_is_served_to_a_later_turn(
 
 
 def test_a_reused_prefix_and_kv_in_flight_are_computed_again_when_they_are_too_old() -> None:
-    def ended(*updates: float, known: int = 30) -> list[float]:
+    def second(*updates: float, known: int = 30) -> tuple[float, int]:
+        """When the second turn ends, and how many of its tokens are sampled over older KV."""
         tested = engine(prefill_seconds_per_token=0.1, kv_on_update="reuse", kv_max_staleness=1)
         first = (0.0, request(10, name="0", prompt=20, session="episode"))
         later = replace(request(10, name="1", prompt=40, session="episode"), known=known)
-        return [each.ended for each in played(tested, first, (100.0, later), updates=updates)]
+        answers = played(tested, first, (100.0, later), updates=updates)
+        return round(answers[1].ended, 2), tested.stats().older_kv_tokens
 
-    assert ended(50.0) == [close(12.0, abs=1e-3), close(111.0, abs=1e-3)]
-    assert ended(50.0, 60.0) == [close(12.0, abs=1e-3), close(114.0, abs=1e-3)]
-    assert ended(50.0, known=0)[1] == close(114.0, abs=1e-3)  # it begins anew
-    assert ended(105.5)[1] == close(111.0, abs=1e-3)
-    assert ended(50.0, 60.0, 105.5)[1] == close(114.0, abs=1e-3)
-    # Of 40 tokens and 4 sampled ones, the KV of version 0 is given up at version 2.
-    assert ended(50.0, 105.5)[1] == close(111.0 + 4.4, abs=1e-3)
+    assert second() == (111.0, 0)
+    assert second(50.0) == (111.0, 10)
+    assert second(50.0, 60.0) == (114.0, 0)  # too old
+    assert second(50.0, known=0) == (114.0, 0)  # it begins anew
+    assert second(105.5) == (111.0, 6)
+    assert second(50.0, 60.0, 105.5) == (114.0, 9)
+    # The KV of version 0 is given up at version 2: of 40 tokens, and 4 sampled ones.
+    assert second(50.0, 105.5) == (115.4, 4)
+
+
+def test_a_run_that_reuses_kv_within_its_bound_is_faster_and_counts_what_was_sampled_over_it() -> (
+    None
+):
+    def run(kv_on_update: str, max_staleness: int) -> Report:
+        served = {"kv_on_update": kv_on_update, "prefill_seconds_per_token": 0.01, "slots": 16}
+        simulation = SimulationConfig.model_validate(
+            {"engine": served, "train_seconds": {"kind": "constant", "value": 2.0}}
+        )
+        rollout = RolloutConfig.model_validate(
+            {"groups_per_step": 2, "group_size": 4, "max_staleness": max_staleness}
+        )
+        return World(rollout, simulation, steps=6, goes_on=True).run()
+
+    name = "older_kv_tokens"
+    reused, recomputed, none_older = run("reuse", 2), run("recompute", 2), run("reuse", 0)
+    assert 0 < reused.metrics[name] <= reused.metrics["generated_tokens"]
+    assert name not in recomputed.metrics
+    assert name not in none_older.metrics
+    assert reused.seconds < recomputed.seconds
+    assert none_older.seconds == run("recompute", 0).seconds
 
 
 def test_idle_prefixes_leave_the_cache_least_recently_used_first() -> None:
