@@ -30,6 +30,8 @@ class KvChains:
 
     An engine whose cache is shared by all requests uses the origin as part of the cache's keys.
     Only chains of this origin have such keys, so whatever a request finds is no older than that.
+    (Keys by epochs, `version // (max_staleness + 1)`, would keep the bound too, but at each border
+    take the KV of episodes in the middle of their life.)
     """
 
     def __init__(self, max_staleness: int) -> None:

@@ -820,6 +820,7 @@ def test_weights_that_change_in_mid_generation_change_every_token_after_and_none
         return played
 
     played = served.run(main())
+    assert served.engine.stats().older_kv_tokens == 0
     for request, completion in played:
         served.assert_true(request, completion)
         assert list(completion.policy_versions) == sorted(completion.policy_versions)
@@ -1151,6 +1152,12 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(
     gaps = marked.gaps()
     assert len(gaps) > updates / 2
     assert (max(gaps) > 0.1) == keeps  # the old KV was kept indeed
+    older = sum(
+        int((completion.policy_versions > completion.policy_versions[0]).sum())
+        for _, completion in marked.played
+    )
+    counted = engine.stats().older_kv_tokens
+    assert older <= counted if keeps else counted == 0  # those of cancelled callers too
 
 
 class Attended:
