@@ -53,7 +53,7 @@ def pytest_sessionfinish() -> None:
 BOTH_CORES = ("cluster/test_chaos.py", "cluster/test_ray_nodes.py")
 ON_RAY = (
     "cluster/test_ray_placement.py",
-    "weights/test_ray_store.py",
+    "weights/test_receiver.py",
     "cluster/test_workers.py",
     "engines/test_contract.py",
 )

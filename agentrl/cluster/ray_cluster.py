@@ -16,6 +16,7 @@ from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_node import RayNode, watched
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, node_of, reserved
+from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.cluster.workers import ClusterSettings, EngineFactory, StartWorker
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError, StallError
@@ -50,6 +51,7 @@ class RayCluster:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._placement: RayPlacement = self._unplaced()
+        self._receivers = RayReceivers()
         self._open = AsyncExitStack()
 
     @property
@@ -77,6 +79,7 @@ class RayCluster:
         join_ray(self.config.address)
         node = self._open.enter_context(RayNode.joined())
         await self._open.enter_async_context(watched(node.death))
+        self._open.push_async_callback(self._receivers.close)
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -89,7 +92,9 @@ class RayCluster:
         places = [self._placement.options("engine", number, count) for number in range(count)]
         engines = [with_log_of(chosen, number=str(number)) for number in range(count)]
         return [
-            EngineFactory(partial(RayEngine, engine, model, options), node_of(options))
+            EngineFactory(
+                partial(RayEngine, engine, model, options, self._receivers), node_of(options)
+            )
             for engine, options in zip(engines, places, strict=True)
         ]
 
@@ -102,7 +107,8 @@ class RayCluster:
         """
         engine = with_log_of(chosen, number=str(number))
         async with self._placement.another("engine", number) as place:
-            yield EngineFactory(partial(RayEngine, engine, model, place.options), place.node)
+            make = partial(RayEngine, engine, model, place.options, self._receivers)
+            yield EngineFactory(make, place.node)
 
     def gpus(self) -> Inventory | None:
         """See `Cluster`."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.cluster.ray_process import RayProcess, end, work_in
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
+from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.cluster.workers import PLACE_SECONDS
-from agentrl.errors import EngineDeadError, EngineError, WeightsError
+from agentrl.errors import EngineDeadError, EngineError
 from agentrl.plugins import Component
 from agentrl.protocols import (
     Engine,
@@ -21,9 +22,8 @@ from agentrl.protocols import (
     Scores,
 )
 from agentrl.trajectory import Completion
-from agentrl.weights.bundle import Manifest, WeightBundle
+from agentrl.weights.bundle import WeightBundle
 from agentrl.weights.shipment import shipment_of
-from agentrl.weights.transports.ray_store import RayReceiver, forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,6 @@ class _EngineHost:
         return RayProcess.own()
 
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
-        self._receiver = RayReceiver()
         self._prompts = HeldPrompts()
         self._begun: set[int] = set()
         self._one_begins = asyncio.Condition()
@@ -100,27 +99,16 @@ class _EngineHost:
         return self._report()
 
     async def misses(self, bundle: WeightBundle) -> bool:
-        return self._receiver.missing(bundle)
-
-    async def take(self, manifest: Manifest, file: str, content: Any) -> None:
-        await self._receiver.take(manifest, file, content)
-
-    async def taken(self, manifest: Manifest) -> None:
-        await self._receiver.finish(manifest)
+        """True if this machine cannot read the bundle where it lies."""
+        return not bundle.folder.is_dir()
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
         if EngineOffers.of(self._engine).stages_weights:
-            try:
-                await self._engine.stage_weights(self._receiver.local(weights), version)
-            except WeightsError:
-                await self._receiver.keep_only(None)  # so that another attempt sends them again
-                raise
+            await self._engine.stage_weights(weights, version)
         return self._report()
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
-        here = self._receiver.local(weights)
-        await self._engine.update_weights(here, version)
-        await self._receiver.keep_only(here)
+        await self._engine.update_weights(weights, version)
         return self._report()
 
     async def sleep(self) -> int | None:
@@ -142,19 +130,26 @@ class _EngineHost:
 
     async def close(self) -> None:
         await self._engine.__aexit__(None, None, None)
-        self._receiver.close()
 
     def _report(self) -> _Report:
         return _Report(self._engine.policy_version, self._engine.stats())
 
 
 class RayEngine(Engine):
-    """`Engine` whose model is in a Ray actor; `options` are the actor's Ray options.
+    """`Engine` whose model is in a Ray actor; `options` are the actor's Ray options. `receivers`
+    bring bundles to the machines that cannot read them where they lie.
 
     `stats` are those of the last answer; requests sent since then are counted as waiting.
     """
 
-    def __init__(self, chosen: Component, model: Path, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        chosen: Component,
+        model: Path,
+        options: Mapping[str, Any],
+        receivers: RayReceivers,
+    ) -> None:
+        self._receivers = receivers
         self._chosen = chosen
         self._model = model
         self._options = options
@@ -202,6 +197,7 @@ class RayEngine(Engine):
 
     async def __aexit__(self, *exc: object) -> None:
         """Ask the engine to close, then kill its actor in any case."""
+        self._receivers.forget(self)
         if self._actor is None:
             return
         try:
@@ -254,16 +250,24 @@ class RayEngine(Engine):
         self._latest = await _answer_of(self._running.interrupt.remote(frozenset(self._asked)))
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.stage_weights`. If the actor's machine can read a bundle's folder, only its
-        path is sent.
-        """
-        await forward(shipment_of(weights), self._call)
-        await self._send_weights(self._running.stage_weights, weights, version)
+        """See `Engine.stage_weights`. Of a bundle, only the path is sent."""
+        readable = await self._readable(weights)
+        await self._send_weights(self._running.stage_weights, readable, version)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine`."""
-        await forward(shipment_of(weights), self._call)
-        await self._send_weights(self._running.update_weights, weights, version)
+        readable = await self._readable(weights)
+        await self._send_weights(self._running.update_weights, readable, version)
+        await self._receivers.keep_only(shipment_of(weights).checksum, self)
+
+    async def _readable(self, weights: Mapping[str, "Tensor"]) -> Mapping[str, "Tensor"]:
+        """The weights where the actor's machine can read them: a copy there, if they are a bundle
+        whose folder it does not see.
+        """
+        if not isinstance(weights, WeightBundle) or not await self._call("misses", weights):
+            return weights
+        assert self._process is not None
+        return await self._receivers.bring(weights, self._process.node, self)
 
     async def _send_weights(
         self, method: Any, weights: Mapping[str, "Tensor"], version: int

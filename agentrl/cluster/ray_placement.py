@@ -37,6 +37,10 @@ _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
 """Roles that a map does not name, and the role whose devices each of them shares."""
 
 
+_WRITES = "trainer"
+"""The role whose ranks write the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActorPlace:
     """The place of an actor: its Ray options, and its node. Equal for two that share one."""
@@ -49,9 +53,10 @@ class Unplaced:
     """The placement of workers that need no GPU: the ranks of a role go to the live nodes in
     turn.
 
-    The first role begins with the first node, the second role with the second, and so on; a
-    replacement goes to the next node. Ray's own strategy "SPREAD" is not used: each node spreads
-    only the actors requested from it, so that all actors of a run can end up on one node.
+    The trainer begins with this process's node, so that a rank of it can write the weights there;
+    the first other role begins with the next node, and so on; a replacement goes to the next node.
+    Ray's own strategy "SPREAD" is not used: each node spreads only the actors requested from it, so
+    that all actors of a run can end up on one node.
 
     `inherits`: the nodes have this process's environment.
     """
@@ -76,8 +81,10 @@ class Unplaced:
         }
         if not cores:
             raise NodeDiedError(f"Ray's node died; {RESUME}: no node of the cluster is alive")
-        alive = sorted(cores)
-        turn = self._roles.setdefault(role, len(self._roles)) + rank + self._started[role, rank]
+        own = ray.get_runtime_context().get_node_id()
+        alive = sorted(cores, key=lambda node: (node != own, node))
+        first = 0 if role == _WRITES else self._roles.setdefault(role, len(self._roles) + 1)
+        turn = first + rank + self._started[role, rank]
         self._started[role, rank] += 1
         # Soft: if the node is lost before the actor starts, Ray takes another.
         node = alive[turn % len(alive)]

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, WeightsError
 from agentrl.settings.base import Settings
+from agentrl.weights.check_record import was_checked
 from agentrl.weights.low_rank import Factors, LowRank, weight_files
 from agentrl.weights.shipment import Shipment
 
@@ -61,6 +62,11 @@ class Manifest(Settings):
     def size(self) -> int:
         """Bytes of all buckets."""
         return sum(bucket.size for bucket in self.buckets)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files of all buckets."""
+        return tuple(bucket.file for bucket in self.buckets)
 
     def sealed(self) -> "Manifest":
         """A copy with the correct checksum."""
@@ -116,6 +122,8 @@ class WeightBundle(Shipment):
         """
         if self.manifest.sealed() != self.manifest:
             raise WeightsError(f"the manifest of the weights in {self.folder} is damaged")
+        if was_checked(self.folder, self.checksum, self.manifest.files):
+            return
         for bucket in self.manifest.buckets:
             path = self.folder / bucket.file
             try:
@@ -270,14 +278,23 @@ class BundlePlace:
         ).sealed()
         return self.finish(manifest)
 
-    def put(self, file: str, content: bytes | memoryview) -> None:
-        """Write a file of a bundle from another machine. When all files are there, call `finish`.
+    def add(self, bucket: Bucket, content: memoryview, *, is_last: bool) -> None:
+        """Add the next piece of one of the files of a bundle on another machine, and check the
+        whole file after the last piece. When all files are there, call `finish`.
 
         Raises:
             OSError: it cannot be written.
+            WeightsError: the file is damaged.
         """
         self._unfinished.mkdir(exist_ok=True)
-        (self._unfinished / file).write_bytes(content)
+        path = self._unfinished / bucket.file
+        with path.open("ab") as file:
+            file.write(content)
+        if is_last and (found := _file_checksum(path)) != bucket.checksum:
+            raise WeightsError(
+                f"published weights were damaged on their way: {path} has checksum {found} instead"
+                f" of {bucket.checksum}"
+            )
 
     def finish(self, manifest: Manifest) -> WeightBundle:
         """Make a bundle of the files that are there: the folder appears. Each reader checks the

@@ -15,6 +15,7 @@ from agentrl.cluster.call_sender import CallSender
 from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.ray_actors import RayWorker
 from agentrl.cluster.ray_engine import RayEngine
+from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.errors import WorkerDiedError
 
 LEASE = 30.0
@@ -82,7 +83,7 @@ def test_arguments_for_an_actor_are_pickled_beside_the_loop_in_the_order_of_the_
 def test_tensors_for_an_engine_are_pickled_beside_the_loop(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     needy, actor = Needy(), Actor()
-    engine = RayEngine(cast(Any, None), tmp_path, {})
+    engine = RayEngine(cast(Any, None), tmp_path, {}, RayReceivers())
     engine._actor = actor
 
     async def main() -> None:

@@ -363,13 +363,13 @@ def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
 
 def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     from agentrl.cluster.ray_placement import Unplaced
+    from agentrl.cluster.ray_receivers import RayReceivers
     from tests.cluster.shared_ray import join_shared_ray
 
     join_shared_ray()
     config = LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings)
-    return RayEngine(
-        Component("local", LocalEngine, config), folder, Unplaced().options("engine", 0)
-    )
+    options = Unplaced().options("engine", 0)
+    return RayEngine(Component("local", LocalEngine, config), folder, options, RayReceivers())
 
 
 class _EngineOverHttp(OpenAIEngine):

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from agentrl.errors import (
     EngineError,
     LethalRequestError,
     StallError,
+    WeightsError,
 )
 from agentrl.flow import Flow, deadline, now, run_virtual
 from agentrl.flow.suspicion import LETHAL_DEATHS
@@ -388,6 +389,39 @@ def test_weights_that_no_engine_takes_are_not_those_of_an_engine_that_is_restart
                 await router.update_weights({}, 2)
             await asyncio.sleep(100)
             assert router.policy_version == 1
+
+    run_virtual(main)
+
+
+def test_a_starting_engine_whose_weights_are_removed_for_the_next_version_takes_that():
+    made: list[int] = []
+
+    class Slow(ScriptedEngine):
+        async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+            await asyncio.sleep(20)
+            if version == 1:
+                raise WeightsError("its files are gone")
+            await super().update_weights(weights, version)
+
+    class Dying(ScriptedEngine):
+        async def score(self, request: ScoreRequest) -> Scores:
+            raise EngineDeadError("out of memory")
+
+    def replacement(number: int) -> Slow:
+        made.append(number)
+        return Slow(lambda tokens: [0.0, 1.0])
+
+    async def main() -> None:
+        engines = [Dying(lambda tokens: [0.0, 1.0]), ScriptedEngine(lambda tokens: [0.0, 1.0])]
+        async with Router(engines, factory=replacement) as router:
+            await router.update_weights({}, 1)
+            await router.score(ScoreRequest("a", (1, 1, 1), 1))
+            await asyncio.sleep(10)
+            assert made == [0], "it takes version 1"
+            await router.update_weights({}, 2)
+            await asyncio.sleep(100)
+            assert made == [0]
+            assert [replica.engine.policy_version for replica in router._alive] == [2, 2]
 
     run_virtual(main)
 
