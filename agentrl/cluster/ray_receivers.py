@@ -10,6 +10,7 @@ holds a model. Engines map the copy as they map files of their own machine.
 
 import asyncio
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 from agentrl.cluster.ray_process import RayProcess, end, work_in
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, WeightsError
-from agentrl.weights.bundle import WeightBundle
+from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
 from agentrl.weights.receiver import BundleReceiver
+from agentrl.weights.shipment import Shipment
+from agentrl.weights.store import WeightStore, default_parent
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class _ReceiverHost:
 
     def __init__(self) -> None:
         self._receiver = BundleReceiver()
+        self._sent: WeightStore | None = None
 
     async def begin(self, folder: Path) -> RayProcess:
         work_in(folder)
@@ -61,8 +65,31 @@ class _ReceiverHost:
     async def keep_only(self, checksums: set[str]) -> None:
         await self._receiver.keep_only(checksums)
 
+    async def place(self, version: int, bucket_bytes: int) -> BundlePlace:
+        """A place for the ranks of this machine."""
+        if self._sent is None:
+            try:
+                self._sent = WeightStore.open(default_parent(), bucket_bytes)
+            except OSError as error:
+                raise WeightsError(
+                    f"weights cannot be written on their machine: {error}"
+                ) from error
+        return self._sent.place(version)
+
+    async def finish(self, place: BundlePlace, manifest: Manifest) -> WeightBundle:
+        try:
+            return place.finish(manifest)
+        except OSError as error:
+            raise WeightsError(f"the files of {place} are gone: {error}") from error
+
+    async def keep_sent(self, kept: Sequence[Shipment]) -> None:
+        if self._sent is not None:
+            await self._sent.keep_only(kept)
+
     async def close(self) -> None:
         self._receiver.close()
+        if self._sent is not None:
+            self._sent.close()
 
 
 @dataclass(slots=True)
@@ -84,15 +111,51 @@ class _Wanted:
 
 
 class RayReceivers:
-    """The receivers of a run, by the ids of Ray's nodes. Each is started when it is first needed,
-    and again when it has died: then its copies are gone, and are fetched again. Close them at the
-    end; if the controller is killed, they end with it, and their files with them.
+    """The receivers of a run, by the ids of Ray's nodes; implements `Machines`.
+
+    Each is started when it is first needed, and again when it has died: then its copies are gone,
+    and are fetched again. Close them at the end; if the controller is killed, they end with it, and
+    their files with them.
     """
 
     def __init__(self) -> None:
         self._receivers: dict[str, _Receiver] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._wanted: dict[object, _Wanted] = {}
+        self._homes: dict[Path, str] = {}
+        """The nodes of the stores that were opened there, by their folders."""
+
+    @staticmethod
+    def own_name() -> str:
+        """See `Machines`: the id of Ray's node."""
+        import ray
+
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    async def place(self, machine: str, version: int, bucket_bytes: int) -> BundlePlace:
+        """See `Machines`."""
+        try:
+            place: BundlePlace = await self._ask(machine, "place", version, bucket_bytes)
+        except EngineDeadError as error:
+            raise WeightsError(f"weights cannot be written on a machine: {error}") from error
+        self._homes[place.folder.parent] = machine
+        return place
+
+    async def finish(self, place: BundlePlace, manifest: Manifest) -> WeightBundle:
+        """See `Machines`."""
+        node = self._homes[place.folder.parent]
+        try:
+            bundle: WeightBundle = await self._ask(node, "finish", place, manifest)
+        except EngineDeadError as error:
+            raise WeightsError(f"weights were lost with their machine: {error}") from error
+        return bundle
+
+    async def keep_sent(self, kept: Iterable[Shipment]) -> None:
+        """See `Machines`."""
+        stays = [shipment for shipment in kept if isinstance(shipment, WeightBundle)]
+        for node in set(self._homes.values()):
+            await self._tell(node, "keep_sent", stays)
 
     async def bring(self, bundle: WeightBundle, node: str, engine: object) -> WeightBundle:
         """The copy of a bundle on a node, for an engine there: it stays until no engine of the node
@@ -104,7 +167,11 @@ class RayReceivers:
         """
         wanted = self._wanted.setdefault(engine, _Wanted(node))
         wanted.checksums.add(bundle.checksum)
-        source = await self._alive(_own_node())
+        home = self._homes.get(bundle.folder.parent, self.own_name())
+        try:
+            source = await self._alive(home)
+        except EngineDeadError as error:
+            raise WeightsError(f"the machine of {bundle} cannot be reached: {error}") from error
         copy: WeightBundle = await self._ask(node, "receive", bundle, source)
         return copy
 
@@ -118,8 +185,7 @@ class RayReceivers:
         kept = set[str]().union(
             *(other.checksums for other in self._wanted.values() if other.node == wanted.node)
         )
-        if wanted.node in self._receivers:
-            await self._ask(wanted.node, "keep_only", kept)
+        await self._tell(wanted.node, "keep_only", kept)
 
     def forget(self, engine: object) -> None:
         """Note that an engine has ended. Its copies stay until other engines of its node take new
@@ -153,6 +219,14 @@ class RayReceivers:
             f"the receiver of published weights on its machine died {_ATTEMPTS} times in a row:"
             f" {why}"
         )
+
+    async def _tell(self, node: str, method: str, *args: Any) -> None:
+        """Have a node's receiver remove files. If it is gone, so are its files."""
+        if (receiver := self._receivers.get(node)) is not None:
+            try:
+                await _answer_of(getattr(receiver.actor, method).remote(*args))
+            except _ReceiverGoneError as error:
+                await self._give_up(node, receiver.actor, str(error))
 
     async def _alive(self, node: str) -> Any:
         """The actor of a node's receiver, which is started if there is none that answers."""
@@ -194,8 +268,10 @@ async def _started(node: str) -> _Receiver:
     try:
         async with asyncio.timeout(PLACE_SECONDS):
             receiver.process = await _answer_of(receiver.actor.begin.remote(Path.cwd()))
-    except (_ReceiverGoneError, TimeoutError) as error:
+    except BaseException as error:
         await end(receiver.actor, None)
+        if not isinstance(error, _ReceiverGoneError | TimeoutError):
+            raise
         raise EngineDeadError(
             "no receiver of published weights could be started on its machine:"
             f" {error or f'no answer in {PLACE_SECONDS:g} s'}"
@@ -221,10 +297,3 @@ async def _answer_of(reference: Any) -> Any:
         raise error.cause from error
     except RayError as error:
         raise _ReceiverGoneError(str(error).strip().splitlines()[0]) from error
-
-
-def _own_node() -> str:
-    import ray
-
-    node: str = ray.get_runtime_context().get_node_id()
-    return node

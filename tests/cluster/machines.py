@@ -1,7 +1,7 @@
 """Two machines in one: network namespaces of Linux, each with an address and shared memory of its
 own, joined by one link. They share the disk and the processes' numbers.
 
-It needs root and iproute2; elsewhere, tests that ask for `two_machines` are skipped.
+They need root and iproute2; elsewhere, tests that ask for them are skipped.
 """
 
 import os
@@ -9,23 +9,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
+import psutil
 import pytest
 
+from agentrl.cluster.ray_cluster import RayCluster
+from agentrl.cluster.ray_placement import Unplaced
+from tests.cluster.chaos import Running
+from tests.commands import ROOT, Command
 from tests.processes import PATIENCE_SECONDS
 
-HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "5000",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""Ray gives up a node that is silent after some seconds, as busy ones may be too."""
 _PORT = 6399
 _RAY = str(Path(sys.executable).with_name("ray"))
 _HOLD = "mount -t tmpfs -o size=2g tmpfs /dev/shm && echo ready && exec sleep infinity"
@@ -43,6 +43,8 @@ class Machine:
     node: "subprocess.Popen[bytes] | None" = None
     """`ray start`, which ends with the node."""
     environment: dict[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    """Where Ray's head keeps its files: the names of sockets must be short."""
 
     def inside(self, *command: str) -> list[str]:
         """The command, as it is run on this machine."""
@@ -53,9 +55,13 @@ class Machine:
         """Its /dev/shm, seen from outside."""
         return Path(f"/proc/{self.holder.pid}/root/dev/shm")
 
+    def stores(self) -> list[Path]:
+        """The folders of published weights in its shared memory."""
+        return sorted(self.shared_memory.glob("agentrl-weights-*"))
+
     def bundles(self) -> list[Path]:
-        """The published weights that lie in its shared memory, without unfinished ones."""
-        return sorted(self.shared_memory.glob("agentrl-weights-*/v*"))
+        """The published weights that lie there, without unfinished ones."""
+        return sorted(path for store in self.stores() for path in store.glob("v*"))
 
     @property
     def received_bytes(self) -> int:
@@ -86,11 +92,22 @@ class Machine:
 
     def start_ray(self, head: "Machine | None", logs: Path) -> None:
         """Start a node of Ray, as the head or beside it."""
-        where = ["--head", f"--port={_PORT}", f"--temp-dir={logs / 'ray'}"]
-        where += ["--include-dashboard=false"]
+        where = ["--head", f"--port={_PORT}", "--include-dashboard=false"]
+        if self.folder is not None:
+            where.append(f"--temp-dir={self.folder}")
         if head is not None:
             where = [f"--address={head.address}:{_PORT}"]
-        command = [_RAY, "start", "--block", "--num-cpus=2", "--object-store-memory=200000000"]
+        # First of all: a node ends itself when its agents take longer than 15 seconds to start.
+        command = [
+            "nice",
+            "-n",
+            "-15",
+            _RAY,
+            "start",
+            "--block",
+            "--num-cpus=2",
+            "--object-store-memory=200000000",
+        ]
         with (logs / f"{self.name}.log").open("ab") as log:
             self.node = subprocess.Popen(
                 self.inside(*command, f"--node-ip-address={self.address}", *where),
@@ -101,19 +118,33 @@ class Machine:
                 start_new_session=True,
             )
 
+    def has_ended(self) -> bool:
+        """True if its node of Ray has ended."""
+        return self.node is None or self.node.poll() is not None
+
     def stop_ray(self) -> None:
-        """End its node, and all that it has started."""
+        """End its node, and what that has started."""
         node, self.node = self.node, None
-        if node is not None:
-            node.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                node.wait(60)
+        if node is None:
+            return
+        started = []
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(node.pid).children(recursive=True)
+        node.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            node.wait(60)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.kill()
+        node.wait()
+
+    def end(self) -> None:
+        """End all that runs here, but its holder."""
+        self.stop_ray()
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if node is not None:
-            node.kill()
-            node.wait()
 
     def processes(self) -> list[int]:
         """The processes that run here, without its holder."""
@@ -139,37 +170,45 @@ class TwoMachines:
         return f"{self.first.address}:{_PORT}"
 
     @contextmanager
-    def ray(self, logs: Path, variables: Mapping[str, str] | None = None) -> Iterator[None]:
-        """Ray runs on both while the block lasts."""
-        logs.mkdir(exist_ok=True)
+    def ray(self, logs: Path) -> Iterator[None]:
+        """Ray runs on both while the block lasts. It gives up a node that is silent for a minute or
+        more: with less patience, it would give up busy ones.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+        self.first.folder = folder
         try:
             for machine in (self.first, self.second):
                 machine.environment = {
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
                     "RAY_AUTH_MODE": "disabled",
-                    "RAY_raylet_start_wait_time_s": "600",
-                    **(variables or {}),
+                    "RAY_raylet_start_wait_time_s": "60",
                 }
-            self.first.start_ray(None, logs)
-            self.wait_for_nodes(1)
-            self.second.start_ray(self.first, logs)
-            self.wait_for_nodes(2)
+            self.start_node(self.first, logs)
+            self.start_node(self.second, logs)
             yield
         finally:
-            self.second.stop_ray()
-            self.first.stop_ray()
+            self.second.end()
+            self.first.end()
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def wait_for_nodes(self, count: int) -> None:
-        """Wait until so many nodes are alive."""
-        asked = self.first.inside(sys.executable, "-c", _WAIT, self.address, str(count))
-        subprocess.run(
-            asked,
-            check=True,
-            capture_output=True,
-            env=self.first.environment,
-            timeout=PATIENCE_SECONDS,
-        )
+    def start_node(self, machine: Machine, logs: Path) -> None:
+        """Start Ray on a machine, and wait until its head counts it; if the machine is too busy,
+        again.
+        """
+        head = None if machine is self.first else self.first
+        asked = self.first.inside(sys.executable, "-c", _WAIT, self.address, machine.address)
+        with subprocess.Popen(asked, env=self.first.environment) as waiting:
+            try:
+                machine.start_ray(head, logs)
+                while waiting.poll() is None:
+                    wait_until(lambda: waiting.poll() is not None or machine.has_ended(), "node")
+                    if machine.has_ended():
+                        machine.stop_ray()
+                        machine.start_ray(head, logs)
+            finally:
+                waiting.kill()
+        assert waiting.returncode == 0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -184,22 +223,23 @@ _WAIT = """
 import sys, time
 from ray._raylet import GcsClient
 
-wanted = int(sys.argv[2])
+wanted = sys.argv[2]
 while True:
     try:
         nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=5)
-        if sum(node.state == 0 for node in nodes.values()) == wanted:
+        alive = [node for node in nodes.values() if node.state == 0]
+        if wanted in [node.node_manager_address for node in alive]:
             break
-    except Exception as error:
-        print(error, file=sys.stderr)
+    except Exception:
+        pass  # the head is not there yet
     time.sleep(0.2)
 """
-"""Ends when Ray's head counts so many nodes that live, whose state is 0."""
+"""Ends when Ray's head counts a node with this address that lives: its state is 0."""
 
 
-@pytest.fixture
-def two_machines() -> Iterator[TwoMachines]:
-    """Two machines without anything that runs on them."""
+@contextmanager
+def made_machines() -> Iterator[TwoMachines]:
+    """Two machines without anything that runs on them, or the test is skipped."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))):
         pytest.skip("machines in network namespaces need root, iproute2 and util-linux")
     names = [f"agentrl-{os.getpid()}-{letter}" for letter in "ab"]
@@ -244,3 +284,61 @@ def _machine(name: str, link: str, number: int) -> Iterator[Machine]:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class RunningOn(Running):
+    """An `agentrl train` on a machine."""
+
+    machine: Machine | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        assert self.machine is not None
+        config = self.folder.with_suffix(".yaml")
+        config.write_text(self.config)
+        train = [sys.executable, "-m", "agentrl", "train", str(config), f"run_dir={self.folder}"]
+        with self.folder.with_suffix(".log").open("ab") as log:
+            started = subprocess.Popen(
+                self.machine.inside(*train, *self.overrides),
+                cwd=ROOT,
+                env=self.machine.environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+        self.process = cast(Command, started)
+
+
+class RayOnMachines(RayCluster):
+    """`cluster=ray` whose engines and ranks live where the test wants them, while that is there."""
+
+    class Config(RayCluster.Config):
+        engines_on: tuple[str, ...] = ()
+        """The address of each engine's machine."""
+        trainer_on: tuple[str, ...] = ()
+        """The address of each rank's machine."""
+
+    def _unplaced(self) -> Unplaced:
+        assert isinstance(self.config, RayOnMachines.Config)
+        wanted = {"engine": self.config.engines_on, "trainer": self.config.trainer_on}
+        return _OnMachines(wanted)
+
+
+class _OnMachines(Unplaced):
+    def __init__(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self._addresses = addresses
+
+    def options(self, role: str, rank: int, count: int = 0) -> Mapping[str, Any]:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options = super().options(role, rank, count)
+        wanted = self._addresses.get(role, ())
+        all_nodes: Any = ray.nodes
+        for node in all_nodes() if rank < len(wanted) else ():
+            if node["Alive"] and node["NodeManagerAddress"] == wanted[rank]:
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+                return {**options, "scheduling_strategy": there}
+        return options

@@ -194,11 +194,11 @@ def test_the_trainer_begins_on_the_node_of_the_controller(monkeypatch: pytest.Mo
     import ray
 
     own: str = ray.get_runtime_context().get_node_id()
-    nodes = [{"NodeID": name, "Alive": True} for name in ("00" * 28, own, "ff" * 28)]
+    nodes = [{"NodeID": name, "Alive": True} for name in ("00" * 28, own, "ee" * 28)]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     placement = Unplaced()
     places = [
         placement.options(role, rank)["scheduling_strategy"].node_id
         for role, rank in (("engine", 0), ("engine", 1), ("trainer", 0), ("trainer", 1))
     ]
-    assert places == ["00" * 28, "ff" * 28, own, "00" * 28]
+    assert places == ["00" * 28, "ee" * 28, own, "00" * 28]

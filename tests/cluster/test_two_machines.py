@@ -1,7 +1,9 @@
-"""Ranks of two machines meet: two network namespaces of Linux, each with an address of its own."""
+"""What crosses the link between two machines, and what happens when it is cut
+(`tests/cluster/machines.py`).
+"""
 
+import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
+from tests.cluster.chaos import CONFIG, nothing_is_lost
+from tests.cluster.machines import RunningOn, TwoMachines, made_machines, wait_until
+from tests.commands import ROOT
+from tests.processes import PATIENCE_SECONDS
+
+
+@pytest.fixture
+def two_machines() -> Iterator[TwoMachines]:
+    with made_machines() as machines:
+        yield machines
+
 
 PROGRAM = """
 import json, sys, time
@@ -33,66 +45,25 @@ join(RankInfo(rank, Mesh(shard=2), meeting.read_text(), worker._meeting))
 total = sum_of_ranks(torch.tensor([1.0 + rank]))
 print(json.dumps([worker.machine().split()[-1], meeting.read_text().split(":")[0], float(total)]))
 """
-NAMES = ("agentrl-a", "agentrl-b")
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def two_machines() -> Iterator[None]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
-    first, second = NAMES
-    try:
-        for name in NAMES:
-            ip("netns", "add", name)
-        ip("link", "add", "agentrl-va", "type", "veth", "peer", "name", "agentrl-vb")
-        for name, end, number in ((first, "agentrl-va", 1), (second, "agentrl-vb", 2)):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-    except subprocess.CalledProcessError as error:
-        remove_machines()
-        pytest.skip(f"this machine makes no network namespaces: {error.stderr}")
-    yield
-    remove_machines()
-
-
-def remove_machines() -> None:
-    for name in NAMES:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-@pytest.mark.usefixtures("two_machines")
-def test_ranks_of_two_machines_compute_together(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_ranks_of_two_machines_compute_together(two_machines: TwoMachines, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment.pop(variable, None)
     ranks = [
         subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-c",
-                PROGRAM,
-                str(rank),
-                str(tmp_path / "at"),
-            ],
+            machine.inside(sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "at")),
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, name in enumerate(NAMES)
+        for rank, machine in enumerate((two_machines.first, two_machines.second))
     ]
     try:
-        answers = [rank.communicate(timeout=180) for rank in ranks]
+        answers = [rank.communicate(timeout=PATIENCE_SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -101,3 +72,149 @@ def test_ranks_of_two_machines_compute_together(tmp_path: Path) -> None:
         '["10.78.0.1", "10.78.0.1", 3.0]',
         '["10.78.0.2", "10.78.0.1", 3.0]',
     ]
+
+
+MEBIBYTES = 64
+BRING = """
+import asyncio, json, os, signal, sys
+from pathlib import Path
+import ray, torch
+from agentrl.cluster.ray_cluster import join_ray
+from agentrl.cluster.ray_receivers import RayReceivers
+from agentrl.weights.store import WeightStore, default_parent
+
+def read_bytes():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+def say(**said):
+    print(json.dumps(said), flush=True)
+    sys.stdin.readline()
+
+async def main(address, mebibytes):
+    join_ray(address)
+    own = ray.get_runtime_context().get_node_id()
+    (other,) = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != own]
+    store = WeightStore.open(default_parent(), 8 << 20)
+    weights = {f"w{i}": torch.randn(1 << 18) for i in range(mebibytes)}
+    bundles = [store.place(version).write(weights) for version in (1, 2)]
+    receivers = RayReceivers()
+    before = read_bytes()
+    copies = [await receivers.bring(bundles[0], other, engine) for engine in "ab"]
+    say(same=copies[0] == copies[1], moved=copies[0].folder != bundles[0].folder,
+        driver=read_bytes() - before)
+    copies = [await receivers.bring(bundles[1], other, engine) for engine in "ab"]
+    say()
+    await receivers.keep_only(bundles[1].checksum, "a")
+    say()
+    await receivers.keep_only(bundles[1].checksum, "b")
+    os.kill(receivers._receivers[other].process.pid, signal.SIGKILL)
+    again = await receivers.bring(bundles[1], other, "a")
+    say(another=again.folder != copies[0].folder)
+    receivers.forget("a")
+    await receivers.close()
+    store.close()
+    say()
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow
+def test_all_engines_of_a_machine_read_one_copy_which_does_not_go_through_the_driver(
+    two_machines: TwoMachines, tmp_path: Path
+) -> None:
+    here, there, size = two_machines.first, two_machines.second, MEBIBYTES << 20
+    pipe = subprocess.PIPE
+    with (
+        two_machines.ray(tmp_path),
+        subprocess.Popen(
+            here.inside(sys.executable, "-c", BRING, two_machines.address, str(MEBIBYTES)),
+            cwd=ROOT,
+            env=here.environment,
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+        ) as driver,
+    ):
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+
+        def answer() -> dict[str, object]:
+            found: dict[str, object] = json.loads(driver.stdout.readline())  # type: ignore[union-attr]
+            return found
+
+        def go_on() -> None:
+            driver.stdin.write("\n")  # type: ignore[union-attr]
+            driver.stdin.flush()  # type: ignore[union-attr]
+
+        first = answer()
+        assert first["same"]
+        assert first["moved"]
+        assert isinstance(first["driver"], int)
+        assert first["driver"] < 0.1 * size
+        assert len(there.bundles()) == 1
+        # The modules of the actors come from the disk; what else goes is Ray's own.
+        assert size < here.sent_bytes < 1.3 * size
+        go_on()
+        answer()
+        assert len(there.bundles()) == 2
+        go_on()
+        answer()
+        assert len(there.bundles()) == 2, "one of the engines has not taken the new one yet"
+        go_on()
+        assert answer() == {"another": True}
+        # What the killed one had is removed by its shell.
+        wait_until(lambda: len(there.bundles()) == 1, "end of a killed receiver's files")
+        go_on()
+        answer()
+        wait_until(lambda: not there.bundles(), "end of all copies")
+        assert here.stores() == there.stores() == []
+        go_on()
+        assert driver.wait(PATIENCE_SECONDS) == 0
+
+
+@pytest.mark.long
+def test_a_run_whose_second_machine_is_cut_off_and_comes_back_mixes_no_weights(
+    two_machines: TwoMachines, tmp_path: Path
+) -> None:
+    here, there = two_machines.first, two_machines.second
+    run = RunningOn(
+        tmp_path / "run",
+        [
+            "cluster.name=tests.cluster.machines:RayOnMachines",
+            f'cluster.engines_on=["{here.address}","{there.address}","{there.address}"]',
+            f'cluster.trainer_on=["{here.address}","{there.address}"]',
+            *("cluster.engines=3", "cluster.env_workers=0", "cluster.reward_workers=0"),
+            *(f"cluster.address={two_machines.address}", "cluster.lease=600"),
+        ],
+        CONFIG,
+        patience=PATIENCE_SECONDS,
+        machine=here,
+    )
+    with two_machines.ray(tmp_path), run:
+        run.start()
+        run.wait_for("first steps", lambda: run.steps() >= 2, PATIENCE_SECONDS)
+        # Two engines there: one of a version that is replaced, and one of its successor.
+        assert 1 <= len(there.bundles()) <= 2
+        assert len({bundle.parent for bundle in there.bundles()}) == 1, "one store"
+        with run.in_phase("generating"):
+            there.cut()
+        before = run.steps()
+        run.wait_for("steps without it", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
+        there.reconnect()
+        wait_until(there.has_ended, "end of its node")
+        there.stop_ray()
+        wait_until(lambda: not there.bundles(), "end of the files that it had")
+        two_machines.start_node(there, tmp_path)
+        # Engines that are replaced from now on go to where they were, or to any other place.
+        before = run.steps()
+        run.wait_for("more steps", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
+        run.stop()
+        nothing_is_lost(run)
+        rows = [
+            json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert max(row.get("restarts/engine", 0) for row in rows) >= 2, "both that were there"
+        # Of every sampled token, the logprob is that of the version that was trained with it.
+        assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+        wait_until(lambda: not (here.stores() or there.stores()), "end of all files")

@@ -1,0 +1,61 @@
+"""Places for weights on the machines of a cluster.
+
+A trainer whose ranks are all on other machines cannot write into this machine's memory. Then the
+weights are written on the machine of its first rank, and stay there until no engine needs them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
+from agentrl.weights.shipment import Shipment
+
+
+class Machines(Protocol):
+    """The machines of a cluster that spans several."""
+
+    own_name: Callable[[], str]
+    """Returns the name of the machine where it is called. It pickles."""
+
+    async def place(self, machine: str, version: int, bucket_bytes: int) -> BundlePlace:
+        """A new place to write a version to, on a machine.
+
+        Raises:
+            WeightsError: nothing can be written there.
+        """
+        ...
+
+    async def finish(self, place: BundlePlace, manifest: Manifest) -> WeightBundle:
+        """Make a bundle of the files that were written to a `place`.
+
+        Raises:
+            WeightsError: they are gone.
+        """
+        ...
+
+    async def keep_sent(self, kept: Iterable[Shipment]) -> None:
+        """Remove all other bundles that were written to a `place`."""
+        ...
+
+
+_open: list[Machines] = []
+"""Those of the open cluster. One list for the process, as there is one Ray in it."""
+
+
+@contextmanager
+def serving(machines: Machines) -> Iterator[None]:
+    """Inside the block, weights may be written on these machines."""
+    _open.append(machines)
+    try:
+        yield
+    finally:
+        _open.remove(machines)
+
+
+def machines_of_cluster() -> Machines | None:
+    """The machines of the open cluster; None if it has only this one."""
+    return _open[-1] if _open else None
+
+
+__all__ = ["Machines", "machines_of_cluster", "serving"]
