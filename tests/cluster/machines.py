@@ -97,17 +97,7 @@ class Machine:
             where.append(f"--temp-dir={self.folder}")
         if head is not None:
             where = [f"--address={head.address}:{_PORT}"]
-        # First of all: a node ends itself when its agents take longer than 15 seconds to start.
-        command = [
-            "nice",
-            "-n",
-            "-15",
-            _RAY,
-            "start",
-            "--block",
-            "--num-cpus=2",
-            "--object-store-memory=200000000",
-        ]
+        command = [_RAY, "start", "--block", "--num-cpus=2", "--object-store-memory=200000000"]
         with (logs / f"{self.name}.log").open("ab") as log:
             self.node = subprocess.Popen(
                 self.inside(*command, f"--node-ip-address={self.address}", *where),
@@ -117,6 +107,10 @@ class Machine:
                 env=self.environment,
                 start_new_session=True,
             )
+        # A node ends itself when its agents take more than 15 seconds to start. As a session of its
+        # own, it goes before what else the machine does.
+        with suppress(OSError):
+            Path(f"/proc/{self.node.pid}/autogroup").write_text("-15")
 
     def has_ended(self) -> bool:
         """True if its node of Ray has ended."""
@@ -271,15 +265,14 @@ def _machine(name: str, link: str, number: int) -> Iterator[Machine]:
     # From its default route, a program finds its machine's address.
     _ip("-n", name, "route", "add", "default", "dev", link)
     command = ["ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", _HOLD]
-    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        if holder.stdout.readline() != "ready\n":
-            raise OSError("no mount namespace")
-        yield Machine(name, address, link, holder)
-    finally:
-        holder.kill()
-        holder.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            if holder.stdout.readline() != "ready\n":
+                raise OSError("no mount namespace")
+            yield Machine(name, address, link, holder)
+        finally:
+            holder.kill()
 
 
 def _ip(*arguments: str) -> None:
