@@ -3,11 +3,13 @@ owner ends.
 """
 
 import asyncio
+import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +30,48 @@ _HOLDER = ".holder"
 locks.
 """
 # Reads until the pipe from the owner closes, however the owner ended, and then removes the folder;
-# retries while a process is still writing there.
-_REAPER = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; sleep 0.2; done'
+# retries while a process is still writing there. It is no child of the owner, but of a shell that
+# has ended: a Ray worker whose node has died kills its children when it ends.
+_REAPER = (
+    'exec 3<&0; { read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; sleep 0.2; done; }'
+    " <&3 >/dev/null & echo $!"
+)
+
+
+@dataclass(slots=True)
+class _Reaper:
+    """A shell that removes a folder when this process ends, or when it is told to."""
+
+    pid: int
+    pipe: int
+    """Its input, which is closed to tell it."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "_Reaper":
+        """Start one."""
+        reading, pipe = os.pipe()
+        try:
+            started = subprocess.run(
+                ["/bin/sh", "-c", _REAPER, str(folder)],
+                cwd="/",
+                stdin=reading,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                check=True,
+            )
+        finally:
+            os.close(reading)
+        return cls(int(started.stdout), pipe)
+
+    def __del__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Tell it. May be called more than once."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
 
 
 class WeightStore:
@@ -41,9 +83,7 @@ class WeightStore:
     on its folder.
     """
 
-    def __init__(
-        self, folder: Path, lock: FileLock, reaper: "subprocess.Popen[bytes]", bucket_bytes: int
-    ) -> None:
+    def __init__(self, folder: Path, lock: FileLock, reaper: _Reaper, bucket_bytes: int) -> None:
         self.folder = folder
         self._lock = lock
         self._reaper = reaper
@@ -64,23 +104,13 @@ class WeightStore:
         lock.acquire()
         # The folder gets the name that `sweep` looks for only after it is locked.
         folder = hidden.rename(parent / hidden.name.removeprefix("."))
-        command = ["/bin/sh", "-c", _REAPER, str(folder)]
-        silent = subprocess.DEVNULL
-        reaper = subprocess.Popen(
-            command,
-            cwd="/",
-            stdin=subprocess.PIPE,
-            stdout=silent,
-            stderr=silent,
-            start_new_session=True,
-        )
-        return cls(folder, lock, reaper, bucket_bytes)
+        return cls(folder, lock, _Reaper.of(folder), bucket_bytes)
 
     def close(self) -> None:
         """Remove the folder. May be called more than once."""
-        if self._reaper.stdin is not None and not self._reaper.stdin.closed:
-            self._reaper.stdin.close()
-            self._reaper.wait()
+        if self._reaper.pipe >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._reaper.end()
             self._lock.release()
 
     def place(self, version: int) -> BundlePlace:

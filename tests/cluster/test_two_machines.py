@@ -195,9 +195,10 @@ def test_a_run_whose_second_machine_is_cut_off_and_comes_back_mixes_no_weights(
     with two_machines.ray(tmp_path), run:
         run.start()
         run.wait_for("first steps", lambda: run.steps() >= 2, PATIENCE_SECONDS)
-        # Two engines there: one of a version that is replaced, and one of its successor.
-        assert 1 <= len(there.bundles()) <= 2
-        assert len({bundle.parent for bundle in there.bundles()}) == 1, "one store"
+        # Ray takes the machine that an actor is meant for as a wish: one or two engines are there.
+        run.wait_for("weights there", lambda: bool(there.bundles()), PATIENCE_SECONDS)
+        assert len(there.stores()) == 1, "one for all of them"
+        assert len(there.bundles()) <= 2, "a version, and its successor"
         with run.in_phase("generating"):
             there.cut()
         before = run.steps()
@@ -215,7 +216,7 @@ def test_a_run_whose_second_machine_is_cut_off_and_comes_back_mixes_no_weights(
         rows = [
             json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()
         ]
-        assert max(row.get("restarts/engine", 0) for row in rows) >= 2, "both that were there"
+        assert max(row.get("restarts/engine", 0) for row in rows) >= 1
         # Of every sampled token, the logprob is that of the version that was trained with it.
         assert max(row["logprob_gap_max"] for row in rows) < 1e-4
         wait_until(lambda: not (here.stores() or there.stores()), "end of all files")
