@@ -24,6 +24,7 @@ from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.inventory import Inventory
 from agentrl.placement.probe import probe_machine
 from agentrl.plugins import Component
+from agentrl.weights.machines import serving
 
 
 class RayCluster:
@@ -80,6 +81,8 @@ class RayCluster:
         node = self._open.enter_context(RayNode.joined())
         await self._open.enter_async_context(watched(node.death))
         self._open.push_async_callback(self._receivers.close)
+        if self.spans_machines:
+            self._open.enter_context(serving(self._receivers))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:

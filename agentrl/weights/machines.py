@@ -4,7 +4,7 @@ A trainer whose ranks are all on other machines cannot write into this machine's
 weights are written on the machine of its first rank, and stay there until no engine needs them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,8 +15,10 @@ from agentrl.weights.shipment import Shipment
 class Machines(Protocol):
     """The machines of a cluster that spans several."""
 
-    own_name: Callable[[], str]
-    """Returns the name of the machine where it is called. It pickles."""
+    @staticmethod
+    def own_name() -> str:
+        """The name of the machine where it is called, which may be by a rank."""
+        ...
 
     async def place(self, machine: str, version: int, bucket_bytes: int) -> BundlePlace:
         """A new place to write a version to, on a machine.

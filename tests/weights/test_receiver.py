@@ -263,3 +263,34 @@ def test_engines_that_do_not_see_the_files_get_one_copy_for_all_of_them(
     made = [SHARED_MEMORY / store.name for store in stores.iterdir()]
     assert len(made) == 1, "one for both far engines"
     assert [store for store in made if store.exists()] == []
+
+
+@pytest.mark.slow
+def test_what_ranks_wrote_on_their_machine_is_read_from_there_until_it_is_released(
+    tmp_path: Path,
+) -> None:
+    join_shared_ray()
+    there = written(tmp_path / "there")
+
+    async def main() -> list[Path]:
+        receivers = RayReceivers()
+        machine = receivers.own_name()
+        place = await receivers.place(machine, 1, 800)
+        assert place.folder.parent.parent == SHARED_MEMORY
+        for bucket in there.manifest.buckets:  # as a rank does
+            content = (there.folder / bucket.file).read_bytes()
+            place.add(bucket, memoryview(content), is_last=True)
+        sent = await receivers.finish(place, there.manifest)
+        sent.verify()
+        copy = await receivers.bring(sent, machine, "engine")
+        assert copy.folder.parent != sent.folder.parent
+        assert all(torch.equal(copy[name], there[name]) for name in there)
+        await receivers.keep_sent([sent])
+        assert sent.folder.exists()
+        await receivers.keep_sent([])
+        assert not sent.folder.exists()
+        assert await receivers.bring(sent, machine, "another engine") == copy, "it stays"
+        await receivers.close()
+        return [sent.folder.parent, copy.folder.parent]
+
+    assert [store for store in asyncio.run(main()) if store.exists()] == []
