@@ -210,6 +210,10 @@ class TrainBatch:
     """
     turns_N: IntArray = field(metadata=_column(Column("N", source="turn_ids", inherits=True)))
     """[N] The number of each token's turn in its trajectory."""
+    versions_N: IntArray = field(
+        metadata=_column(Column("N", source="policy_versions", inherits=True))
+    )
+    """[N] The version of the weights that sampled each token."""
     rewards_N: FloatArray = field(metadata=_column(Column("N", np.float32)))
     """[N] Rewards earned between a loss token and the next one of its trajectory."""
     trajectories_M: IntArray = field(metadata=_column(Column("M")))

@@ -173,7 +173,7 @@ def test_each_turn_may_have_its_own_advantage_and_reward() -> None:
     )
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -1.0]
     batch = collate([sample])
-    assert batch.turns_N.tolist() == [0, 0, 1]
+    assert batch.turns_N.tolist() == batch.versions_N.tolist() == [0, 0, 1]
     assert batch.rewards_N.tolist() == [0, 3.0, 4.0]
     assert batch.weights_N.tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="has 2 turns, but 3 advantages and 2 rewards"):

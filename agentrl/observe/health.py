@@ -10,7 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from agentrl.arrays import ROUNDING, IntArray, constant, scale_of
+from agentrl.arrays import ROUNDING, FloatArray, IntArray, constant, scale_of
+from agentrl.batch import TrainBatch
 from agentrl.observe.samples import TrainedBatch
 from agentrl.trajectory import Group
 
@@ -62,8 +63,8 @@ def reward_by_length(scores: np.ndarray, lengths: np.ndarray) -> dict[str, float
     }
 
 
-def batch_health(trained: TrainedBatch) -> dict[str, float]:
-    """Signs in what a step was trained on; those that need the trainer's logprobs only if it tells
+def batch_health(trained: TrainedBatch, step: int) -> dict[str, float]:
+    """Signs in what `step` was trained on; those that need the trainer's logprobs only if it tells
     them.
 
     `health/effective_sample_size` is (sum w)^2 / (N sum w^2) of the importance weights w = exp(old
@@ -87,6 +88,22 @@ def batch_health(trained: TrainedBatch) -> dict[str, float]:
         ),
         "health/ratio_p1": float(low),
         "health/ratio_p99": float(high),
+        **_gaps_by_age(trained.batch, old_N, step),
+    }
+
+
+def _gaps_by_age(batch: TrainBatch, old_N: FloatArray, step: int) -> dict[str, float]:
+    """The mean |engine's - trainer's logprob| of the tokens of each age, in versions.
+
+    At age 0 both have the same weights. So a gap there is none of the policy's changes: the two
+    programs differ, or the engine has not got the weights that it stamps tokens with.
+    """
+    gaps_N = np.abs(old_N - batch.rollout_logprobs_N)
+    ages_N = np.where(batch.weights_N > 0, step - batch.versions_N, -1)
+    return {
+        f"health/logprob_gap/{age}": float(gaps_N[ages_N == age].mean())
+        for age in np.unique(ages_N).tolist()
+        if age >= 0
     }
 
 

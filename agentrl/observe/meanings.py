@@ -227,6 +227,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "1st percentile of exp(logprob - old logprob): how far the step lowers a token."
         ),
         "health/ratio_p99": "99th percentile of it: how far the step raises a token.",
+        "health/logprob_gap/<age>": (
+            "Mean |logprob of the engine - logprob of the trainer before the step| of the tokens"
+            " that were sampled so many versions ago. At age 0 both have the same weights: a gap"
+            " there says that an update did not arrive, or that the two programs differ."
+        ),
         "health/advantage_std": "Standard deviation of the advantages of the loss tokens.",
         "health/advantage_positive": "Share of the loss tokens with an advantage above 0.",
         "health/length_correlation": "Correlation of an episode's score and its sampled tokens.",

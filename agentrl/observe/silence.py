@@ -12,6 +12,8 @@ from agentrl.rollout.budget import Budget
 Row = Mapping[str, Any]
 IN_A_ROW = 3
 """Steps in a row after which a condition is no accident."""
+_GAP = 0.1
+"""Nats by which an engine in bfloat16 and a trainer do not differ on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,22 @@ _HEALTH = (
         lambda row: (
             "engine and trainer give the tokens so different probabilities that only"
             f" {row['health/effective_sample_size']:.0%} of them count: lower"
-            " rollout.max_staleness, and see logprob_gap_mean at staleness 0, which is a"
+            " rollout.max_staleness, and see health/logprob_gap/0, which is a"
             " difference of the two programs"
         ),
         ("health/effective_sample_size",),
+    ),
+    Condition(
+        lambda row: row.get("health/logprob_gap/0", 0.0) > _GAP,
+        lambda row: (
+            "tokens that the engine samples under the trainer's present weights have other"
+            f" logprobs than the trainer's, by {row['health/logprob_gap/0']:.2g} nats on average:"
+            " either updates do not arrive whole, as adapters that are merged into weights in"
+            " bfloat16 (engine.adapters, engine.dtype), or they are sampled over older KV"
+            " (engine.kv_on_update), or the two programs differ (engine.quantization,"
+            " engine.kv_cache_dtype, docs/model-families.md)"
+        ),
+        ("health/logprob_gap/0",),
     ),
     Condition(
         lambda row: row.get("health/ratio_p99", 1.0) > 3 or row.get("health/ratio_p1", 1.0) < 1 / 3,

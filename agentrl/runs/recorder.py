@@ -164,7 +164,7 @@ class Recorder:
         path = self._folder / "samples" / f"step_{step:06d}.parquet"
         trained = TrainedBatch(batch, made.origins, told)
         await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
-        health = await asyncio.to_thread(batch_health, trained)
+        health = await asyncio.to_thread(batch_health, trained, step)
         return merge_metrics({"masked": masked_shares(groups, made), "health": health})
 
     async def record_episodes(

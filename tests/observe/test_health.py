@@ -1,5 +1,8 @@
 """Signs of health, each with numbers worked out by hand."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,14 +49,14 @@ def trained(old_ratios: list[float], update_ratios: list[float]) -> TrainedBatch
 
 
 def test_the_effective_sample_size_is_the_share_of_tokens_that_count():
-    assert batch_health(trained([1, 1, 1, 1], [1] * 4))[
+    assert batch_health(trained([1, 1, 1, 1], [1] * 4), 0)[
         "health/effective_sample_size"
     ] == pytest.approx(1)
-    assert batch_health(trained([2, 2, 2, 2], [1] * 4))[
+    assert batch_health(trained([2, 2, 2, 2], [1] * 4), 0)[
         "health/effective_sample_size"
     ] == pytest.approx(1)
     # (1 + 1 + 1 + 3)^2 / (4 (1 + 1 + 1 + 9))
-    assert batch_health(trained([1, 1, 1, 3], [1] * 4))[
+    assert batch_health(trained([1, 1, 1, 3], [1] * 4), 0)[
         "health/effective_sample_size"
     ] == pytest.approx(36 / 48)
 
@@ -72,20 +75,31 @@ def test_the_reward_by_length_is_the_mean_of_each_quarter_from_the_shortest_on()
 
 
 def test_ratios_are_those_of_the_update_and_not_of_the_engine():
-    found = batch_health(trained([1.5] * 200, [0.5] * 100 + [2.0] * 100))
+    found = batch_health(trained([1.5] * 200, [0.5] * 100 + [2.0] * 100), 0)
     assert found["health/ratio_p1"] == pytest.approx(0.5)
     assert found["health/ratio_p99"] == pytest.approx(2.0)
 
 
+def test_the_gap_to_the_engine_is_told_by_the_age_of_the_tokens():
+    """Ratios of e: the engine gives the two tokens of version 0, now two versions old, logprobs
+    that are a nat lower, and the newest ones the trainer's own, but for those that carry no weight.
+    """
+    made = trained([math.e] * 2 + [1, math.e], [1] * 4)
+    batch = replace(made.batch, versions_N=ints([0, 0, 2, 2]), weights_N=floats([1, 1, 1, 0]))
+    found = batch_health(replace(made, batch=batch), 2)
+    gaps = {name: gap for name, gap in found.items() if name.startswith("health/logprob_gap")}
+    assert gaps == pytest.approx({"health/logprob_gap/0": 0.0, "health/logprob_gap/2": 1.0})
+
+
 def test_advantages_are_of_the_loss_tokens():
-    found = batch_health(trained([1] * 4, [1] * 4))
+    found = batch_health(trained([1] * 4, [1] * 4), 0)
     assert found["health/advantage_positive"] == 0.5
     assert found["health/advantage_std"] > 0
 
 
 def test_a_trainer_that_tells_nothing_leaves_out_what_needs_its_logprobs():
     known = trained([1] * 4, [1] * 4)
-    found = batch_health(TrainedBatch(known.batch, known.origins, None))
+    found = batch_health(TrainedBatch(known.batch, known.origins, None), 0)
     assert set(found) == {"health/advantage_std", "health/advantage_positive"}
 
 

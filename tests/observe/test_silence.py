@@ -67,6 +67,10 @@ def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
             {"health/ratio_p1": 0.9, "health/ratio_p99": 4.0},
             "becomes 4 times as likely, or 0.9 times: lower trainer.lr",
         ),
+        (
+            {"health/logprob_gap/0": 0.2},
+            r"by 0\.2 nats on average: .*adapters that are merged .* \(engine.adapters",
+        ),
         ({"clipped_low": 0.2, "clipped_high": 0.2}, "40% of the tokens are clipped"),
         ({"health/repetition": 0.5}, "50% of what the model writes repeats"),
         ({"health/length_correlation": 0.9}, "rises with the length of an episode"),
