@@ -36,6 +36,7 @@ from agentrl.models.routing import Routing
 from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import ScoreRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.weights.low_rank import LowRank, low_rank_of
 from agentrl.weights.shipment import shipment_of
 
 _ATTENTION = "agentrl_slots"
@@ -310,6 +311,9 @@ class PackedModel:
         self._dtype = dtype
         self._max_slots = max_slots
         self._names = WeightNames.of(self._model)
+        self._folder = folder
+        self._base: Path | None = folder
+        self._adapted: frozenset[str] = frozenset()
         config = self._model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = context_limit(config) or longest_context(config)
@@ -380,10 +384,16 @@ class PackedModel:
         Raises:
             EngineError: a name is unknown or missing (tied names may be), or a shape differs.
         """
-        shapes, own = shipment_of(weights).shapes(), self.weights
+        own, update = self.weights, low_rank_of(weights)
         expected = self._names.published_shapes(
             {name: tensor.shape for name, tensor in own.items()}
         )
+        if update is not None and (wrong := update.misfits(expected)):
+            raise EngineError(
+                f"these adapters do not fit the engine's model: {wrong[:3]}; nothing was changed"
+            )
+        is_own = update is not None and update.is_of(self._folder)
+        shapes = expected if is_own else shipment_of(weights).shapes()
         unknown = sorted(shapes.keys() - expected.keys())
         given = {id(own[name]) for name in shapes if name in own}
         missing = sorted(
@@ -402,10 +412,27 @@ class PackedModel:
         """Copy new weights in; they must have been checked. A failed copy leaves a mix of old and
         new weights.
         """
-        own = self.weights
+        own, update = self.weights, low_rank_of(weights)
         with torch.no_grad():
-            for name, tensor in self._names.own(weights):
+            for name, tensor in self._changed(weights, update):
                 own[name].copy_(tensor)
+        self._base = None if update is None else update.base
+        self._adapted = frozenset() if update is None else frozenset(update.factors)
+
+    def _changed(
+        self, weights: Mapping[str, Tensor], update: LowRank | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors that may differ from the present ones: of an update of low rank of
+        the same folder, those adapted in it and in the last.
+        """
+        if (
+            update is None
+            or self._base is None
+            or not update.is_of(self._base)
+            or self._names.conversions  # which may make one tensor of several
+        ):
+            return self._names.own(weights)
+        return ((name, update[name]) for name in self._adapted | update.factors.keys())
 
     def sleep(self) -> int:
         """Free the KV cache, and move the weights to host memory; returns the bytes freed on the

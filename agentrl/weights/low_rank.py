@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.errors import ConfigError
 from agentrl.models.source import weight_files as files_of
+from agentrl.weights.shipment import shipment_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class LowRank(Mapping[str, "Tensor"]):
     factors: Mapping[str, Factors]
 
     def __getitem__(self, name: str) -> "Tensor":
-        weight = _read(self._files[name], name).float()
+        weight = self._read(name).float()
         if name not in self.factors:
             return weight
         A, B, scale = self.factors[name]
@@ -50,9 +51,44 @@ class LowRank(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self._files)
 
+    def misfits(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """The weights whose factors do not fit the shapes of a model's weights."""
+        return [
+            name
+            for name, (A, B, _) in self.factors.items()
+            if (B.shape[0], A.shape[1]) != shapes.get(name) or B.shape[1] != A.shape[0]
+        ]
+
+    def is_of(self, folder: Path) -> bool:
+        """True if it is an update of the weights in this folder."""
+        return self.base.resolve() == folder.resolve()
+
+    def __reduce__(self) -> tuple[type["LowRank"], tuple[Path, Mapping[str, Factors]]]:
+        return LowRank, (self.base, self.factors)
+
+    def _read(self, name: str) -> "Tensor":
+        from safetensors import safe_open
+
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        weight: Tensor = self._opened[path].get_tensor(name)
+        return weight
+
+    @cached_property
+    def _opened(self) -> dict[Path, Any]:
+        """The files that were read from: the header of a large one takes long to read."""
+        return {}
+
     @cached_property
     def _files(self) -> Mapping[str, Path]:
         return weight_files(self.base)
+
+
+def low_rank_of(weights: Mapping[str, "Tensor"]) -> LowRank | None:
+    """The update that weights or a shipment consist of; None if they are whole weights."""
+    unpacked = shipment_of(weights).unpacked
+    return unpacked if isinstance(unpacked, LowRank) else None
 
 
 def weight_files(folder: Path) -> Mapping[str, Path]:
@@ -73,11 +109,3 @@ def weight_files(folder: Path) -> Mapping[str, Path]:
             " save_pretrained"
         )
     return found
-
-
-def _read(file: Path, name: str) -> "Tensor":
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        weight: Tensor = tensors.get_tensor(name)
-        return weight

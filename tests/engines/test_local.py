@@ -24,6 +24,7 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import GenerateRequest, ScoreRequest, Scores
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
+from agentrl.weights.low_rank import Factors, LowRank
 from tests.properties import examples
 
 
@@ -701,3 +702,49 @@ def test_the_noise_is_gumbel_and_independent_over_seeds_positions_and_tokens() -
     bound = 5 / 12 / uniform.numel() ** 0.5
     for axis in range(3):
         assert abs(float((centred * centred.roll(1, axis)).mean())) < bound
+
+
+class CountedReads(LowRank):
+    """An update of low rank that notes which weights are asked of it."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        READ.append(name)
+        return super().__getitem__(name)
+
+
+READ: list[str] = []
+
+
+def test_an_update_of_low_rank_loads_only_what_it_or_the_last_one_changes(
+    shallow_model_dir: Path,
+) -> None:
+    def update(*layers: str) -> LowRank:
+        factors = {}
+        for layer in layers:
+            name = f"model.layers.{layer}.weight"
+            rows, width = LowRank(shallow_model_dir, {})[name].shape
+            factors[name] = Factors(torch.ones(2, width), torch.ones(rows, 2), 0.01)
+        return CountedReads(shallow_model_dir, factors)
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine:
+            read = {}
+            for version, layers in enumerate(
+                [["0.self_attn.q_proj"], ["1.mlp.up_proj"], [], ["0.self_attn.q_proj"]], start=1
+            ):
+                READ.clear()
+                weights = update(*layers)
+                await engine.update_weights(weights, version)
+                read[version] = sorted(name.removeprefix("model.layers.") for name in READ)
+                for name, weight in LowRank(shallow_model_dir, weights.factors).items():
+                    assert torch.equal(engine.weights[name], weight), (version, name)
+            q_proj, up_proj = "0.self_attn.q_proj.weight", "1.mlp.up_proj.weight"
+            assert read == {1: [q_proj], 2: [q_proj, up_proj], 3: [up_proj], 4: [q_proj]}
+            # After whole weights, none are known to be the folder's.
+            whole = {name: weight + 1 for name, weight in LowRank(shallow_model_dir, {}).items()}
+            await engine.update_weights(whole, 5)
+            await engine.update_weights(update("1.mlp.up_proj"), 6)
+            for name, weight in update("1.mlp.up_proj").items():
+                assert torch.equal(engine.weights[name], weight), name
+
+    asyncio.run(main())
