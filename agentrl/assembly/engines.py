@@ -11,7 +11,7 @@ from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.engine_logs import with_log_of
 from agentrl.cluster.worker_registry import register_workers
 from agentrl.cluster.workers import Cluster, EngineFactory
-from agentrl.config.components import component_like, in_dtype_of
+from agentrl.config.components import component_like, in_dtype_of, with_adapters_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -32,12 +32,15 @@ async def engine_router(
     model: Path,
     role: str = "engine",
     *,
+    frozen: bool = False,
     answer_seconds: float | None = None,
 ) -> AsyncIterator[Router]:
     """Start the engine's replicas, and a router over them. `role`: what displays call them.
-    `answer_seconds`: the deadline of what they are asked, by default that of a completion.
+    `frozen`: they get no new weights. `answer_seconds`: the deadline of what they are asked, by
+    default that of a completion.
     """
-    factories = cluster.engines(with_log_of(config.engine, role=role), model)
+    engine = config.engine if frozen else with_adapters_of(config.engine, config.trainer)
+    factories = cluster.engines(with_log_of(engine, role=role), model)
     router = _router_over(
         factories,
         config,
@@ -92,7 +95,9 @@ async def frozen_engines(
     async with AsyncExitStack() as stack:
         for route in config.env.agents.values():
             if isinstance(route, FrozenRoute) and route not in engines:
-                served = engine_router(config, cluster, route.model or model, "frozen engine")
+                served = engine_router(
+                    config, cluster, route.model or model, "frozen engine", frozen=True
+                )
                 engines[route] = await stack.enter_async_context(served)
         yield engines
 
@@ -113,7 +118,8 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
             "evaluation.engines asks for engines of its own, and the planned placement has no"
             " devices for them: leave it out, or assign devices yourself with placement=local"
         )
-    engine = with_log_of(config.engine, role="evaluation engine")
+    engine = with_adapters_of(config.engine, config.trainer)
+    engine = with_log_of(engine, role="evaluation engine")
     factories = [factory for _ in range(count) for factory in placed.cluster.engines(engine, model)]
     router = _router_over(factories, config, placed.cluster, model)
     with register_workers(partial(router.worker_count, "evaluation engine")):
@@ -152,6 +158,7 @@ async def teacher_served(
         placed.cluster,
         teacher.model or model,
         "teacher",
+        frozen=True,
         answer_seconds=config.rollout.deadlines.score,
     ) as served:
         if served.max_context < longest:

@@ -146,6 +146,17 @@ def in_dtype_of(engine: Component, trainer: Component) -> Component:
     return replace(engine, settings=engine.settings.model_copy(update={"dtype": trained}))
 
 
+def with_adapters_of(engine: Component, trainer: Component) -> Component:
+    """The engine, with room for the trainer's adapters if that trains any and the engine can serve
+    them.
+    """
+    lora = TrainerSettingsOffers.of(trainer.settings).lora
+    make_room = EngineSettingsOffers.of(engine.settings).for_adapters
+    if lora is None or make_room is None:
+        return engine
+    return replace(engine, settings=make_room(lora))
+
+
 def entries_of(
     raw: Any, at: tuple[str, str], algorithm: Component | None, origins: Mapping[str, str]
 ) -> Any:

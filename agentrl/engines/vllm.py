@@ -21,6 +21,7 @@ from agentrl.engines.continuation import joined, rest_of
 from agentrl.engines.heartbeat import Heartbeat
 from agentrl.engines.kv_chains import Chain, KvChains
 from agentrl.engines.stop_texts import FolderTokenizer
+from agentrl.engines.vllm_adapters import ServedAdapters, adapter_request
 from agentrl.engines.vllm_environment import close_log, logging_to, quiet_imports
 from agentrl.engines.vllm_names import TESTED_MINOR
 from agentrl.engines.vllm_settings import DRIVER_PID, INSTALL_HINT, VllmSettings
@@ -38,11 +39,13 @@ from agentrl.protocols import (
 )
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import weight_shapes
+from agentrl.weights.low_rank import low_rank_of
 from agentrl.weights.shipment import Shipment, shipment_of
 from agentrl.weights.store import bundled
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -93,6 +96,7 @@ class VllmEngine(Engine):
         self._over_older_kv = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._staged: Shipment | None = None
+        self._adapters: ServedAdapters | None = None
         self._stream: WeightStream | None = None
         self._updating = asyncio.Lock()
         self._asleep = False
@@ -123,6 +127,9 @@ class VllmEngine(Engine):
         await llm.get_supported_tasks()
         self._heartbeat = Heartbeat()
         await llm.collective_rpc("begin_beating", args=(self._heartbeat.path,))
+        if llm.vllm_config.lora_config is not None:
+            self._adapters = ServedAdapters(self._config, self._folder, sorted(self._shapes))
+            await self._adapters.begin(llm)
         self._closed = None
         return self
 
@@ -221,6 +228,8 @@ class VllmEngine(Engine):
             await shipment.receive()
         else:
             await self._verify_in_workers(llm, shipment)
+        if self._adapters is not None and (update := low_rank_of(shipment)) is not None:
+            await self._unless_dead(llm, self._adapters.serves(llm, update))
         self._staged = shipment
 
     async def _verify_in_workers(self, llm: "AsyncLLM", shipment: Shipment) -> None:
@@ -413,6 +422,10 @@ class VllmEngine(Engine):
             raise EngineDeadError(f"vLLM's engine core is dead{self._see_log()}")
         return self._llm
 
+    @property
+    def _adapter_request(self) -> "LoRARequest | None":
+        return None if self._adapters is None else adapter_request()
+
     async def _generate(
         self, llm: "AsyncLLM", request: GenerateRequest, max_new: int
     ) -> Completion:
@@ -447,7 +460,14 @@ class VllmEngine(Engine):
         output: Any = None
         read = stopped = 0  # tokens looked at, and those up to the one that completes a stop text
         try:
-            async for output in llm.generate(prompt, params, request.id, priority=request.priority):
+            answers = llm.generate(
+                prompt,
+                params,
+                request.id,
+                lora_request=self._adapter_request,
+                priority=request.priority,
+            )
+            async for output in answers:
                 token_ids = output.outputs[0].token_ids
                 if stops is not None and not stopped:
                     new = range(read + 1, len(token_ids) + 1)
@@ -520,7 +540,8 @@ class VllmEngine(Engine):
         prompt = tokens_input(ids[:-1] if full else ids, cache_salt=salt)
         output: Any = None
         try:
-            async for latest in llm.generate(prompt, params, request.id):
+            answers = llm.generate(prompt, params, request.id, lora_request=self._adapter_request)
+            async for latest in answers:
                 output = latest
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
@@ -542,7 +563,14 @@ class VllmEngine(Engine):
             raise EngineError(
                 f"weights of version {version} after version {self._version}: versions only grow"
             )
-        given = shipment_of(weights).shapes()
+        shipment = shipment_of(weights)
+        update = low_rank_of(shipment)
+        if update is not None and (wrong := update.misfits(self._shapes)):
+            raise EngineError(
+                f"these adapters do not fit the engine's model: {wrong[:3]}; nothing was changed"
+            )
+        is_own = update is not None and update.is_of(self._folder)
+        given = self._shapes if is_own else shipment.shapes()
         unknown = sorted(given.keys() - self._shapes.keys() - {_TIED_HEAD})
         missing = sorted(self._shapes.keys() - given.keys() - {_TIED_HEAD})
         misshapen = sorted(
@@ -586,8 +614,6 @@ class VllmEngine(Engine):
         return self._stream
 
     async def _exchange(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         recompute = self._kv_on_update == "recompute"
         # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache
         # drops all KV.
@@ -596,6 +622,24 @@ class VllmEngine(Engine):
             self._counters.cleared()
         else:
             await self._end_outdated(llm, version)
+        if await self._serve_adapter(llm, weights):
+            await llm.update_weight_version(str(version))
+        else:
+            await self._load(llm, weights, version)
+        self._version = version
+        await llm.resume_generation()
+
+    async def _serve_adapter(self, llm: "AsyncLLM", weights: Shipment) -> bool:
+        """Serve new factors beside the present weights, if that is what they are and vLLM can."""
+        adapters, update = self._adapters, low_rank_of(weights)
+        if adapters is None or update is None or not await adapters.serves(llm, update):
+            return False
+        await adapters.load(llm, weights, update)
+        return True
+
+    async def _load(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         # A tied head is in the checkpoint only once; the trainer lists the same tensor under
         # another name too.
         names = [name for name in weights if name in self._shapes]
@@ -607,8 +651,8 @@ class VllmEngine(Engine):
             await llm.finish_weight_update(weight_version=str(version))
         else:
             await self._streaming(llm).send({name: weights[name] for name in names}, version)
-        self._version = version
-        await llm.resume_generation()
+        if self._adapters is not None:
+            await self._adapters.clear(llm)
 
     async def _end_outdated(self, llm: "AsyncLLM", version: int) -> None:
         """Key cached blocks by `version` from now on. The core must be paused.

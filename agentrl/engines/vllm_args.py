@@ -104,7 +104,7 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
         "elastic_ep_max_dp_size",
         "eplb_config",
     ),
-    "adapters are trained by trainer.lora, and the engine gets the merged weights": (
+    "room for adapters follows from trainer.lora and engine.adapters": (
         "default_mm_loras",
         "enable_lora",
         "enable_mixed_moe_lora_format",

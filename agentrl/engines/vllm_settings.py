@@ -100,6 +100,15 @@ class VllmSettings(Settings):
     """How many versions older than the weights the KV may be that `reuse` keeps; in a run,
     `rollout.max_staleness` sets it.
     """
+    adapters: Literal["auto", "serve", "merge"] = "auto"
+    """How the engine takes the adapters that `trainer.lora` trains: beside its weights (`serve`),
+    so that an update moves and reads nothing else; or added to them (`merge`), for which it reads
+    the whole model. `auto` serves what vLLM can, and the log says why it merges the rest."""
+    adapter_rank: int | None = Field(default=None, ge=1)
+    """Largest rank of adapters to serve. By default that of `trainer.lora`."""
+    adapter_targets: tuple[str, ...] | None = None
+    """The layers that adapters to serve may have, by the ends of their names. By default those of
+    `trainer.lora`."""
     structured_outputs: bool = False
     """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's
     tokenizer, too.
@@ -173,6 +182,13 @@ class VllmSettings(Settings):
                 or prefill_tokens(kind, self.max_batch, context),
             }
         )
+
+    def for_adapters(self, lora: Any) -> Self:
+        """The same, with room for the adapters that a trainer with the settings `lora` trains."""
+        targets = None if lora.targets == "all-linear" else tuple(lora.targets)
+        follows = {"adapter_rank": lora.rank, "adapter_targets": targets}
+        unset = {name: follows[name] for name in follows if getattr(self, name) is None}
+        return self.model_copy(update=unset)
 
     def layout(self) -> EngineLayout:
         """The engine's layout on its devices, to estimate memory and time before it runs."""

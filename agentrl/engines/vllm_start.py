@@ -1,11 +1,19 @@
 """The start of vLLM: its arguments by the engine's settings, the model and the platform."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.engines.precision import resolve_dtype
+from agentrl.engines.vllm_adapters import (
+    adapter_arguments,
+    merged_message,
+    refuse_merging,
+    supports_adapters,
+    why_merged,
+)
 from agentrl.engines.vllm_args import typed_arguments
 from agentrl.engines.vllm_settings import (
     BACKENDS,
@@ -20,6 +28,8 @@ from agentrl.models.source import model_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 _WIDER_BY_ONE = ("cohere2", "cohere2_moe")
 """Model types whose window vLLM makes one wider than their config says."""
@@ -45,9 +55,15 @@ class VllmStart:
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
 
-        arguments = AsyncEngineArgs(**self.arguments(on_cpu=current_platform.is_cpu()), **logging)
+        given = {**self.arguments(on_cpu=current_platform.is_cpu()), **logging}
         # Its defaults, such as the tokens of a step, are then those of `vllm serve`.
-        return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        context = UsageContext.OPENAI_API_SERVER
+        if (room := self.room_for_adapters(on_cpu=current_platform.is_cpu())) is not None:
+            config = AsyncEngineArgs(**given, **room).create_engine_config(context)
+            if supports_adapters(config.model_config):
+                return config
+            self._say_merged(f"vLLM serves none of {config.model_config.architectures[0]}")
+        return AsyncEngineArgs(**given).create_engine_config(context)
 
     def arguments(self, *, on_cpu: bool) -> dict[str, Any]:
         """vLLM's arguments.
@@ -116,6 +132,22 @@ class VllmStart:
             # GPUs.
             "distributed_executor_backend": "mp" if several else None,
         }
+
+    def room_for_adapters(self, *, on_cpu: bool) -> dict[str, Any] | None:
+        """The arguments that make room for adapters; None if none are trained, or none served."""
+        if self.settings.adapter_rank is None:
+            return None
+        model = self._model_config().get_text_config()
+        has_bfloat16 = not on_cpu and _has_bfloat16_gpu()
+        reason = why_merged(self.settings, model, on_cpu=on_cpu, has_bfloat16=has_bfloat16)
+        if reason:
+            self._say_merged(reason)
+            return None
+        return adapter_arguments(self.settings, self.folder, model)
+
+    def _say_merged(self, reason: str) -> None:
+        refuse_merging(self.settings, reason)
+        logger.warning(merged_message(reason))
 
     def _number_formats(self, on_cpu: bool) -> dict[str, Any]:
         """The arguments for the number formats of weights, products and KV cache."""

@@ -33,9 +33,11 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl.engines.heartbeat import BeginBeating, begin_beating
+from agentrl.engines.vllm_adapter_worker import WorkerAdapter
 from agentrl.engines.vllm_reload import Reload
 from agentrl.engines.vllm_settings import BACKENDS, DRIVER_PID
 from agentrl.weights.bundle import WeightBundle
+from agentrl.weights.low_rank import LowRank
 
 _GLOO_SECONDS = 300.0
 
@@ -193,7 +195,9 @@ class WorkerExtension:
     """Methods that agentrl adds to vLLM's workers; passed to vLLM as `worker_extension_cls`."""
 
     parallel_config: Any
-    """The worker's own attribute."""
+    model_runner: Any
+    """The worker's own attributes."""
+    adapter: WorkerAdapter
 
     def begin_beating(self, path: str) -> BeginBeating | None:
         """Let this process and the engine core give signs of life at a `Heartbeat.path`."""
@@ -205,6 +209,23 @@ class WorkerExtension:
     def verify_weights(self, folder: str) -> str:
         """Read a whole bundle, check it, and return its checksum."""
         return WeightBundle.open(Path(folder)).manifest.checksum
+
+    def begin_adapter(self) -> None:
+        """Serve an adapter that changes nothing."""
+        self.adapter = WorkerAdapter(self.model_runner)
+        self.adapter.replace({})
+
+    def unserved_adapters(self, names: list[str]) -> list[str]:
+        """See `WorkerAdapter.unserved`."""
+        return self.adapter.unserved(names)
+
+    def load_adapter(self, folder: str, base: str | None, names: list[str]) -> None:
+        """Serve the factors of a bundle; before, load the weights `names` of the folder `base`."""
+        update = WeightBundle.at(Path(folder)).unpacked
+        assert isinstance(update, LowRank)
+        if base is not None:
+            self.adapter.load_base(Path(base), names)
+        self.adapter.replace(update.factors)
 
     def sleepable_bytes(self) -> int:
         """Bytes on this worker's GPU that vLLM's sleep frees: weights, KV cache and scratch."""

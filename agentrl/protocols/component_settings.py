@@ -30,6 +30,8 @@ class EngineSettingsOffers(Offers):
     """Returns an `EngineLayout`, to plan the engine's devices."""
     chosen: Callable[..., Any] | None = None
     """Returns the settings with what follows from the trainer and the devices."""
+    for_adapters: Callable[[Any], Any] | None = None
+    """Returns the settings with room for the adapters of a trainer, given its `lora`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,11 @@ class WeightBundle(Shipment):
         """Bytes of all files."""
         return self.manifest.size
 
+    @property
+    def unpacked(self) -> Mapping[str, "Tensor"]:
+        """The weights, or the update of low rank, whose factors are in the files."""
+        return self._weights
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights, without reading the weights.
 

@@ -44,6 +44,7 @@ from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion
 from agentrl.weights.bundle import BundlePlace, WeightBundle
+from agentrl.weights.low_rank import Factors, LowRank
 from tests.processes import still_alive, title
 
 T = TypeVar("T")
@@ -135,6 +136,36 @@ class Truth:
         return weights
 
 
+class Adapted(dict[str, Tensor]):
+    """Weights that differ from a folder's by an adapter."""
+
+    def __init__(self, update: LowRank) -> None:
+        super().__init__(update)
+        self.update_of_folder = update
+
+
+class AdapterTruth(Truth):
+    """The truth of an engine that serves adapters: `base` and `other` weights are published as
+    factors, and others whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self.base = Adapted(LowRank(folder, {}))
+
+    def other(self, seed: int) -> Weights:
+        generator = torch.Generator().manual_seed(seed)
+        factors = {}
+        for name, weight in self.base.items():
+            if weight.dim() == 2 and "embed" not in name:
+                rows, width = weight.shape
+                A = torch.randn(4, width, generator=generator)
+                B = torch.randn(rows, 4, generator=generator)
+                factors[name] = Factors(A, B, 0.25 * float(weight.std()))
+        return Adapted(LowRank(self._folder, factors))
+
+
 class QuickTruth(Truth):
     """The truth of a scripted engine: its model may be any function, so nobody has to wait for a
     transformer.
@@ -224,7 +255,8 @@ class Served:
 
     async def publish(self, weights: Weights) -> int:
         version = self.engine.policy_version + 1
-        await self.engine.update_weights(weights, version)
+        update = weights.update_of_folder if isinstance(weights, Adapted) else weights
+        await self.engine.update_weights(update, version)
         assert self.engine.policy_version == version
         self.by_version[version] = weights
         return version
@@ -351,7 +383,8 @@ def scripted_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
 
 
 def truth_of(engine: Callable[..., Any], folder: Path) -> Truth:
-    return QuickTruth(folder) if engine is scripted_engine else Truth(folder)
+    kinds = {scripted_engine: QuickTruth, adapter_engine: AdapterTruth}
+    return kinds.get(engine, Truth)(folder)
 
 
 def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
@@ -359,6 +392,10 @@ def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
         max_batch=MAX_BATCH, max_context=MAX_CONTEXT, structured_outputs=True, **settings
     )
     return VllmEngine(config, folder)
+
+
+def adapter_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    return vllm_engine(folder, truth, adapters="serve", adapter_rank=4, **settings)
 
 
 def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
@@ -392,6 +429,9 @@ ENGINES = [
     pytest.param(local_engine, id="local", marks=pytest.mark.xdist_group("local engine")),
     pytest.param(scripted_engine, id="scripted", marks=pytest.mark.xdist_group("scripted engine")),
     pytest.param(ray_engine, id="ray", marks=pytest.mark.slow),
+    pytest.param(
+        adapter_engine, id="vllm with adapters", marks=[pytest.mark.vllm, pytest.mark.long]
+    ),
     pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
 ]
 OVER_HTTP = pytest.param(
