@@ -67,6 +67,9 @@ def why_merged(settings: VllmSettings, model: Any, *, on_cpu: bool, has_bfloat16
         "engine.dtype=float32, and vLLM multiplies with adapters in bfloat16 on GPUs": (
             on_gpu_in == "float32"
         ),
+        "it is a mixture of experts, and vLLM for CPUs cannot compute experts beside adapters": (
+            on_cpu and bool(optional_field(model, "num_experts_per_tok"))
+        ),
         "its attention is latent (MLA), whose weights vLLM multiplies beforehand": (
             bool(optional_field(model, "kv_lora_rank"))
         ),

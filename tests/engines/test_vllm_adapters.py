@@ -323,6 +323,9 @@ def test_what_vllm_cannot_serve_is_merged_and_the_reason_is_named() -> None:
     assert "speculative" in reason(speculative={"method": "ngram", "tokens": 2})
     latent = PretrainedConfig(kv_lora_rank=512)
     assert "MLA" in why_merged(config(adapter_rank=8), latent, on_cpu=True, has_bfloat16=False)
+    mixture = PretrainedConfig(num_experts_per_tok=2)
+    assert "experts" in why_merged(config(adapter_rank=8), mixture, on_cpu=True, has_bfloat16=False)
+    assert not why_merged(config(adapter_rank=8), mixture, on_cpu=False, has_bfloat16=True)
     on_gpu = {"on_cpu": False, "has_bfloat16": True}
     plain = PretrainedConfig()
     assert not why_merged(config(adapter_rank=8), plain, **on_gpu)
