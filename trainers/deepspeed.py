@@ -17,6 +17,7 @@ class DeepSpeedTrainer(GroupTrainer):
     """DeepSpeed on `world_size` ranks, each a cluster's worker. Needs the extra `deepspeed`."""
 
     sharding: ClassVar[str] = "agentrl.trainers.rank.zero:open_sharding"
+    joins_a_group: ClassVar[bool] = True
 
     class Config(TrainerSettings):
         """The settings of every trainer, and how this one is sharded."""

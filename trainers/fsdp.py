@@ -17,6 +17,7 @@ class FsdpTrainer(GroupTrainer):
     """PyTorch's `fully_shard` (FSDP2) on `world_size` ranks, each a worker of the cluster."""
 
     sharding: ClassVar[str] = "agentrl.trainers.rank.fsdp:open_sharding"
+    joins_a_group: ClassVar[bool] = True
 
     class Config(TrainerSettings):
         """The settings of every trainer, and how this one is sharded."""

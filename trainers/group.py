@@ -17,11 +17,12 @@ from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.supervised import Supervised
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
-from agentrl.cluster.workers import StartWorkers, WorkerGroup
+from agentrl.cluster.workers import InOwnProcess, Make, StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.models.facts import model_facts
 from agentrl.placement.mesh import ONE_RANK, Mesh
-from agentrl.protocols import Loss, Recovery, Trainer, WriteWeights
+from agentrl.protocols import Loss, Recovery, Trainer
+from agentrl.protocols.weight_source import SendWeights
 from agentrl.trainers.batch_shards import BatchShard, gather, gather_rows, shard_batch
 from agentrl.trainers.recovery_log import ReplayLog, TrainingStep
 from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
@@ -79,6 +80,9 @@ class GroupTrainer(Trainer):
     """
 
     sharding: ClassVar[str]
+    joins_a_group: ClassVar[bool] = False
+    """Its ranks join a group of torch.distributed, of which a process has one: a critic's ranks
+    need processes of their own, even if there is one of each."""
     Config: ClassVar[type[TrainerSettings]]
 
     def __init__(
@@ -211,15 +215,12 @@ class GroupTrainer(Trainer):
         weights: Mapping[str, Tensor] = (await self._ask(lambda ranks: ranks.all("weights")))[0]
         return weights
 
-    async def write_weights(self, write: WriteWeights) -> Mapping[str, "Tensor"]:
-        """Let rank 0 write the weights, and send here only where they are.
-
-        If rank 0's machine cannot reach the place, the weights are sent here and written here.
+    async def send_weights(self, send: SendWeights[T]) -> Sequence[T]:
+        """See `Trainer.send_weights`. Ranks that die meanwhile are started again, and begin
+        anew.
         """
-        answers: Sequence[tuple[Mapping[str, Tensor], bool]]
-        answers = await self._ask(lambda ranks: ranks.all("write_weights", write))
-        weights, is_written = answers[0]
-        return weights if is_written else await asyncio.to_thread(write, weights)
+        answers: Sequence[T] = await self._ask(lambda ranks: ranks.all("send_weights", send))
+        return answers
 
     async def save(self, folder: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside
@@ -412,7 +413,12 @@ class GroupTrainer(Trainer):
         """Start ranks, and bring them to the state after the steps done. They save again what they
         had not saved.
         """
-        ranks = await self._start(self._role, self._spec.make_rank, self.mesh.world_size)
+        make: Make = self._spec.make_rank
+        ranks = await self._start(
+            self._role,
+            InOwnProcess(make) if self.joins_a_group else make,
+            self.mesh.world_size,
+        )
         try:
             checkpoint = await self._loaded(ranks)
             done = checkpoint[0] if checkpoint else 0

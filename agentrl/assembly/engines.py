@@ -16,6 +16,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig
+from agentrl.plugins import Component
 from agentrl.protocols import EngineSettingsOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
@@ -140,6 +141,11 @@ async def opponent_engines(
         yield [await stack.enter_async_context(engine) for engine in served]
 
 
+def engine_of_teacher(config: RunConfig, teacher: TeacherConfig) -> Component:
+    """The settings of the teacher's engine, as the config has them."""
+    return component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
+
+
 @asynccontextmanager
 async def teacher_served(
     placed: PlacedCluster, model: Path, teacher: TeacherConfig | None, longest: int
@@ -148,10 +154,7 @@ async def teacher_served(
     if teacher is None:
         yield None
         return
-    engine = component_like(
-        placed.config.engine, "recipe.teacher.engine", "engines", teacher.engine
-    )
-    engine = in_dtype_of(engine, placed.config.trainer)
+    engine = in_dtype_of(engine_of_teacher(placed.config, teacher), placed.config.trainer)
     config = placed.config.model_copy(update={"engine": engine})
     async with engine_router(
         config,

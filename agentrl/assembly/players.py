@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from agentrl import plugins
-from agentrl.cluster.environment import own_address
 from agentrl.cluster.workers import Cluster
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.config import RendererConfig
@@ -23,6 +22,7 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
+from agentrl.net.interfaces import own_address
 from agentrl.protocols import Engine, EngineSettingsOffers, Renderer
 from agentrl.remote.env_worker import EnvWorker, env_workers, worker_limits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute

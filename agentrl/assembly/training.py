@@ -9,6 +9,7 @@ from pathlib import Path
 from agentrl.assembly.devices import device_sharing, open_cluster
 from agentrl.assembly.engines import (
     asked_teacher,
+    engine_of_teacher,
     evaluation_engine,
     opponent_engines,
     places_of,
@@ -20,6 +21,7 @@ from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.assembly.scaling import EngineScaling
 from agentrl.assembly.trainers import make_advisors, make_trainer
 from agentrl.config.compatibility import check_stage
+from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -27,7 +29,13 @@ from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import freeze_gc
 from agentrl.placement.time_share import DeviceSharing
-from agentrl.protocols import Algorithm, Curriculum, LatestCheckpoint, Trainer
+from agentrl.protocols import (
+    Algorithm,
+    Curriculum,
+    EngineSettingsOffers,
+    LatestCheckpoint,
+    Trainer,
+)
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
@@ -182,7 +190,8 @@ async def assemble_training(
             [trainer, *advisors.all],
             [rollouts.engine, *(engine for engine, _ in others), *opponents],
         )
-        weights = config.weights.for_model(model)
+        weights = config.weights.for_model(model).in_format_of(_formats(config, teacher))
+        weights = weights.over_machines(placed.cluster.spans_machines)
         async with device_sharing(placed, engines, trainers) as sharing:
             followers = tuple((engine, refresh) for engine, refresh in others if refresh)
             listener = self_play.take_version if self_play else None
@@ -204,6 +213,13 @@ async def assemble_training(
                     self_play,
                     evaluating,
                 )
+
+
+def _formats(config: RunConfig, teacher: TeacherConfig | None) -> list[str | None]:
+    """The number formats of all engines that get the run's weights."""
+    served = [config.engine, *([engine_of_teacher(config, teacher)] if teacher else [])]
+    of_trainer = [in_dtype_of(engine, config.trainer) for engine in served]
+    return [EngineSettingsOffers.of(engine.settings).dtype for engine in of_trainer]
 
 
 def _self_play(

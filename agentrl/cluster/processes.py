@@ -1,4 +1,5 @@
-"""Workers on this machine: a single worker is a thread of this process, several are processes.
+"""Workers on this machine: a single worker is a thread of this process, if it can share it; several
+are processes.
 
 A process dies with the process that started it, and stopping it kills it; a thread cannot be
 killed. As a sign of life, a thread of the process keeps writing the time to shared memory.
@@ -32,6 +33,7 @@ from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
     PLACE_SECONDS,
+    InOwnProcess,
     Make,
     StartWorker,
     Worker,
@@ -58,7 +60,7 @@ async def start_local(
     start_seconds: float = START_SECONDS,
 ) -> WorkerGroup:
     """`StartWorkers` on this machine."""
-    if count == 1:
+    if count == 1 and not isinstance(make, InOwnProcess):
         start: StartWorker = partial(ThreadWorker.start, start_seconds=start_seconds)
     else:
         # Each would compute with as many threads as there are cores.

@@ -78,7 +78,7 @@ class _ReceiverHost:
 
     async def finish(self, place: BundlePlace, manifest: Manifest) -> WeightBundle:
         try:
-            return place.finish(manifest)
+            return place.finish_as(manifest)
         except OSError as error:
             raise WeightsError(f"the files of {place} are gone: {error}") from error
 

@@ -76,6 +76,18 @@ StartWorker = Callable[[str, Make, int], Awaitable[Worker]]
 """Starts a worker, given its role, `make` and its rank. Raises the errors of `StartWorkers`."""
 
 
+@dataclass(frozen=True, slots=True)
+class InOwnProcess:
+    """A `Make` of a worker that cannot share its process with another one, even if it is the only
+    one of its group: as a rank of torch.distributed, of which a process is one.
+    """
+
+    make: Make
+
+    def __call__(self, number: int) -> object:
+        return self.make(number)
+
+
 class StartWorkers(Protocol):
     """Starts groups: the seam between code that needs workers and the place where they run."""
 

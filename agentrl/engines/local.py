@@ -22,7 +22,6 @@ from agentrl.engines.admission import (
     max_new_tokens,
 )
 from agentrl.engines.kv_chains import goes_on
-from agentrl.engines.precision import EngineDtype, resolve_dtype
 from agentrl.engines.slots import (
     Hold,
     Openings,
@@ -34,7 +33,7 @@ from agentrl.engines.slots import (
 )
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
-from agentrl.flow import expect_long_callback
+from agentrl.flow import expect_long_callback, run_to_completion
 from agentrl.models.source import here
 from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import EngineLayout
@@ -47,8 +46,9 @@ from agentrl.protocols import (
     Scores,
 )
 from agentrl.settings.base import Settings
+from agentrl.settings.precision import EngineDtype, resolve_dtype
 from agentrl.trajectory import Completion, FinishReason
-from agentrl.weights.shipment import Shipment, shipment_of
+from agentrl.weights.shipment import Reader, Shipment, shipment_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,6 +189,9 @@ class LocalEngine(Engine):
         self._wake = asyncio.Event()
         self._awake = asyncio.Event()
         self._awake.set()
+        self._received = asyncio.Event()
+        self._received.set()
+        self._reader: Reader | None = None
         self._arrivals = self._steps = 0
         self._later_turns = 0.0  # share of requests that are not the first turn of their session
         self._kv_on_update = effective_kv_on_update(config.kv_on_update, config.kv_max_staleness)
@@ -277,22 +280,33 @@ class LocalEngine(Engine):
             self._release(live)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.stage_weights`. A bundle is verified in a thread while requests continue."""
+        """See `Engine.stage_weights`. Files are checked in a thread while requests continue."""
         self._check_newer(version)
         shipment = shipment_of(weights)
-        await shipment.receive()
-        self._entered().check_weights(shipment)
+        await asyncio.to_thread(shipment.check)
+        model = self._entered()
+        model.check_weights(shipment)
+        if shipment.is_live:
+            await asyncio.to_thread(shipment.enroll, self._own_reader(model))
         self._staged = shipment
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`. Steps run inline, so no step is in progress."""
+        """See `Engine.update_weights`. Steps run inline, so no step is in progress; none begins
+        while weights arrive.
+        """
         shipment = shipment_of(weights)
         if shipment != self._staged:
             await self.stage_weights(shipment, version)
         self._staged = None
         self._check_newer(version)
+        model = self._entered()
+        if shipment.is_live:
+            await asyncio.to_thread(shipment.join, self._own_reader(model))
         try:
-            self._entered().load_weights(shipment)
+            if shipment.is_live:
+                await self._receive(model, shipment)
+            else:
+                model.load_weights(shipment)
         except Exception as error:  # the model now has a mix of old and new weights
             raise self._die(error) from error
         self._version = version
@@ -300,6 +314,19 @@ class LocalEngine(Engine):
         for live in self._running.values():
             if self._kv_on_update != "keep" and live.oldest < self._oldest_reusable:
                 live.cached = 0  # all its tokens are recomputed before the next one is sampled
+
+    async def _receive(self, model: "PackedModel", shipment: Shipment) -> None:
+        """Load weights that are being sent, in a thread, between two steps."""
+        self._received.clear()
+        try:
+            arrivals = shipment.arrivals(self._own_reader(model))
+            await run_to_completion(asyncio.to_thread(model.load_arrivals, arrivals))
+        finally:
+            self._received.set()
+
+    def _own_reader(self, model: "PackedModel") -> Reader:
+        self._reader = self._reader or Reader.on(str(model.device))
+        return self._reader
 
     @property
     def _oldest_reusable(self) -> int:
@@ -380,11 +407,12 @@ class LocalEngine(Engine):
         try:
             while True:
                 await self._awake.wait()
+                await self._received.wait()
                 if not (self._running or self._waiting or self._scoring):
                     self._wake.clear()
                     await self._wake.wait()
                 await self._let_callers_answer(finished)
-                if not self._awake.is_set():
+                if not (self._awake.is_set() and self._received.is_set()):
                     continue
                 finished = self._score(model) if self._scoring else 0
                 self._admit()

@@ -9,7 +9,7 @@ attention interface: it writes the new keys and values into their slots, and com
 blocks of rows of similar size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -372,6 +372,11 @@ class PackedModel:
         return [floats(np.concatenate(pieces)) for pieces in found]
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._device
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """The model's own tensors by their names, not copied; tied ones appear under each of their
         names.
@@ -433,6 +438,30 @@ class PackedModel:
         ):
             return self._names.own(weights)
         return ((name, update[name]) for name in self._adapted | update.factors.keys())
+
+    def load_arrivals(self, arrivals: Iterable[tuple[str, Tensor]]) -> None:
+        """The same with weights that arrive one after another."""
+        own = self.weights
+        if not self._names.conversions:
+            with torch.no_grad():
+                for name, tensor in arrivals:
+                    own[name].copy_(tensor)
+            return
+        shapes = {name: tensor.shape for name, tensor in own.items()}
+        group_of: dict[str, int] = {}
+        missing: list[set[str]] = []
+        for number, (_, published) in enumerate(self._names.groups(shapes)):
+            group_of |= dict.fromkeys(published, number)
+            missing.append(set(published))
+        waiting: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in arrivals:
+            number = group_of[name]
+            waiting.setdefault(number, {})[name] = tensor
+            missing[number].discard(name)
+            if not missing[number]:
+                self.load_weights(waiting.pop(number))
+        for incomplete in waiting.values():  # a tied weight has come under one of its names
+            self.load_weights(incomplete)
 
     def sleep(self) -> int:
         """Free the KV cache, and move the weights to host memory; returns the bytes freed on the

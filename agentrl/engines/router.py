@@ -67,7 +67,7 @@ from agentrl.protocols import (
 from agentrl.rollout.config import context_seconds
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightUpdate
-from agentrl.weights.shipment import DirectShipment
+from agentrl.weights.shipment import shipment_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -462,7 +462,11 @@ class Router(Engine):
         """
         if not self._replaces or any(replica.number == number for replica in self._replicas):
             raise ValueError(f"no engine {number} can be added here")
-        self._check_weights_last()
+        if self._published is not None:
+            try:
+                await shipment_of(self._published[0]).at_rest()
+            except WeightsError as gone:
+                raise EngineError(str(gone)) from gone
         named = self._supervision(f"engine {number}")
         replica = _Replica(number, make(), named, make, node, lost)
         replica.dead = EngineDeadError(f"engine {number} has not started yet")
@@ -829,7 +833,7 @@ class Router(Engine):
         try:
             await self._start(replica)
             await self._catch_up(replica)
-        except EngineError as error:
+        except (EngineError, WeightsError) as error:
             replica.dead = EngineDeadError(f"engine {replica.number} could not be {how}: {error}")
             raise replica.dead from error
         finally:
@@ -882,29 +886,16 @@ class Router(Engine):
         engine = replica.engine
         while self._published is not None and engine.policy_version != self._published[1]:
             weights, version = self._published
-            self._check_weights_last()
             try:
                 async with _limit("update", self._update_seconds):
-                    await engine.update_weights(weights, version)
+                    at_rest = await shipment_of(weights).at_rest()
+                    await engine.update_weights(at_rest, version)
             except WeightsError as error:
                 # Those of a version are gone when all others serve a newer one, which is next.
                 if self._published == (weights, version):
                     raise EngineError(
                         f"it could not load version {version} of the weights: {error}"
                     ) from error
-
-    def _check_weights_last(self) -> None:
-        """Refuse to start an engine with weights that may have changed since they were published.
-
-        Raises:
-            EngineError: they are the trainer's own tensors.
-        """
-        if self._published is not None and isinstance(self._published[0], DirectShipment):
-            raise EngineError(
-                "the published weights are the trainer's own tensors, which change with its next"
-                " step, so an engine cannot start with them now (weights.transport=direct): choose"
-                " another transport"
-            )
 
     async def _close(self, replica: _Replica) -> None:
         """Let a dead engine free its resources. A failure to do so is only logged."""

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -41,7 +40,7 @@ from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.low_rank import low_rank_of
 from agentrl.weights.shipment import Shipment, shipment_of
-from agentrl.weights.store import bundled
+from agentrl.weights.store import readable_elsewhere
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from agentrl.engines.vllm_stream import WeightStream
     from agentrl.engines.vllm_worker import Counters
 
 T = TypeVar("T")
@@ -97,7 +95,6 @@ class VllmEngine(Engine):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._staged: Shipment | None = None
         self._adapters: ServedAdapters | None = None
-        self._stream: WeightStream | None = None
         self._updating = asyncio.Lock()
         self._asleep = False
         self._heartbeat: Heartbeat | None = None
@@ -136,9 +133,6 @@ class VllmEngine(Engine):
     async def __aexit__(self, *exc: object) -> None:
         llm, self._llm = self._llm, None
         self._closed = self._closed or "it was closed"
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
         if llm is not None:
             if not llm.errored:
                 # Ends the requests in flight; `generate` raises the reason.
@@ -217,35 +211,31 @@ class VllmEngine(Engine):
                 ) from error
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.stage_weights`. Between two steps, each vLLM worker reads a whole bundle and
-        checks it.
+        """See `Engine.stage_weights`. Files are checked by this process, so vLLM's core goes
+        on; its workers only announce themselves to a sender.
         """
         llm = self._entered()
         self._check_weights(weights, version)
         shipment = shipment_of(weights)
-        if shipment.folder is None or self._config.weight_transfer != "files":
-            # It is read in this process, and sent from it.
-            await shipment.receive()
-        else:
-            await self._verify_in_workers(llm, shipment)
+        await asyncio.to_thread(shipment.check)
+        if shipment.is_live:
+            await self._tell_workers(llm, "enroll", shipment)
         if self._adapters is not None and (update := low_rank_of(shipment)) is not None:
             await self._unless_dead(llm, self._adapters.serves(llm, update))
         self._staged = shipment
 
-    async def _verify_in_workers(self, llm: "AsyncLLM", shipment: Shipment) -> None:
+    async def _tell_workers(self, llm: "AsyncLLM", method: str, shipment: Shipment) -> None:
+        from agentrl.engines.vllm_worker import packed
+
         try:
-            work = llm.collective_rpc("verify_weights", args=(str(shipment.folder),))
-            checksums = set(await self._unless_dead(llm, work))
+            work = llm.collective_rpc(method, args=(packed(shipment),))
+            await self._unless_dead(llm, work)
         except Exception as error:
             if llm.errored:
                 raise EngineDeadError(
-                    f"vLLM died during staging: {type(error).__name__}: {error}"
+                    f"vLLM died before it took new weights: {type(error).__name__}: {error}"
                 ) from error
-            raise WeightsError(f"vLLM's workers cannot take {shipment}: {error}") from error
-        if checksums != {shipment.checksum}:
-            raise WeightsError(
-                f"vLLM's workers read other weights than {shipment}: checksums {sorted(checksums)}"
-            )
+            raise WeightsError(f"vLLM's workers cannot take {shipment!r}: {error}") from error
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
@@ -264,9 +254,11 @@ class VllmEngine(Engine):
                     "vLLM cannot take new weights while it sleeps: wake it before publishing them"
                 )
             self._check_weights(weights, version)
-            async with self._readable(weights, version) as readable:
+            async with readable_elsewhere(weights, version) as readable:
                 if readable != self._staged:
                     await self.stage_weights(readable, version)
+                if readable.is_live:
+                    await self._tell_workers(llm, "join", readable)
                 try:
                     await self._unless_dead(llm, self._exchange(llm, readable, version))
                 except BaseException as error:
@@ -596,23 +588,6 @@ class VllmEngine(Engine):
             raise group.exceptions[0] from None
         return task.result()
 
-    def _readable(
-        self, weights: Mapping[str, "Tensor"], version: int
-    ) -> AbstractAsyncContextManager[Shipment]:
-        """The weights in a form that can be loaded: as a bundle for `files`, else unchanged."""
-        return (
-            bundled(weights, version)
-            if self._config.weight_transfer == "files"
-            else nullcontext(shipment_of(weights))
-        )
-
-    def _streaming(self, llm: "AsyncLLM") -> "WeightStream":
-        from agentrl.engines.vllm_stream import WeightStream
-
-        if self._stream is None:
-            self._stream = WeightStream(llm, self._config.tensor_parallel)
-        return self._stream
-
     async def _exchange(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
         recompute = self._kv_on_update == "recompute"
         # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache
@@ -640,17 +615,16 @@ class VllmEngine(Engine):
     async def _load(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        from agentrl.engines.vllm_worker import packed
+
         # A tied head is in the checkpoint only once; the trainer lists the same tensor under
         # another name too.
         names = [name for name in weights if name in self._shapes]
-        if self._config.weight_transfer == "files":
-            await llm.start_weight_update()
-            await llm.update_weights(
-                WeightTransferUpdateRequest({"folder": str(weights.folder), "names": names})
-            )
-            await llm.finish_weight_update(weight_version=str(version))
-        else:
-            await self._streaming(llm).send({name: weights[name] for name in names}, version)
+        await llm.start_weight_update()
+        await llm.update_weights(
+            WeightTransferUpdateRequest({"shipment": packed(weights), "names": names})
+        )
+        await llm.finish_weight_update(weight_version=str(version))
         if self._adapters is not None:
             await self._adapters.clear(llm)
 

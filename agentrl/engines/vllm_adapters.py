@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.engines.precision import resolve_dtype
 from agentrl.engines.vllm_settings import VllmSettings
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.optional_fields import optional_field
+from agentrl.settings.precision import resolve_dtype
 from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.shipment import Shipment
@@ -55,9 +55,6 @@ def why_merged(settings: VllmSettings, model: Any, *, on_cpu: bool, has_bfloat16
     on_gpu_in = "" if on_cpu else resolve_dtype(settings.dtype, None, gpu=has_bfloat16)
     reasons = {
         "engine.adapters=merge": settings.adapters == "merge",
-        f"engine.weight_transfer={settings.weight_transfer} sends whole weights": (
-            settings.weight_transfer != "files"
-        ),
         f"their rank is {rank}, and vLLM has room for {_RANKS[-1]} at most": (
             room_for(rank) is None
         ),

@@ -11,7 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.environment import LOOPBACK, stay_on_loopback
+from agentrl.net.interfaces import LOOPBACK, stay_on_loopback
 
 _LOGGER = "vllm"
 _QUIET = "ERROR"

@@ -98,9 +98,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     # The memory that sleeping frees.
     "vllm.device_allocator.cumem:CuMemAllocator": ("get_current_usage", "get_instance"),
     # New weights in the workers.
-    "vllm.distributed.weight_transfer.base:ParamMeta": (),
-    "vllm.distributed.weight_transfer.base:TrainerWeightTransferEngine": (),
-    "vllm.distributed.weight_transfer.base:WeightSource": (),
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": (
         "finish_weight_update",
         "init_info_cls",
@@ -112,23 +109,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "update_weights",
     ),
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo": (),
-    "vllm.distributed.weight_transfer.base:WeightTransferInitRequest": (),
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo": (),
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest": (),
     "vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory": ("register_engine",),
-    "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory": (
-        "register_engine",
-        "trainer_init",
-    ),
-    "vllm.distributed.weight_transfer.nccl_common:NCCLWeightTransferInitInfo": (),
-    "vllm.distributed.weight_transfer.nccl_common:worker_init_payload": (),
-    "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerInitInfo": (),
-    "vllm.distributed.weight_transfer.nccl_engine:NCCLTrainerWeightTransferEngine": (
-        "_broadcast",
-        "_checked_iter",
-        "send_weights",
-    ),
-    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine": (),
     # vLLM's reload of a model, layer by layer.
     "vllm.distributed.parallel_state:get_tensor_model_parallel_rank": (),
     "vllm.model_executor.layers.attention:is_deferred_attention_layer": (),

@@ -7,7 +7,6 @@ from pydantic import Field, field_validator, model_validator
 
 from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate
-from agentrl.engines.precision import EngineDtype, resolve_dtype
 from agentrl.engines.speculation import SpeculativeSettings
 from agentrl.engines.vllm_args import argument_problems, typed_arguments
 from agentrl.errors import ConfigError
@@ -15,6 +14,7 @@ from agentrl.models.source import description_folder
 from agentrl.placement.devices import GIB, DeviceKind
 from agentrl.placement.footprint import EngineLayout
 from agentrl.settings.base import Settings
+from agentrl.settings.precision import EngineDtype, resolve_dtype
 
 INSTALL_HINT = (
     f"{install_command('gpu')} (`cpu` without a GPU: see the README), or use engine=local"
@@ -23,8 +23,8 @@ INSTALL_HINT = (
 CPU_PREFILL_TOKENS = 8192
 """Tokens of a prefill pass on a CPU, unless a context is longer: there, vLLM cannot cut a prompt.
 """
-BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo")}
-"""vLLM's names of the weight transfer backends, by ours (`engine.weight_transfer`)."""
+BACKEND = "agentrl"
+"""vLLM's name of the weight transfer backend."""
 DRIVER_PID = "AGENTRL_VLLM_DRIVER"
 """The environment variable that names the process whose death must end vLLM's processes. It is not
 a setting of vLLM's, since those choose the cache of compiled code, which processes share.
@@ -34,13 +34,6 @@ WORKER_EXTENSION = "agentrl.engines.vllm_worker.WorkerExtension"
 Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"]
 """The formats that vLLM itself converts plain weights to, so that they can be updated."""
 _CPU_CACHE_BYTES = GIB
-_TRANSFER_FAULTS = {
-    "nccl": "the sender is the engine's own driver, which shares the first GPU with the engine, and"
-    " NCCL refuses two ranks on one GPU",
-    "ipc": "all weights would lie on the engine's first GPU beside those that it serves, and the"
-    " workers on its other GPUs could not open their handles",
-}
-"""The reasons why weights cannot be streamed in these ways."""
 
 
 class VllmSettings(Settings):
@@ -117,11 +110,6 @@ class VllmSettings(Settings):
     """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts
     of a run.
     """
-    weight_transfer: Literal["files", "gloo"] = "files"
-    """How vLLM's workers get new weights. With `files`, they verify the published files and map
-    them into memory. With `gloo`, the driver streams the weights into the workers
-    (`agentrl/engines/vllm_stream.py`), on CPUs."""
-
     args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of vLLM's own, by their names in its `AsyncEngineArgs`, such as
     `{block_size: 32, attention_backend: FLASHINFER}`. Refused are those that agentrl sets, and
@@ -137,13 +125,6 @@ class VllmSettings(Settings):
         if problems := list(argument_problems(arguments)):
             raise ValueError("; ".join(problems))
         return arguments
-
-    @field_validator("weight_transfer", mode="before")
-    @classmethod
-    def _is_a_transfer_that_works(cls, name: Any) -> Any:
-        if isinstance(name, str) and name in _TRANSFER_FAULTS:
-            raise ValueError(f"{name!r} cannot work: {_TRANSFER_FAULTS[name]}. Write files")
-        return name
 
     @model_validator(mode="after")
     def _can_be_computed(self) -> Self:

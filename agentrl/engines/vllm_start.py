@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.engines.precision import resolve_dtype
 from agentrl.engines.vllm_adapters import (
     adapter_arguments,
     merged_message,
@@ -16,7 +15,7 @@ from agentrl.engines.vllm_adapters import (
 )
 from agentrl.engines.vllm_args import typed_arguments
 from agentrl.engines.vllm_settings import (
-    BACKENDS,
+    BACKEND,
     CPU_PREFILL_TOKENS,
     WORKER_EXTENSION,
     VllmSettings,
@@ -25,6 +24,7 @@ from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_context, context_limit, rotations
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.source import model_folder
+from agentrl.settings.precision import resolve_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,9 +98,7 @@ class VllmStart:
             "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",  # of the sampling distribution
             "max_logprobs": -1,  # a request that keeps its support asks for as many as its top_k
-            "weight_transfer_config": WeightTransferConfig(
-                backend=BACKENDS[config.weight_transfer]
-            ),
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "worker_extension_cls": WORKER_EXTENSION,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,

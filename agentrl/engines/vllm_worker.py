@@ -2,64 +2,59 @@
 
 This module imports vLLM and is imported only by an entered `VllmEngine` and, by name
 (`worker_extension_cls`), by vLLM's worker processes, where the import registers the weight transfer
-backends.
+backend.
 """
 
 import os
+import pickle
 import select
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl.engines.heartbeat import BeginBeating, begin_beating
 from agentrl.engines.vllm_adapter_worker import WorkerAdapter
 from agentrl.engines.vllm_reload import Reload
-from agentrl.engines.vllm_settings import BACKENDS, DRIVER_PID
+from agentrl.engines.vllm_settings import BACKEND, DRIVER_PID
 from agentrl.weights.bundle import WeightBundle
 from agentrl.weights.low_rank import LowRank
-
-_GLOO_SECONDS = 300.0
+from agentrl.weights.shipment import Reader, Shipment
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Files need no handshake."""
+    """A shipment brings all that is needed."""
 
 
 @dataclass
-class BundleInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which of a bundle's weights to load; every worker can read its folder."""
+class ShipmentInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which weights of a shipment to load."""
 
-    folder: str
+    shipment: str
+    """The pickled shipment, in hexadecimal digits."""
     names: list[str]
 
 
-class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[misc]
-    """Loads weights from a memory-mapped `WeightBundle` that `WorkerExtension` has checked."""
+class ShippedWeights(WeightTransferEngine[NoInit, ShipmentInfo]):  # type: ignore[misc]
+    """Loads weights as they arrive in a `Shipment`, in which `WorkerExtension` has enrolled."""
 
     init_info_cls = NoInit
-    update_info_cls = BundleInfo
+    update_info_cls = ShipmentInfo
 
     def __init__(
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
@@ -82,10 +77,15 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: BundleInfo) -> None:
-        """Stream the tensors of the files into the model."""
-        bundle = WeightBundle.at(Path(update_info.folder))
-        self._reload.load_weights((name, bundle[name]) for name in update_info.names)
+    def receive_weights(self, update_info: ShipmentInfo) -> None:
+        """Load each weight as it arrives."""
+        shipment = _unpacked(update_info.shipment)
+        wanted = set(update_info.names)
+        self._reload.load_weights(
+            (name, weight)
+            for name, weight in shipment.arrivals(_reader(self.device))
+            if name in wanted
+        )
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
@@ -95,73 +95,20 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
         """Nothing to release."""
 
 
-class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate
-    gloo group.
-    """
-
-    group: Any = None
-
-    def __init__(
-        self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)
-        self._reload = Reload(model, self.model_config)
-        _begin_worker(vllm_config)
-
-    def start_weight_update(self) -> None:
-        """See `Reload`."""
-        self._reload.begin()
-        # vLLM's engine calls its `load_weights`, and forgets it when the update ends.
-        self.model = self._reload
-
-    def finish_weight_update(self) -> None:
-        """See `Reload`."""
-        self._reload.finish()
-
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Connect to the sender and the other workers."""
-        ranks = self.parallel_config
-        rank = init_info.rank_offset + ranks.data_parallel_index * ranks.world_size + ranks.rank
-        self.group = gloo_group(init_info, rank)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load the weights. vLLM's own version would synchronise an accelerator."""
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: Any) -> None:
-        """Load each weight as it arrives, in the sender's order."""
-
-        def received() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, dtype, shape in zip(
-                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-            ):
-                weight = torch.empty(shape, dtype=getattr(torch, dtype))
-                self.group.broadcast([weight], dist.BroadcastOptions()).wait()
-                yield name, weight
-
-        self._reload.load_weights(received())
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        self.group = None
+def packed(shipment: Shipment) -> str:
+    """A shipment as text, which vLLM's messages can hold."""
+    return pickle.dumps(shipment).hex()
 
 
-def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
-    """A separate group of the sender (rank 0) and the workers; returns when all have joined."""
-    timeout = timedelta(seconds=_GLOO_SECONDS)
-    place = (info.master_address, info.master_port)
-    if rank == 0:
-        # A store that makes its socket itself listens on all interfaces.
-        with socket.socket() as meeting:
-            meeting.bind(place)
-            listener = meeting.detach()
-        store = TCPStore(
-            *place, info.world_size, is_master=True, timeout=timeout, master_listen_fd=listener
-        )
-    else:
-        store = TCPStore(*place, info.world_size, is_master=False, timeout=timeout)
-    return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
+@cache
+def _reader(device: torch.device) -> Reader:
+    """This process, as one that loads weights."""
+    return Reader.on(str(device))
+
+
+def _unpacked(text: str) -> Shipment:
+    shipment: Shipment = pickle.loads(bytes.fromhex(text))
+    return shipment
 
 
 def _begin_worker(vllm_config: Any) -> None:
@@ -196,6 +143,7 @@ class WorkerExtension:
 
     parallel_config: Any
     model_runner: Any
+    device: torch.device
     """The worker's own attributes."""
     adapter: WorkerAdapter
 
@@ -206,9 +154,13 @@ class WorkerExtension:
         is_core = self.parallel_config.distributed_executor_backend == "uni"
         return None if is_core else BeginBeating(path)
 
-    def verify_weights(self, folder: str) -> str:
-        """Read a whole bundle, check it, and return its checksum."""
-        return WeightBundle.open(Path(folder)).manifest.checksum
+    def enroll(self, shipment: str) -> None:
+        """Announce that this worker will load a shipment."""
+        _unpacked(shipment).enroll(_reader(self.device))
+
+    def join(self, shipment: str) -> None:
+        """Connect this worker to the sender of a shipment that it will load now."""
+        _unpacked(shipment).join(_reader(self.device))
 
     def begin_adapter(self) -> None:
         """Serve an adapter that changes nothing."""
@@ -292,7 +244,6 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Nothing to log."""
 
 
-for _kind, _engine in zip(BACKENDS, (BundledWeights, GlooWeights), strict=True):
-    WeightTransferEngineFactory.register_engine(BACKENDS[_kind], _engine)
+WeightTransferEngineFactory.register_engine(BACKEND, ShippedWeights)
 
-__all__ = ["BundledWeights", "Counters", "WorkerExtension"]
+__all__ = ["Counters", "ShippedWeights", "WorkerExtension", "packed"]

@@ -58,6 +58,18 @@ class WeightNames:
         )
         return {name: tuple(tensor.shape) for name, tensor in made.items()}
 
+    def groups(self, own: Shapes) -> list[tuple[tuple[str, ...], dict[str, tuple[int, ...]]]]:
+        """The model's tensors in groups that can be published by themselves, each with the shapes
+        of what is published: single tensors, or layers if any rule converts.
+        """
+        if not self.conversions:
+            return [((name,), {name: tuple(shape)}) for name, shape in own.items()]
+        groups = []
+        for _, inside in groupby(sorted(own, key=_layer), key=_layer):
+            names = tuple(inside)
+            groups.append((names, self.published_shapes({name: own[name] for name in names})))
+        return groups
+
     def own(self, published: "Mapping[str, Tensor]") -> "Iterator[tuple[str, Tensor]]":
         """The model's tensors, one after another, from published ones, which are read when they are
         needed.
@@ -119,9 +131,8 @@ class PublishedWeights(Mapping[str, "Tensor"]):
         self._names = names
         self._own = own
         self._layer_of: dict[str, str] = {}
-        for layer, inside in groupby(sorted(own, key=_layer), key=_layer):
-            shapes = names.published_shapes({name: own[name].shape for name in inside})
-            self._layer_of |= dict.fromkeys(shapes, layer)
+        for inside, shapes in names.groups({name: own[name].shape for name in own}):
+            self._layer_of |= dict.fromkeys(shapes, _layer(inside[0]))
         self._held: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def __getitem__(self, name: str) -> "Tensor":

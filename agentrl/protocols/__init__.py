@@ -77,7 +77,6 @@ from agentrl.protocols.trainer import (
     Recovery,
     Savable,
     Trainer,
-    WriteWeights,
     check_trainer,
     missing_methods,
 )
@@ -140,7 +139,6 @@ __all__ = [
     "TrackerOffers",
     "Trainer",
     "TrainerSettingsOffers",
-    "WriteWeights",
     "check_trainer",
     "clock_of",
     "isolation_of",

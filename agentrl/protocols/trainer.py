@@ -4,21 +4,24 @@ Dimension suffix: N loss tokens of a batch.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.errors import ConfigError
 from agentrl.flow.completion import run_to_completion
 from agentrl.protocols.algorithm import Loss
+from agentrl.protocols.weight_source import SendWeights, WholeWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+T = TypeVar("T")
 
 LatestCheckpoint = Callable[[], tuple[int, Path] | None]
 """Returns (steps done, folder) of a run's newest checkpoint, or `None`."""
@@ -63,13 +66,6 @@ class Savable(Protocol):
             OSError: it cannot be written.
         """
         return
-
-
-WriteWeights = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
-"""Writes weights, by Hugging Face names, to a place that the engines read, and returns them as they
-lie there. It pickles, so another process may call it. It raises `FileNotFoundError` on a machine
-that cannot reach the place, and another `OSError` if they cannot be written.
-"""
 
 
 class Trainer(Savable, Protocol):
@@ -118,14 +114,15 @@ class Trainer(Savable, Protocol):
         """The current weights, by Hugging Face names; valid until the next `step`."""
         ...
 
-    async def write_weights(self, write: WriteWeights) -> Mapping[str, "Tensor"]:
-        """Write the current weights with `write`, and return what it returns. A trainer in other
-        processes calls it there, so that the weights are not sent to this process first.
+    async def send_weights(self, send: SendWeights[T]) -> Sequence[T]:
+        """Call `send` with the current weights, and return what it returns. A trainer of several
+        processes calls it in each of them, with what that has; the answers are by rank.
 
         Raises:
-            OSError: they cannot be written there.
+            OSError: they cannot be sent from there.
         """
-        return await run_to_completion(asyncio.to_thread(write, await self.weights()))
+        source = WholeWeights(await self.weights())
+        return [await run_to_completion(asyncio.to_thread(send, source))]
 
     async def save(self, folder: Path) -> None:
         """Write weights (a Hugging Face folder with the tokenizer), optimizer and schedule into a

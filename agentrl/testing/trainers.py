@@ -22,8 +22,9 @@ from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import Loss, LossTokens, Trainer
-from agentrl.weights.bundle import BundlePlace, WeightBundle
+from agentrl.weights.bundle import BundlePlace
 from agentrl.weights.low_rank import Factors, LowRank
+from agentrl.weights.transports.files import WriteBuckets, bundle_of
 
 TOLERANCE = 1e-5
 """Largest allowed difference from the reference: absolute for weights, relative for metrics."""
@@ -225,13 +226,8 @@ async def check_resume(
         await trainer.save(folder)
         saved = _copy(await trainer.weights())
         place = BundlePlace(workspace / "published", 1, 1 << 20)
-        published = await trainer.write_weights(place.write)
-        if not isinstance(published, WeightBundle):
-            raise ConformanceError(
-                f"`write_weights` returned {type(published).__name__}, and not what `write` "
-                "returned"
-            )
-        published.verify()
+        published = bundle_of(place, await trainer.send_weights(WriteBuckets(place, "float32")))
+        published.check()
         _compare(published, saved, 0.0, "the weights that are published")
         await _steps(trainer, batches[2:])
         unbroken = _copy(await trainer.weights())

@@ -6,12 +6,11 @@ complete. Each reader checks every byte before use, and gets tensors that are ma
 with files in shared memory, no copy is made between the writer and the model that loads them.
 """
 
-import asyncio
 import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +85,7 @@ class WeightBundle(Shipment):
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder: Path = folder
+        self.is_remote = True
         self.manifest = manifest
         self.checksum = manifest.checksum
         self._files = _Files(folder, manifest.buckets)
@@ -98,7 +98,7 @@ class WeightBundle(Shipment):
             WeightsError: there is none, or it is incomplete or damaged.
         """
         bundle = cls.at(folder)
-        bundle.verify()
+        bundle.check()
         return bundle
 
     @classmethod
@@ -114,7 +114,7 @@ class WeightBundle(Shipment):
             raise WeightsError(f"no published weights in {folder}: {error}") from error
         return cls(folder, manifest)
 
-    def verify(self) -> None:
+    def check(self) -> None:
         """Check every byte against the manifest.
 
         Raises:
@@ -135,14 +135,6 @@ class WeightBundle(Shipment):
                     f"published weights are damaged: {path} has checksum {found} instead of"
                     f" {bucket.checksum}"
                 )
-
-    async def receive(self) -> None:
-        """Check every byte, in a thread.
-
-        Raises:
-            WeightsError: something is missing or damaged.
-        """
-        await asyncio.to_thread(self.verify)
 
     @property
     def size(self) -> int:
@@ -268,7 +260,6 @@ class BundlePlace:
             OSError: they cannot be written.
         """
         shutil.rmtree(self._unfinished, ignore_errors=True)  # left by a process that died here
-        self._unfinished.mkdir()
         update = None
         if isinstance(weights, LowRank):
             scales = {name: factors.scale for name, factors in weights.factors.items()}
@@ -278,10 +269,26 @@ class BundlePlace:
                 for name, factors in weights.factors.items()
                 for side in "AB"
             }
-        manifest = Manifest(
-            version=self.version, buckets=tuple(self._write_buckets(weights)), update=update
-        ).sealed()
-        return self.finish(manifest)
+        return self.finish(tuple(self._write_buckets(weights)), update)
+
+    def is_here(self) -> bool:
+        """True if this process can write there: it is on the right machine."""
+        return self.folder.parent.is_dir()
+
+    def write_bucket(self, number: int, weights: Mapping[str, "Tensor"]) -> Bucket:
+        """Write one of the files; several processes may write different ones.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._unfinished.mkdir(exist_ok=True)
+        batch: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            tensor = weight.detach().cpu().contiguous()
+            tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
+            # Safetensors refuses two names for the same memory.
+            batch[name] = tensor.clone() if tied else tensor
+        return _write_bucket(self._unfinished / f"bucket-{number:05}.safetensors", batch)
 
     def add(self, bucket: Bucket, content: memoryview, *, is_last: bool) -> None:
         """Add the next piece of one of the files of a bundle on another machine, and check the
@@ -301,10 +308,17 @@ class BundlePlace:
                 f" of {bucket.checksum}"
             )
 
-    def finish(self, manifest: Manifest) -> WeightBundle:
+    def finish(self, buckets: Sequence[Bucket], update: Update | None) -> WeightBundle:
         """Make a bundle of the files that are there: the folder appears. Each reader checks the
         files.
         """
+        return self.finish_as(
+            Manifest(version=self.version, buckets=tuple(buckets), update=update).sealed()
+        )
+
+    def finish_as(self, manifest: Manifest) -> WeightBundle:
+        """The same, as a copy of a bundle of another machine, which had this manifest."""
+        self._unfinished.mkdir(exist_ok=True)
         (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
         self._unfinished.rename(self.folder)
         return WeightBundle(self.folder, manifest)
@@ -330,16 +344,13 @@ class BundlePlace:
         batch: dict[str, Tensor] = {}
         size = count = 0
         for name, weight in weights.items():
-            tensor = weight.detach().contiguous()
-            tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
-            # Safetensors refuses two names for the same memory.
-            batch[name] = tensor.clone() if tied else tensor
-            size += tensor.nbytes
+            batch[name] = weight
+            size += weight.nbytes
             if size >= self.bucket_bytes:
-                yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)
+                yield self.write_bucket(count, batch)
                 batch, size, count = {}, 0, count + 1
         if batch:
-            yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)
+            yield self.write_bucket(count, batch)
 
 
 def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from agentrl import plugins
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
-from agentrl.flow import deadline, now, run_to_completion, span
+from agentrl.flow import Flow, deadline, now, run_to_completion, span
 from agentrl.protocols import Engine, EngineOffers, Trainer
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.shipment import DirectShipment, Shipment
@@ -106,32 +106,31 @@ class WeightPublisher:
         """
         followers = [follower for follower, every in self._followers if version % every == 0]
         engines: list[Engine] = [self._engine, *followers]
-        published = await self._staged(trainer, version, engines)
-        with published.phase("commit"):
-            await run_to_completion(self._commit(published, engines))
-        self._served |= dict.fromkeys(map(id, engines), published.weights)
-        await self._transport.keep_only(self._served.values())
-        return published
-
-    async def _staged(self, trainer: Trainer, version: int, engines: Sequence[Engine]) -> Published:
-        """Write the weights and stage them on all engines; retry failures with new files."""
         published = Published(version, DirectShipment({}))
         while True:
             published.attempts += 1
             try:
                 await self._send_and_stage(trainer, published, engines)
-                return published
+                with published.phase("commit"):
+                    await run_to_completion(self._commit(trainer, published, engines))
+                break
             except WeightsError as error:
+                if any(engine.policy_version == version for engine in engines):
+                    raise
                 if published.attempts >= self._config.attempts:
                     raise WeightsError(
                         f"version {version} of the weights could not be published after"
                         f" {published.attempts} attempts (weights.attempts); every engine serves"
                         f" the previous version. The last error: {error}"
                     ) from error
+        self._served |= dict.fromkeys(map(id, engines), published.weights)
+        await self._transport.keep_only(self._served.values())
+        return published
 
     async def _send_and_stage(
         self, trainer: Trainer, published: Published, engines: Sequence[Engine]
     ) -> None:
+        """Send the weights, or announce them, and stage them on all engines."""
         with published.phase("write"):
             published.weights = await self._transport.send(trainer, published.version)
         try:
@@ -154,13 +153,26 @@ class WeightPublisher:
                     which = f" on follower {number}" if number else ""
                     raise WeightsError(f"staging{which} failed: {error}") from error
 
-    async def _commit(self, published: Published, engines: Sequence[Engine]) -> None:
-        for engine in engines:
+    async def _commit(
+        self, trainer: Trainer, published: Published, engines: Sequence[Engine]
+    ) -> None:
+        async def update(engine: Engine) -> None:
             with deadline("engine", "update_weights", self._deadline):
                 await engine.update_weights(published.weights, published.version)
+
+        if published.weights.is_live:
+            # Whoever reads a live shipment waits for the others.
+            async with Flow("weights") as flow:
+                flow.start(self._transport.deliver(trainer, published.weights), name="deliver")
+                for number, engine in enumerate(engines):
+                    flow.start(update(engine), name=f"commit {number}")
+        else:
+            for engine in engines:
+                await update(engine)
         if self._listener is not None:
             with deadline("engine", "update_weights", self._deadline):
-                await self._listener(published.weights, published.version)
+                at_rest = await published.weights.at_rest()
+                await self._listener(at_rest, published.version)
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

@@ -81,14 +81,14 @@ class BundleReceiver:
 
 
 def _finish(place: BundlePlace, bundle: WeightBundle) -> WeightBundle:
-    copy = place.finish(bundle.manifest)
+    copy = place.finish_as(bundle.manifest)
     record_check(copy.folder, copy.checksum, copy.manifest.files)
     return copy
 
 
 async def _is_whole(copy: WeightBundle) -> bool:
     try:
-        await asyncio.to_thread(copy.verify)
+        await asyncio.to_thread(copy.check)
     except WeightsError:
         return False
     return True

@@ -1,25 +1,71 @@
 """`Shipment`: the weights of one version on their way from the trainer to an engine."""
 
+import socket
+import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.errors import WeightsError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A process, or a part of one, that loads weights."""
+
+    name: str
+    """A name that no other reader has."""
+    device: str
+    """Where it loads them, as torch names the device in its process: "cpu" or "cuda:0"."""
+    place: str
+    """The same for all processes on this device (`place_of`)."""
+
+    @staticmethod
+    def on(device: str) -> "Reader":
+        """A new reader in this process."""
+        return Reader(uuid.uuid4().hex, device, place_of(device))
+
+
+def place_of(device: str) -> str:
+    """A name of a device that is the same in all processes that can open each other's memory there:
+    that of a GPU, or for CPUs that of the machine's shared memory.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+    if not SHARED_MEMORY.is_dir():
+        return socket.gethostname()
+    # Containers of a machine may have shared memory of their own.
+    return f"{socket.gethostname()}/{SHARED_MEMORY.stat().st_dev}"
 
 
 class Shipment(Mapping[str, "Tensor"]):
     """The tensors of one version, by Hugging Face names, as a transport delivers them.
 
     Equal shipments have the same content, so an engine that has staged one need not check it again.
-    One that other processes can read pickles as a reference to its content.
+    One that other processes can read pickles as a reference to its content. Where it is read, the
+    calls come in this order: `check` and `enroll` when it is staged, `join` when it is to be
+    loaded, and `arrivals` when the engine has paused.
     """
 
     folder: Path | None = None
     """The folder of its files (`WeightBundle`); None if only this process can read it."""
     checksum: str = ""
     """The checksum of its content, which whoever reads the files compares; "" without files."""
+    is_remote: bool = False
+    """True if it pickles, and engines in other processes read it themselves."""
+
+    is_live: bool = False
+    """True if it is being sent while an engine reads it: `arrivals` is the only way to it, and the
+    other engines, and the sender, wait meanwhile."""
 
     @property
     def size(self) -> int:
@@ -32,14 +78,6 @@ class Shipment(Mapping[str, "Tensor"]):
         return self
 
     @abstractmethod
-    async def receive(self) -> None:
-        """Wait until everything has arrived, and check it.
-
-        Raises:
-            WeightsError: something is missing or damaged.
-        """
-
-    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights, without reading the weights.
 
@@ -47,24 +85,85 @@ class Shipment(Mapping[str, "Tensor"]):
             WeightsError: they cannot be known here.
         """
 
+    @abstractmethod
+    def check(self) -> None:
+        """Check what can be checked before an engine pauses. Blocks; once a machine is enough.
+
+        Raises:
+            WeightsError: something is missing or damaged.
+        """
+
+    def enroll(self, reader: Reader) -> None:
+        """Announce a reader that will ask for `arrivals`. Blocks for a moment. By default, there is
+        nobody to tell.
+
+        Raises:
+            WeightsError: the sender cannot be reached.
+        """
+        return
+
+    def join(self, reader: Reader) -> None:
+        """Connect a reader that has enrolled, and will now ask for `arrivals`. Blocks until all
+        that have enrolled are there. By default, there is nobody to wait for.
+
+        Raises:
+            WeightsError: there is no connection, and nothing was changed.
+        """
+        return
+
+    def arrivals(self, reader: Reader) -> Iterator[tuple[str, "Tensor"]]:
+        """All weights, each once, in the order in which they arrive; blocks until they do. A tensor
+        stays as it is for as long as it is held.
+
+        Raises:
+            WeightsError: something is missing or damaged.
+        """
+        for name in self:
+            yield name, self[name]
+
+    async def at_rest(self) -> "Shipment":
+        """The same weights in a form that can be read at any time, by engines that start later and
+        by others: by default, this one. Waits until there is one.
+
+        Raises:
+            WeightsError: there will be none.
+        """
+        return self
+
 
 class DirectShipment(Shipment):
-    """The trainer's own tensors, for an engine in the same process. Nothing is copied."""
+    """Tensors of this process, for an engine in the same process."""
 
     def __init__(self, weights: Mapping[str, "Tensor"]) -> None:
         self._weights = weights
+        # torch counts the changes of each tensor. Weights that are made on access have no count.
+        own = weights.values() if isinstance(weights, dict) else ()
+        self._changes = [(weight, weight._version) for weight in own]
 
     @property
     def unpacked(self) -> Mapping[str, "Tensor"]:
         """The trainer's own mapping, which may be an update of low rank."""
         return self._weights
 
-    async def receive(self) -> None:
+    def check(self) -> None:
         """Nothing is on its way."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights."""
         return {name: tuple(weight.shape) for name, weight in self._weights.items()}
+
+    async def at_rest(self) -> Shipment:
+        """These weights, as long as the trainer has not changed them.
+
+        Raises:
+            WeightsError: it has.
+        """
+        if any(weight._version != changes for weight, changes in self._changes):
+            raise WeightsError(
+                "the trainer has changed its weights since it sent them (weights.transport=direct):"
+                " an engine that starts now cannot have these. Write weights.transport=auto"
+            )
+        return self
 
     def __getitem__(self, name: str) -> "Tensor":
         return self._weights[name]

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 from agentrl.files.file_lock import FileLock
 from agentrl.flow import run_to_completion
 from agentrl.weights.bundle import BundlePlace
-from agentrl.weights.shipment import Shipment, shipment_of
+from agentrl.weights.shipment import SHARED_MEMORY, Shipment, shipment_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 64 << 20
 _PREFIX = "agentrl-weights-"
 _HOLDER = ".holder"
@@ -153,12 +152,14 @@ def _lock_of(folder: Path) -> FileLock:
 
 
 @asynccontextmanager
-async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterator[Shipment]:
-    """The weights as a bundle: unchanged if they are one, else written to a bundle that the block's
-    end removes.
+async def readable_elsewhere(
+    weights: Mapping[str, "Tensor"], version: int
+) -> AsyncIterator[Shipment]:
+    """The weights in a form that other processes can read: unchanged if they can, else as a bundle
+    that the block's end removes.
     """
     shipment = shipment_of(weights)
-    if shipment.folder is not None:
+    if shipment.is_remote:
         yield shipment
         return
     store = WeightStore.open(default_parent())
@@ -170,4 +171,4 @@ async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterato
         store.close()
 
 
-__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "default_parent", "sweep"]
+__all__ = ["SHARED_MEMORY", "WeightStore", "default_parent", "readable_elsewhere", "sweep"]

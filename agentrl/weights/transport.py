@@ -13,18 +13,26 @@ from agentrl.weights.shipment import Shipment
 
 
 class Transport(Protocol):
-    """Sends the versions of one trainer. The receiving half is `Shipment.receive`, which each
-    engine calls in its own process.
+    """Sends the versions of one trainer. The receiving half is the `Shipment`, which each engine
+    reads in its own process.
     """
 
     async def send(self, trainer: Trainer, version: int) -> Shipment:
-        """Send the trainer's current weights, or begin to: an engine that receives the shipment
-        waits for the rest.
+        """Send the trainer's current weights, or announce them (`Shipment.is_live`).
 
         Raises:
             WeightsError: they cannot be sent. Another attempt may succeed.
         """
         ...
+
+    async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
+        """Send what was only announced, while the engines that have staged it load it. By default,
+        everything has been sent. It does not raise if an engine breaks off.
+
+        Raises:
+            WeightsError: the trainer cannot send.
+        """
+        return
 
     async def withdraw(self, shipment: Shipment) -> None:
         """Release a shipment that no engine has loaded: it is sent again as another one."""

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Self
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -190,7 +191,9 @@ def test_weights_whose_files_go_while_an_engine_loads_them_are_those_of_the_next
 def test_an_engine_is_not_added_with_weights_that_the_trainer_changes() -> None:
     async def main() -> None:
         async with Router([Counting()], factory=lambda n: Counting()) as router:
-            await router.update_weights(DirectShipment({}), 1)
+            weights = {"w": torch.zeros(2)}
+            await router.update_weights(DirectShipment(weights), 1)
+            weights["w"].add_(1)  # the trainer's next step
             with pytest.raises(EngineError, match=r"weights\.transport=direct"):
                 await router.add(1, Counting)
 

@@ -318,7 +318,6 @@ def reason(**changes: Any) -> str:
 def test_what_vllm_cannot_serve_is_merged_and_the_reason_is_named() -> None:
     assert reason() == reason(dtype="float32") == reason(dtype="bfloat16") == ""
     assert reason(adapters="merge") == "engine.adapters=merge"
-    assert "weight_transfer=gloo" in reason(weight_transfer="gloo")
     assert "rank is 513, and vLLM has room for 512" in reason(adapter_rank=513)
     assert "speculative" in reason(speculative={"method": "ngram", "tokens": 2})
     latent = PretrainedConfig(kv_lora_rank=512)

@@ -44,14 +44,6 @@ def loaded(*overrides: str) -> RunConfig:
     return load_config(LAKE, overrides).config
 
 
-@pytest.mark.parametrize(("transfer", "reason"), [("nccl", "two ranks"), ("ipc", "first GPU")])
-def test_a_transfer_of_weights_that_cannot_work_is_refused_with_the_reason(
-    transfer: str, reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"{transfer}' cannot work: .*{reason}.* Write files"):
-        loaded("engine=vllm", f"engine.weight_transfer={transfer}")
-
-
 @pytest.mark.parametrize("engine", ["local", "vllm"])
 @pytest.mark.parametrize(
     ("written", "on_gpu", "on_cpu"),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.cluster.workers import Make, WorkerGroup
+from agentrl.cluster.processes import start_local
+from agentrl.cluster.workers import InOwnProcess, Make, WorkerGroup
 from agentrl.errors import (
     AgentRLError,
     CheckpointError,
@@ -279,11 +280,11 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
     shallow_model_dir: Path, batches: list[TrainBatch]
 ) -> None:
     calls: list[int] = []
-    began = threading.Event()
+    began, released = threading.Event(), threading.Event()
 
     def slow(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
         began.set()
-        time.sleep(0.02)
+        released.wait(60)
         calls.append(len(logprobs_N))
         return LOSS(logprobs_N, tokens)
 
@@ -294,6 +295,7 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
             step.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await step
+            released.set()
 
     asyncio.run(main())
     assert sum(calls) == batches[0].num_loss_tokens
@@ -540,8 +542,13 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
     shallow_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def in_this_process(role: str, make: Make, count: int) -> Awaitable[WorkerGroup]:
+        assert isinstance(make, InOwnProcess) == (kind is DeepSpeedTrainer)
+        return start_local(role, make.make if isinstance(make, InOwnProcess) else make, count)
+
     async def enter() -> None:
-        async with kind(kind.Config(**settings), shallow_model_dir, total_steps=1):
+        config = kind.Config(**settings)
+        async with kind(config, shallow_model_dir, total_steps=1, start=in_this_process):
             pass
 
     monkeypatch.setitem(sys.modules, missing, None)

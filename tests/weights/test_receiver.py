@@ -118,7 +118,7 @@ def test_copies_stay_while_they_are_wanted_and_while_they_arrive(tmp_path: Path)
             await asyncio.sleep(0)
             await here.keep_only({first.checksum})
             sender.open.set()
-        arriving.result().verify()
+        arriving.result().check()
         assert len(files(tmp_path / "here")) == 2
         await here.keep_only({second.checksum})
         assert files(tmp_path / "here") == [arriving.result().folder.name]
@@ -139,7 +139,7 @@ def test_a_copy_that_arrived_damaged_is_refused_and_leaves_nothing(tmp_path: Pat
         with pytest.raises(WeightsError, match="damaged on their way"):
             await here.receive(there, sender.read)
         assert files(tmp_path / "here") == []
-        (await here.receive(there, sender.read)).verify()
+        (await here.receive(there, sender.read)).check()
 
     asyncio.run(main())
     here.close()
@@ -163,7 +163,7 @@ def test_what_the_receiver_has_checked_is_read_again_only_after_it_was_written_t
         monkeypatch.setattr(bundles, "_file_checksum", counted)
         WeightBundle.open(copy.folder)
         assert read == []
-        there.verify()
+        there.check()
         assert len(read) == len(there.manifest.files), "nobody else says that it was checked"
         bucket = copy.folder / copy.manifest.files[0]
         content = bucket.read_bytes()
@@ -173,7 +173,7 @@ def test_what_the_receiver_has_checked_is_read_again_only_after_it_was_written_t
             WeightBundle.open(copy.folder)
         again = await here.receive(there, sender.read)
         assert again.folder != copy.folder
-        again.verify()
+        again.check()
 
     asyncio.run(main())
     here.close()
@@ -281,7 +281,7 @@ def test_what_ranks_wrote_on_their_machine_is_read_from_there_until_it_is_releas
             content = (there.folder / bucket.file).read_bytes()
             place.add(bucket, memoryview(content), is_last=True)
         sent = await receivers.finish(place, there.manifest)
-        sent.verify()
+        sent.check()
         copy = await receivers.bring(sent, machine, "engine")
         assert copy.folder.parent != sent.folder.parent
         assert all(torch.equal(copy[name], there[name]) for name in there)

@@ -14,14 +14,16 @@ from agentrl import plugins
 from agentrl.config.from_file import load_config
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError, WeightsError
+from agentrl.flow import Flow
 from agentrl.protocols import Trainer
 from agentrl.weights import store
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import WeightPublisher, checksum
-from agentrl.weights.shipment import DirectShipment, Shipment
+from agentrl.weights.shipment import DirectShipment, Reader, Shipment
 from agentrl.weights.transport import Transport
 
 Weights = Mapping[str, Tensor]
+NAMES = ["auto", "direct", "disk", "handles", "shared_memory", "stream"]
 
 
 class Given(Trainer):
@@ -39,7 +41,7 @@ def made(seed: int) -> dict[str, Tensor]:
     return {f"w{i}": torch.randn(20, 7, generator=generator) for i in range(5)}
 
 
-@pytest.fixture(params=["auto", "direct", "disk", "shared_memory"])
+@pytest.fixture(params=NAMES)
 def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     memory = tmp_path / "memory"
     memory.mkdir()
@@ -49,26 +51,38 @@ def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_transport_is_tested() -> None:
-    assert [plugin.name for plugin in plugins.installed("weight_transports")] == [
-        "auto",
-        "direct",
-        "disk",
-        "shared_memory",
-    ]
+    assert [plugin.name for plugin in plugins.installed("weight_transports")] == NAMES
+
+
+async def received(transport: Transport, trainer: Trainer, sent: Shipment) -> dict[str, Tensor]:
+    """What a reader in another process would get of a shipment."""
+    # What other processes can read goes to them as a pickle.
+    shipment = pickle.loads(pickle.dumps(sent)) if sent.is_remote else sent
+    assert shipment == sent
+    reader = Reader.on("cpu")
+    await asyncio.to_thread(shipment.check)
+    await asyncio.to_thread(shipment.enroll, reader)
+
+    def read() -> dict[str, Tensor]:
+        shipment.join(reader)
+        return dict(shipment.arrivals(reader))
+
+    async with Flow("update") as flow:
+        flow.start(transport.deliver(trainer, sent), name="deliver")
+        reading = flow.start(asyncio.to_thread(read), name="read")
+    return reading.result()
 
 
 def test_what_is_sent_is_received_and_released(name: str, tmp_path: Path) -> None:
-    config = WeightsConfig(transport=name, folder=tmp_path / "disk", bucket_mib=1)
+    config = WeightsConfig(transport=name, folder=tmp_path / "disk", bucket_mib=1, deadline=60)
     transport: Transport = plugins.load("weight_transports", name)(config)
 
     async def send(seed: int) -> Shipment:
-        sent = await transport.send(Given(made(seed)), seed)
-        # What other processes can read goes to them as a pickle.
-        received = sent if sent.folder is None else pickle.loads(pickle.dumps(sent))
-        assert received == sent
-        await received.receive()
-        assert checksum(received) == checksum(made(seed))
-        assert received.shapes() == {f"w{i}": (20, 7) for i in range(5)}
+        trainer = Given(made(seed))
+        sent = await transport.send(trainer, seed)
+        assert sent.shapes() == {f"w{i}": (20, 7) for i in range(5)}
+        assert checksum(await received(transport, trainer, sent)) == checksum(made(seed))
+        assert checksum(await sent.at_rest()) == checksum(made(seed))
         return sent
 
     def files() -> set[Path]:
@@ -84,10 +98,24 @@ def test_what_is_sent_is_received_and_released(name: str, tmp_path: Path) -> Non
         assert files() == folders - {second.folder}
         await transport.keep_only([third])
         assert files() == folders & {third.folder}
-        assert checksum(third) == checksum(made(3))
+        assert checksum(await third.at_rest()) == checksum(made(3))
         transport.close()
         transport.close()
         assert files() == set()
+
+    asyncio.run(main())
+
+
+def test_what_the_trainer_has_changed_since_is_no_longer_sent_by_direct(tmp_path: Path) -> None:
+    transport: Transport = plugins.load("weight_transports", "direct")(WeightsConfig())
+    weights = made(1)
+
+    async def main() -> None:
+        sent = await transport.send(Given(weights), 1)
+        assert await sent.at_rest() is sent
+        weights["w1"].add_(1)  # a step
+        with pytest.raises(WeightsError, match="the trainer has changed its weights since"):
+            await sent.at_rest()
 
     asyncio.run(main())
 
@@ -117,7 +145,7 @@ class Flight(DirectShipment):
         super().__init__(weights)
         self.lost = lost
 
-    async def receive(self) -> None:
+    def check(self) -> None:
         if self.lost:
             raise WeightsError("a hawk")
         Pigeon.said.append("received")
@@ -138,6 +166,9 @@ class Pigeon:
 
     async def withdraw(self, shipment: Shipment) -> None:
         self.said.append("withdrawn")
+
+    async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
+        return
 
     async def keep_only(self, shipments: Iterable[Shipment]) -> None:
         self.said.append(f"kept {len(list(shipments))}")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agentrl.cluster.processes import start_local
-from agentrl.cluster.workers import Make, Worker, WorkerGroup
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError, WeightsError, WorkerDiedError
@@ -41,6 +39,7 @@ from agentrl.weights.config import WeightsConfig
 from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.publisher import Published, WeightPublisher, checksum
 from agentrl.weights.store import WeightStore
+from agentrl.weights.transports.files import WriteBuckets, bundle_of
 from tests.processes import still_alive
 from tests.properties import examples
 
@@ -651,39 +650,13 @@ def test_direct_weights_are_handed_over_and_no_file_is_written(
     asyncio.run(main())
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A worker that does not see what this machine sees."""
-
-    worker: Worker
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "write_weights":
-            place: BundlePlace = args[0].__self__
-            args = (replace(place, folder=Path("/of/another/machine/v1")).write,)
-        return await self.worker.call(method, *args)
-
-    async def stop(self) -> None:
-        await self.worker.stop()
-
-
-def test_weights_from_where_the_place_is_not_seen_are_written_here(
-    lively_dir: Path, tmp_path: Path
-) -> None:
-    async def start(role: str, make: Make, count: int) -> WorkerGroup:
-        return WorkerGroup(
-            role, [Elsewhere(worker) for worker in (await start_local(role, make, count)).workers]
-        )
-
+def test_a_place_that_no_rank_can_reach_is_refused(lively_dir: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        async with LocalTrainer(
-            LocalTrainer.Config(), lively_dir, total_steps=1, start=start
-        ) as trainer:
-            place = BundlePlace(tmp_path / "v1", 1, 1000)
-            bundle = await trainer.write_weights(place.write)
-            assert isinstance(bundle, WeightBundle)
-            assert bundle.folder == tmp_path / "v1"
-            assert checksum(WeightBundle.open(bundle.folder)) == checksum(await trainer.weights())
+        async with LocalTrainer(LocalTrainer.Config(), lively_dir, total_steps=1) as trainer:
+            place = BundlePlace(tmp_path / "of another machine" / "v1", 1, 1000)
+            answers = await trainer.send_weights(WriteBuckets(place, "float32"))
+            with pytest.raises(WeightsError, match=r"no rank .*of another machine.*folder that"):
+                bundle_of(place, answers)
 
     asyncio.run(main())
 
@@ -724,7 +697,6 @@ def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(
 def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(
     lively_dir: Path, shared_memory: Path
 ) -> None:
-    """One of them maps the files, into the other they are streamed."""
     from agentrl.engines.vllm import VllmEngine
 
     config = VllmEngine.Config(max_batch=4, max_context=64, kv_cache_gib=0.1, memory_fraction=0.3)
@@ -733,7 +705,7 @@ def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(
     async def main() -> None:
         settings = WeightsConfig(transport="shared_memory", bucket_mib=1, attempts=2)
         async with (
-            VllmEngine(config.model_copy(update={"weight_transfer": "gloo"}), lively_dir) as first,
+            VllmEngine(config, lively_dir) as first,
             VllmEngine(config, lively_dir) as second,
             WeightPublisher(first, ((second, 1),), settings) as publisher,
         ):

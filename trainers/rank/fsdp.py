@@ -1,6 +1,6 @@
 """The torch code of a rank of `FsdpTrainer`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from agentrl.placement.mesh import Mesh
+from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
@@ -31,7 +32,13 @@ from agentrl.trainers.rank.optimizer import (
     moments_of,
     set_moments,
 )
-from agentrl.trainers.rank.process_group import join, max_of_ranks, sent, sum_of_ranks
+from agentrl.trainers.rank.process_group import (
+    gather_rows,
+    join,
+    max_of_ranks,
+    sent,
+    sum_of_ranks,
+)
 from agentrl.trainers.rank.tensor_files import Part
 from agentrl.trainers.rank.trainable import TrainableParameters, model_tensors, trainable_tensors
 from agentrl.trainers.spec import RankInfo, TrainerSpec
@@ -186,6 +193,22 @@ class FullyShard:
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if everywhere or self.rank == 0:
                 whole[name] = gathered.detach().cpu()
+        return whole
+
+    def gather(
+        self, names: Sequence[str], to: Collection[int], dtype: torch.dtype | None
+    ) -> Mapping[str, Tensor]:
+        """See `Sharding`. Shards are converted before they are sent."""
+        tensors = model_tensors(self.trainable.model)
+        whole: dict[str, Tensor] = {}
+        for name in names:
+            tensor = tensors[name].detach()
+            if isinstance(tensor, DTensor):
+                local = in_format(tensor.to_local(), dtype)
+                found = gather_rows(local, tensor.shape, to, self.mesh.shard)
+                whole |= {} if found is None else {name: found}
+            elif self.rank in to:
+                whole[name] = in_format(tensor, dtype)
         return whole
 
     def sent(self, tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.models.weight_names import WeightNames
+from agentrl.protocols.weight_source import LowRankBase, WeightUnit
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trainers.rank.tensor_files import Piece, Stored, TensorFiles
 from agentrl.trainers.rank.trainable import write_model_files
@@ -82,15 +83,31 @@ class Adapters:
             )
         return adapters
 
+    @property
+    def update(self) -> LowRankBase | None:
+        """See `WeightSource`."""
+        scale = self.config.lora_alpha / self.config.r
+        adapted = {_split(name)[0] for name in self.shapes}
+        return LowRankBase(self.origin.absolute(), dict.fromkeys(sorted(adapted), scale))
+
+    @property
+    def units(self) -> Sequence[WeightUnit]:
+        """See `WeightSource`."""
+        return [
+            WeightUnit((name,), {"/".join(_split(name)): tuple(shape)})
+            for name, shape in self.shapes.items()
+        ]
+
+    def published(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `TrainableParameters`."""
+        return {"/".join(_split(name)): tensor for name, tensor in own.items()}
+
     def factors(self, whole: Mapping[str, Tensor]) -> Mapping[str, Factors]:
         """The update of each weight that has an adapter."""
         pairs: dict[str, dict[str, Tensor]] = {}
         for name, tensor in whole.items():
-            if (match := _FACTOR.fullmatch(name)) is None:
-                raise ConfigError(
-                    f"trainer.lora supports adapters of linear layers only, and {name} is not one"
-                )
-            pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor.detach()
+            weight, side = _split(name)
+            pairs.setdefault(weight, {})[side] = tensor.detach()
         scale = self.config.lora_alpha / self.config.r
         return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
 
@@ -119,6 +136,15 @@ class Adapters:
             files.to_disk()
 
         return write
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The weight that a factor adapts, and the factor's side, A or B."""
+    if (match := _FACTOR.fullmatch(name)) is None:
+        raise ConfigError(
+            f"trainer.lora supports adapters of linear layers only, and {name} is not one"
+        )
+    return f"{match[1]}.weight", match[2]
 
 
 def _check_linear(model: Any) -> None:

@@ -1,6 +1,6 @@
 """The trivial sharding: all weights on one device."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.placement.mesh import ONE_RANK, Mesh
+from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
@@ -102,6 +103,13 @@ class OneDevice:
     def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """The tensors themselves, not copied."""
         return {name: tensor.detach() for name, tensor in trainable_tensors(self.trainable).items()}
+
+    def gather(
+        self, names: Sequence[str], to: Collection[int], dtype: torch.dtype | None
+    ) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        tensors = model_tensors(self.trainable.model)
+        return {name: in_format(tensors[name].detach(), dtype) for name in names}
 
     def sent(self, tensor: Tensor) -> Tensor:
         """See `Sharding`."""

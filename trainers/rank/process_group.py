@@ -1,6 +1,7 @@
 """The process group of a trainer's ranks in torch.distributed."""
 
 import socket
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.cluster.environment import LOOPBACK, meet_other_machines, own_address, stay_on_loopback
+from agentrl.net.interfaces import LOOPBACK, meet_other_machines, own_address, stay_on_loopback
 from agentrl.trainers.spec import RankInfo
 
 _CPU = torch.device("cpu")
@@ -74,3 +75,25 @@ def sent(tensor: Tensor) -> Tensor:
     """A tensor in CPU memory, as rank 0 has it."""
     dist.broadcast(tensor, 0)
     return tensor
+
+
+def gather_rows(local: Tensor, shape: torch.Size, to: Collection[int], ranks: int) -> Tensor | None:
+    """A tensor of this shape on the ranks `to`, whose rows are divided over all ranks: equally many
+    on each, as far as there are enough. None on the others.
+    """
+    rows, row = -(-shape[0] // ranks), shape[1:]
+    if rows * ranks == shape[0]:
+        own = local.contiguous()
+    else:  # collectives need parts of one size
+        own = local.new_zeros((rows, *row))
+        own[: len(local)] = local
+    is_wanted = dist.get_rank() in to
+    if len(to) == 1 and not is_wanted:
+        dist.gather(own, dst=next(iter(to)))
+        return None
+    whole = own.new_empty((rows * ranks, *row))
+    if len(to) == 1:
+        dist.gather(own, list(whole.chunk(ranks)), dst=dist.get_rank())
+    else:
+        dist.all_gather_into_tensor(whole, own)
+    return whole[: shape[0]] if is_wanted else None

@@ -2,7 +2,7 @@
 `deepspeed`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -89,6 +89,14 @@ class Sharding(Protocol):
     def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """The trainable tensors, gathered one by one, in CPU memory; on rank 0 only, or
         `everywhere`.
+        """
+        ...
+
+    def gather(
+        self, names: Sequence[str], to: Collection[int], dtype: torch.dtype | None
+    ) -> Mapping[str, Tensor]:
+        """Trainable tensors, whole, on the ranks `to`, in the number format `dtype` (None: their
+        own); nothing on the others. Where they are the weights themselves, they are not copied.
         """
         ...
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.models.weight_names import WeightNames
+from agentrl.protocols.weight_source import LowRankBase, WeightUnit
 from agentrl.trainers.rank.checkpoint import quiet
 from agentrl.trainers.rank.tensor_files import Stored
 
@@ -67,6 +68,20 @@ class TrainableParameters(Protocol):
         """
         ...
 
+    @property
+    def update(self) -> LowRankBase | None:
+        """See `WeightSource`."""
+        ...
+
+    @property
+    def units(self) -> Sequence[WeightUnit]:
+        """See `WeightSource`."""
+        ...
+
+    def published(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights of a unit, given the whole tensors that it is made of."""
+        ...
+
     def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
         """What else this rank writes into a checkpoint, so that any engine or trainer can start
         from it.
@@ -107,6 +122,20 @@ class AllWeights:
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `TrainableParameters`."""
         return self.names.published(whole)
+
+    @property
+    def update(self) -> LowRankBase | None:
+        """See `WeightSource`."""
+        return None
+
+    @property
+    def units(self) -> Sequence[WeightUnit]:
+        """See `WeightSource`."""
+        return [WeightUnit(own, shapes) for own, shapes in self.names.groups(self.shapes)]
+
+    def published(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `TrainableParameters`."""
+        return self.names.revert(own) if self.names.conversions else own
 
     def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
         """See `TrainableParameters`."""

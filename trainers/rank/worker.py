@@ -17,27 +17,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from agentrl.arrays import FloatArray
-from agentrl.cluster.environment import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.models.routing import Routing, balance_loss, differing
+from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.placement.mesh import Mesh
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
-from agentrl.protocols import Loss, LossTokens, WriteWeights, uses_entropy
+from agentrl.protocols import Loss, LossTokens, uses_entropy
+from agentrl.protocols.weight_source import SendWeights
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.compute.forward import DeviceMicroBatch, to_device
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.rank import checkpoint
 from agentrl.trainers.rank.gradient_norms import norms_of
 from agentrl.trainers.rank.sharding import Sharding
+from agentrl.trainers.rank.weights import RankWeights
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 
+T = TypeVar("T")
 _WRITER_NICENESS = 5
 """Of the thread that writes a checkpoint: where a step keeps all cores busy, the thread gets a
 third of its share.
@@ -154,20 +159,13 @@ class TrainerRank:
         whole = self.sharding.whole()
         return self.sharding.trainable.weights(whole) if self._rank == 0 else {}
 
-    def write_weights(self, write: WriteWeights) -> tuple[Mapping[str, Tensor], bool]:
-        """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the
-        place.
+    def send_weights(self, send: SendWeights[T]) -> T:
+        """Call `send` with the weights as this rank has them. All ranks have to do so."""
+        return send(self._weights)
 
-        Returns the weights as written and true, or else the weights themselves and false, for the
-        caller to write. Other ranks return no weights.
-        """
-        weights = self.weights()
-        if self._rank > 0:
-            return {}, True
-        try:
-            return write(weights), True
-        except FileNotFoundError:
-            return weights, False
+    @cached_property
+    def _weights(self) -> RankWeights:
+        return RankWeights(self.sharding)
 
     def begin_save(self, folder: Path) -> None:
         """Begin to write this rank's part of weights, optimizer and steps done into a folder.

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE
 from agentrl.placement.mesh import Mesh
+from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
@@ -192,6 +193,25 @@ class Zero:
             with deepspeed.zero.GatheredParameters([tensor] if _is_partitioned(tensor) else []):
                 if everywhere or self.rank == 0:
                     whole[name] = tensor.detach().cpu().clone()
+        return whole
+
+    def gather(
+        self, names: Sequence[str], to: Collection[int], dtype: torch.dtype | None
+    ) -> Mapping[str, Tensor]:
+        """See `Sharding`. ZeRO 3 gathers a tensor on all ranks, one at a time."""
+        import deepspeed
+
+        tensors = model_tensors(self.trainable.model)
+        whole: dict[str, Tensor] = {}
+        for name in names:
+            tensor = tensors[name]
+            divided = [tensor] if _is_partitioned(tensor) else []
+            with deepspeed.zero.GatheredParameters(divided):
+                if self.rank in to:
+                    own = in_format(tensor.detach(), dtype)
+                    # What was gathered is freed at the end of the block.
+                    is_view = bool(divided) and own.data_ptr() == tensor.data_ptr()
+                    whole[name] = own.clone() if is_view else own
         return whole
 
     def sent(self, tensor: Tensor) -> Tensor:

@@ -17,6 +17,9 @@ class DirectTransport:
         """The trainer's weights, which are valid until its next step."""
         return shipment_of(await trainer.weights())
 
+    async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
+        """Everything has been sent."""
+
     async def withdraw(self, shipment: Shipment) -> None:
         """Nothing is stored."""
 

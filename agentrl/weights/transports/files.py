@@ -5,14 +5,25 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.errors import WeightsError
 from agentrl.protocols import Trainer
+from agentrl.protocols.weight_source import LowRankBase, WeightSource
+from agentrl.settings.precision import resolve_dtype
 from agentrl.weights import store
+from agentrl.weights.bundle import Bucket, BundlePlace, Update, WeightBundle
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.shipment import Shipment, shipment_of
+from agentrl.weights.plan import buckets_of
+from agentrl.weights.shipment import Shipment
 from agentrl.weights.store import WeightStore
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +33,10 @@ class FileTransport:
     the one before it has failed.
     """
 
-    def __init__(self, parents: Sequence[Path], bucket_bytes: int) -> None:
+    def __init__(self, parents: Sequence[Path], config: WeightsConfig) -> None:
         self._parents = list(parents)
-        self._bucket_bytes = bucket_bytes
+        self._dtype = config.dtype
+        self._bucket_bytes = config.bucket_mib << 20
         self._stores: list[WeightStore] = []
 
     async def send(self, trainer: Trainer, version: int) -> Shipment:
@@ -32,17 +44,36 @@ class FileTransport:
         parent = self._parents[0]
         try:
             with self._store().place(version) as place:
-                return shipment_of(await trainer.write_weights(place.write))
-        except OSError as error:
-            if len(self._parents) > 1:
-                self._parents.pop(0)
-                logger.warning(
-                    "%s; from now on weights are published in %s", error, self._parents[0]
+                return bundle_of(
+                    place, await trainer.send_weights(WriteBuckets(place, self._dtype))
                 )
+        except OSError as error:
+            self.next_parent(error)
             raise WeightsError(
                 f"writing into {parent} failed: {error}. Make room there, or choose another place"
                 " by weights.transport and weights.folder"
             ) from error
+
+    def place(self, version: int) -> BundlePlace:
+        """A new place for the files of a version.
+
+        Raises:
+            WeightsError: nothing can be written there.
+        """
+        try:
+            return self._store().place(version)
+        except OSError as error:
+            self.next_parent(error)
+            raise WeightsError(f"no files can be written: {error}") from error
+
+    def next_parent(self, error: OSError) -> None:
+        """Use the next folder from now on, if there is one."""
+        if len(self._parents) > 1:
+            self._parents.pop(0)
+            logger.warning("%s; from now on weights are published in %s", error, self._parents[0])
+
+    async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
+        """Everything has been sent."""
 
     async def withdraw(self, shipment: Shipment) -> None:
         """Remove the files of a shipment."""
@@ -67,19 +98,94 @@ class FileTransport:
         return self._stores[-1]
 
 
-def auto(config: WeightsConfig) -> FileTransport:
-    """Shared memory, or the disk when memory is full (`weights.transport=auto`)."""
-    return FileTransport([store.default_parent(), _disk(config)], config.bucket_mib << 20)
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The files that a rank wrote."""
+
+    buckets: Sequence[Bucket]
+    update: LowRankBase | None
+    """What the weights are an update of."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBuckets:
+    """`SendWeights`: the ranks that can reach `place` take turns at writing the files of a bundle
+    there; all ranks give the writer what they have of the weights. The answer is None if no rank
+    can reach it.
+    """
+
+    place: BundlePlace
+    dtype: str
+
+    def __call__(self, source: WeightSource) -> Written | None:
+        """Write this rank's files.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        writers = source.ranks_that(self.place.is_here())
+        if not writers:
+            return None
+        written: list[Bucket] = []
+        failure: OSError | None = None
+        dtype = number_format(self.dtype, source)
+        buckets = buckets_of(source.units, self.place.bucket_bytes, dtype.itemsize)
+        for number, units in enumerate(buckets):
+            to = writers[number % len(writers)]
+            weights: dict[str, Tensor] = {}
+            for unit in units:
+                weights |= source.gather(unit, [to], dtype)
+            if source.rank == to and failure is None:
+                try:
+                    written.append(self.place.write_bucket(number, weights))
+                except OSError as error:
+                    failure = error  # the other ranks still need this one to gather theirs
+        if failure is not None:
+            raise failure
+        return Written(written, source.update)
+
+
+def bundle_of(place: BundlePlace, answers: Sequence[Written | None]) -> WeightBundle:
+    """The bundle of the files that the ranks wrote.
+
+    Raises:
+        WeightsError: no rank reached the place.
+    """
+    written = [answer for answer in answers if answer is not None]
+    if not written:
+        raise WeightsError(
+            f"no rank of the trainer is on the machine of {place.folder}, where the weights are to"
+            " be written: write weights.transport=disk and a weights.folder that all machines see"
+        )
+    buckets = sorted((bucket for one in written for bucket in one.buckets), key=attrgetter("file"))
+    base = written[0].update
+    update = None if base is None else Update(base=base.base, scales=dict(base.scales))
+    return place.finish(buckets, update)
+
+
+def number_format(name: str, source: WeightSource) -> "torch.dtype":
+    """The number format of the settings; `auto` is that of an engine on such a device."""
+    import torch
+
+    if name == "auto":
+        name = resolve_dtype("auto", None, gpu=source.device.type == "cuda")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def in_memory_or_on_disk(config: WeightsConfig) -> FileTransport:
+    """Shared memory, or the disk when memory is full (`weights.transport=files`)."""
+    return FileTransport([store.default_parent(), _disk(config)], config)
 
 
 def shared_memory(config: WeightsConfig) -> FileTransport:
     """This machine's shared memory (`weights.transport=shared_memory`)."""
-    return FileTransport([store.SHARED_MEMORY], config.bucket_mib << 20)
+    return FileTransport([store.SHARED_MEMORY], config)
 
 
 def disk(config: WeightsConfig) -> FileTransport:
     """A folder, which several machines may share (`weights.transport=disk`)."""
-    return FileTransport([_disk(config)], config.bucket_mib << 20)
+    return FileTransport([_disk(config)], config)
 
 
 def _disk(config: WeightsConfig) -> Path:

@@ -1,0 +1,274 @@
+"""The ways by which a bucket gets from a rank's memory into that of the readers: a group of
+torch.distributed, or memory that both have open.
+"""
+
+import base64
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.errors import WeightsError
+from agentrl.net.interfaces import LOOPBACK, own_address
+from agentrl.weights.meeting import Meeting, Roll
+
+BUFFERS = 2
+"""Buckets that a sender holds at once."""
+
+
+class SendingLane(Protocol):
+    """One rank's end of a lane. Its buffers are filled in turns."""
+
+    def buffer(self, number: int) -> Tensor:
+        """The buffer for the bucket `number` of those that this rank sends, once the readers no
+        longer need what was in it.
+        """
+        ...
+
+    def send(self, number: int, bucket: int, size: int) -> None:
+        """Begin to send the first `size` bytes of that buffer, as the bucket `bucket`."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the readers have everything."""
+        ...
+
+    def break_off(self) -> None:
+        """Leave the readers, which notice it."""
+        ...
+
+
+class ReadingLane(Protocol):
+    """A reader's end of all lanes."""
+
+    def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """The buckets in their order, which have these sizes in bytes. Nobody else writes to them:
+        vLLM keeps weights until it has all of a layer.
+        """
+        ...
+
+
+def broadcast_group(meeting: Meeting, roll: Roll, sender: int, place: int, seconds: float) -> Any:
+    """The group in which the rank `sender`, as the first, sends to all readers of a roll.
+
+    NCCL, if all of them are on GPUs; else gloo, in main memory.
+    """
+    prefix = f"group {roll.group}/{sender}"
+    store = dist.PrefixStore(prefix, meeting.store)  # type: ignore[attr-defined]
+    patience, size = timedelta(seconds=seconds), 1 + len(roll.readers)
+    if is_on_gpus(roll):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = patience
+        return dist.ProcessGroupNCCL(store, place, size, options)
+    here = LOOPBACK if meeting.address.startswith(LOOPBACK) else own_address()
+    gloo: Any = dist.ProcessGroupGloo
+    settings = gloo._Options()
+    # Else it would be the interface that the process has for its other groups.
+    settings._devices = [gloo.create_device(hostname=here)]
+    settings._timeout = patience
+    return gloo(store, place, size, settings)
+
+
+def is_on_gpus(roll: Roll) -> bool:
+    """True if all readers, and so the ranks too, are on GPUs."""
+    return all(reader.device.startswith("cuda") for reader in roll.readers)
+
+
+def device_of_group(roll: Roll, own: torch.device) -> torch.device:
+    """Where a member of the group of a roll has its buffers."""
+    return own if is_on_gpus(roll) else torch.device("cpu")
+
+
+class GroupSending:
+    """`SendingLane` that broadcasts."""
+
+    def __init__(self, group: Any, device: torch.device, largest: int) -> None:
+        self._group = group
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in (0, 1)]
+        self._works: list[Any] = [None] * BUFFERS
+
+    def buffer(self, number: int) -> Tensor:
+        """See `SendingLane`."""
+        work, self._works[number % BUFFERS] = self._works[number % BUFFERS], None
+        if work is not None:
+            work.wait()
+        return self._buffers[number % BUFFERS]
+
+    def send(self, number: int, bucket: int, size: int) -> None:
+        """See `SendingLane`."""
+        sent = self._buffers[number % BUFFERS][:size]
+        self._works[number % BUFFERS] = self._group.broadcast([sent], dist.BroadcastOptions())
+
+    def finish(self) -> None:
+        """See `SendingLane`."""
+        for number in range(BUFFERS):
+            self.buffer(number)
+
+    def break_off(self) -> None:
+        """See `SendingLane`. The connections of a group close when nothing refers to it."""
+        self._group = None
+        self._works.clear()
+
+
+class GroupReading:
+    """`ReadingLane` of the groups of all senders, of which bucket i comes from the (i mod n)th."""
+
+    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
+        self._groups = groups
+        self._device = device
+
+    def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `ReadingLane`. The next bucket arrives while one is read."""
+
+        def begin(number: int) -> tuple[Any, Tensor]:
+            group = self._groups[number % len(self._groups)]
+            arriving = torch.empty(sizes[number], dtype=torch.uint8, device=self._device)
+            return group.broadcast([arriving], dist.BroadcastOptions()), arriving
+
+        work, arriving = begin(0)
+        for number in range(len(sizes)):
+            work.wait()
+            arrived = arriving
+            if number + 1 < len(sizes):
+                work, arriving = begin(number + 1)
+            yield arrived
+            del arrived  # else it would stay until the next one is there
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Main memory that other processes of this machine can open by its path."""
+
+    path: Path
+    bytes: Tensor
+
+    @staticmethod
+    def make(path: Path, size: int) -> "SharedMemory":
+        """New memory.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+        return SharedMemory(path, _mapped(path))
+
+
+def memory(device: torch.device, folder: Path, size: int, number: int) -> Tensor | SharedMemory:
+    """A buffer that the readers on a device can open."""
+    if device.type == "cuda":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return SharedMemory.make(folder / f"bucket-{os.getpid()}-{number}", size)
+
+
+def _mapped(path: Path) -> Tensor:
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def handle_of(memory: Tensor | SharedMemory) -> bytes:
+    """What another process opens memory by: the path of main memory, the CUDA IPC handle of a
+    GPU's.
+    """
+    if isinstance(memory, SharedMemory):
+        return pickle.dumps(str(memory.path))
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return pickle.dumps(reduce_tensor(memory))  # type: ignore[no-untyped-call]
+
+
+def opened(handle: bytes) -> Tensor:
+    """The memory of a handle of a process of the same run."""
+    what = pickle.loads(handle)
+    if isinstance(what, str):
+        return _mapped(Path(what))
+    rebuild, arguments = what
+    memory: Tensor = rebuild(*arguments)
+    return memory
+
+
+class HandleSending:
+    """`SendingLane` into memory that the readers open.
+
+    `readers`: the names of those that read from this rank, of which each goes its own way: one that
+    gives no sign of life for `lease` seconds is not waited for. `make`: makes a buffer.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        key: str,
+        readers: Sequence[str],
+        lease: float,
+        make: Callable[[int], Tensor | SharedMemory],
+    ) -> None:
+        self._meeting = meeting
+        self._key = key
+        self._readers = list(readers)
+        self._lease = lease
+        self._memory = [make(number) for number in range(BUFFERS)]
+        self._handles = [base64.b64encode(handle_of(memory)).decode() for memory in self._memory]
+        self._sent: list[int | None] = [None] * BUFFERS
+
+    def buffer(self, number: int) -> Tensor:
+        """See `SendingLane`."""
+        bucket, self._sent[number % BUFFERS] = self._sent[number % BUFFERS], None
+        if bucket is not None:
+            read = f"{self._key}/read/{bucket}"
+            self._readers = self._meeting.wait_for(read, self._readers, self._lease)
+        memory = self._memory[number % BUFFERS]
+        return memory.bytes if isinstance(memory, SharedMemory) else memory
+
+    def send(self, number: int, bucket: int, size: int) -> None:
+        """See `SendingLane`."""
+        filled = self._memory[number % BUFFERS]
+        if isinstance(filled, Tensor) and filled.device.type == "cuda":
+            torch.cuda.synchronize(filled.device)
+        self._sent[number % BUFFERS] = bucket
+        self._meeting.put(f"{self._key}/bucket/{bucket}", self._handles[number % BUFFERS])
+
+    def finish(self) -> None:
+        """See `SendingLane`."""
+        for number in range(BUFFERS):
+            self.buffer(number)
+
+    def break_off(self) -> None:
+        """See `SendingLane`."""
+        with suppress(WeightsError):  # rank 0 is gone: the readers notice that
+            self._meeting.put(f"{self._key}/broken", "")
+
+
+class HandleReading:
+    """`ReadingLane` of memory on the reader's own device."""
+
+    def __init__(self, meeting: Meeting, key: str, name: str) -> None:
+        self._meeting = meeting
+        self._key = key
+        self._name = name
+        self._opened: dict[str, Tensor] = {}
+
+    def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """See `ReadingLane`. Each is copied, so that the sender can fill its buffer again."""
+        for number, size in enumerate(sizes):
+            handle = self._meeting.get(f"{self._key}/bucket/{number}", unless=f"{self._key}/broken")
+            if handle not in self._opened:
+                self._opened[handle] = opened(base64.b64decode(handle))
+            memory = self._opened[handle]
+            if memory.numel() < size:
+                raise WeightsError(f"bucket {number} has {memory.numel()} bytes instead of {size}")
+            arrived = memory[:size].clone()
+            if memory.device.type == "cuda":
+                torch.cuda.synchronize(memory.device)
+            self._meeting.put(f"{self._key}/read/{number}/{self._name}", "")
+            yield arrived
+            del arrived

@@ -1,0 +1,195 @@
+"""Where the ranks of a trainer and the readers of its weights, the engines' processes, meet: a
+store of keys that rank 0 serves.
+
+A reader enrolls for a version when it stages it, and joins when it is about to load it. Rank 0 then
+makes the roll: the readers that have joined. It waits for those that have enrolled as long as they
+give signs of life. Who is on the roll gets the version; the others raise an error before they have
+changed anything.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from agentrl.errors import WeightsError
+from agentrl.weights.shipment import Reader
+
+_BEAT_SECONDS = 1.0
+_LOOK_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Who takes part in sending a version."""
+
+    group: int
+    """The number of the group that they form: the same as long as they are the same."""
+    readers: Sequence[Reader]
+    """The readers in their order."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the readers."""
+        return [reader.name for reader in self.readers]
+
+
+class Meeting:
+    """A connection to the store. Each thread that waits for a key needs its own.
+
+    Raises:
+        WeightsError: from all methods: rank 0 cannot be reached, or does not answer in time.
+    """
+
+    def __init__(self, store: Any, address: str, seconds: float) -> None:
+        self.store = store
+        self.address = address
+        self._seconds = seconds
+
+    @staticmethod
+    def serve(host: str, seconds: float) -> "Meeting":
+        """A new store in this process, which listens at `host` only."""
+        listener = socket.socket()
+        listener.bind((host, 0))
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+            # A store that makes its socket itself listens on all interfaces.
+            master_listen_fd=listener.detach(),
+        )
+        return Meeting(store, f"{host}:{port}", seconds)
+
+    @staticmethod
+    def at(address: str, seconds: float) -> "Meeting":
+        """A connection to the store at an address."""
+        host, _, port = address.rpartition(":")
+        with _translated(address):
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host,
+                int(port),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=seconds),
+            )
+        return Meeting(store, address, seconds)
+
+    def enroll(self, key: str, reader: Reader) -> None:
+        """Announce a reader for the version of this key. It must give signs of life (`beat`)."""
+        with _translated(self.address):
+            number = self.store.add(f"{key}/enrolled", 1) - 1
+            self.store.set(f"{key}/reader/{number}", json.dumps(asdict(reader)))
+
+    def join(self, key: str, name: str) -> Roll:
+        """Tell rank 0 that a reader is about to load the version, and return the roll.
+
+        Raises:
+            WeightsError: the reader is not on it.
+        """
+        with _translated(self.address):
+            self.store.set(f"{key}/joined/{name}", "")
+        roll = self.roll(key)
+        if name not in roll.names:
+            raise WeightsError(
+                "the trainer began to send these weights before this engine was ready for them"
+            )
+        return roll
+
+    def roll(self, key: str) -> Roll:
+        """The roll of a version; waits until rank 0 has made it."""
+        with _translated(self.address):
+            group, readers = json.loads(self.store.get(f"{key}/roll"))
+            return Roll(group, [Reader(**reader) for reader in readers])
+
+    def make_roll(self, key: str, last: Roll | None, lease: float) -> Roll:
+        """Wait for the readers that have enrolled, and make the roll of those that have joined.
+
+        `last`: the roll of the group that can be used again. A reader that has given no sign of
+        life for `lease` seconds is not waited for.
+        """
+        enrolled = self.store.add(f"{key}/enrolled", 0)
+        found = [self.store.get(f"{key}/reader/{number}") for number in range(enrolled)]
+        readers = [Reader(**json.loads(text)) for text in found]
+        # A reader whose engine was asked to stage the version again has enrolled twice.
+        by_name = {reader.name: reader for reader in readers}
+        joined = self.wait_for(f"{key}/joined", list(by_name), lease)
+        present = [by_name[name] for name in joined]
+        same = last is not None and list(last.readers) == present
+        group = last.group if last is not None and same else self.store.add("groups", 1)
+        self.store.set(f"{key}/roll", json.dumps([group, [asdict(reader) for reader in present]]))
+        return Roll(group, present)
+
+    def put(self, key: str, value: str) -> None:
+        """Set a key."""
+        with _translated(self.address):
+            self.store.set(key, value)
+
+    def get(self, key: str, *, unless: str) -> str:
+        """The value of a key; waits until it has one, or until the key `unless` is set.
+
+        Raises:
+            WeightsError: the key `unless` is set.
+        """
+        limit = time.monotonic() + self._seconds
+        with _translated(self.address):
+            while not self.store.check([key]):
+                if self.store.check([unless]):
+                    raise WeightsError("the sender has broken off")
+                if time.monotonic() > limit:
+                    raise WeightsError(f"nothing was sent in {self._seconds:g} s")
+                threading.Event().wait(_LOOK_SECONDS)
+            value: str = self.store.get(key).decode()
+            return value
+
+    def wait_for(self, key: str, names: Sequence[str], lease: float) -> list[str]:
+        """Wait until each of the readers has set `key/NAME`; returns those that have. A reader that
+        has given no sign of life for `lease` seconds is not waited for.
+        """
+        present: list[str] = []
+        waiting = {name: (-1, time.monotonic()) for name in names}
+        with _translated(self.address):
+            while waiting:
+                for name, (beats, since) in list(waiting.items()):
+                    if self.store.check([f"{key}/{name}"]):
+                        present.append(name)
+                        del waiting[name]
+                    elif (heard := self.store.add(f"beats/{name}", 0)) != beats:
+                        waiting[name] = heard, time.monotonic()
+                    elif time.monotonic() - since > lease:
+                        del waiting[name]
+                if waiting:
+                    threading.Event().wait(_LOOK_SECONDS)
+        return [name for name in names if name in present]
+
+    def beat(self, name: str) -> threading.Event:
+        """Give signs of life of a reader, from a thread of its own, until the event is set."""
+        own = Meeting.at(self.address, self._seconds)
+        done = threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # the store has ended
+                while not done.wait(_BEAT_SECONDS):
+                    own.store.add(f"beats/{name}", 1)
+
+        threading.Thread(target=beat, name="weights-beat", daemon=True).start()
+        return done
+
+
+@contextmanager
+def _translated(address: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # also DistStoreError, DistNetworkError
+        raise WeightsError(
+            f"the trainer's rank 0 cannot be reached at {address}: {error}"
+        ) from error

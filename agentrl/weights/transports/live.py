@@ -1,0 +1,647 @@
+"""Transports from memory to memory: `stream` and `handles`.
+
+    controller         ranks                                   readers (engines' processes)
+    send          ──▶  OpenLanes: rank 0 serves the meeting
+    stage         ───────────────────────────────────────────▶ enroll at the meeting
+    deliver       ──▶  SendBuckets: make the roll, then for
+                       each bucket: gather, pack, send    ──▶  commit: join, load the arrivals
+                       and write it into a file
+
+The ranks gather a bucket at a time, on the rank that sends it, so no process ever holds the model
+whole. The buckets are also written into files, a `WeightBundle`, for engines that start later.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from agentrl.errors import WeightsError
+from agentrl.net.interfaces import LOOPBACK, own_address
+from agentrl.protocols import Trainer
+from agentrl.protocols.weight_source import LowRankBase, WeightSource
+from agentrl.weights.bundle import Bucket, BundlePlace, WeightBundle
+from agentrl.weights.config import WeightsConfig
+from agentrl.weights.plan import SendingPlan, is_intact, pack, weights_in
+from agentrl.weights.shipment import Reader, Shipment, place_of
+from agentrl.weights.transports.files import (
+    Written,
+    bundle_of,
+    in_memory_or_on_disk,
+    number_format,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agentrl.weights.lanes import ReadingLane, SendingLane
+    from agentrl.weights.meeting import Meeting, Roll
+
+logger = logging.getLogger(__name__)
+Kind = Literal["stream", "handles"]
+_LEASE_SECONDS = 30.0
+"""How long a reader that has enrolled may give no sign of life before it is not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What all processes know of the lanes of a transport."""
+
+    id: str
+    """The same for all versions of a transport; no other has it."""
+    kind: Kind
+    address: str
+    """Where the ranks and the readers meet."""
+    seconds: float
+    """How long anything may take."""
+    plan: SendingPlan
+    senders: Sequence[int]
+    """Stream: the ranks that send, in turns."""
+    places: Mapping[str, Sequence[int]]
+    """Handles: the ranks on each device, which send to the readers there, in turns."""
+
+    def senders_of(self, number: int, places: Iterable[str]) -> list[int]:
+        """The ranks that send a bucket to readers in these places."""
+        if self.kind == "stream":
+            return [self.senders[number % len(self.senders)]]
+        return [self.places[place][number % len(self.places[place])] for place in sorted(places)]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedLanes:
+    """What a rank says of itself when lanes are opened."""
+
+    address: str
+    place: str
+    is_writer: bool
+    plan: SendingPlan
+    update: LowRankBase | None
+
+
+class LiveShipment(Shipment):
+    """A version that is sent when the engines are ready for it. Pickles as a reference to where the
+    ranks and the readers meet.
+    """
+
+    def __init__(self, lanes: Lanes, key: str, folder: Path) -> None:
+        self.is_remote = self.is_live = True
+        self.folder: Path = folder
+        self.lanes = lanes
+        self.key = key
+        self._rest: asyncio.Future[WeightBundle] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that each reader gets."""
+        return self.lanes.plan.size
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all weights."""
+        return dict(self.lanes.plan.shapes)
+
+    def check(self) -> None:
+        """Nothing has been sent yet."""
+
+    def enroll(self, reader: Reader) -> None:
+        """See `Shipment`.
+
+        Raises:
+            WeightsError: the trainer cannot be reached, or has no rank on the reader's device.
+        """
+        known = self.lanes.places
+        if self.lanes.kind == "handles" and reader.place not in known:
+            raise WeightsError(
+                "weights.transport=handles needs a rank of the trainer on each engine's device:"
+                f" there is none on {reader.place}, only on {', '.join(sorted(known))}. Write"
+                " weights.transport=stream"
+            )
+        _reading(self.lanes, reader).enroll(self.key)
+
+    def join(self, reader: Reader) -> None:
+        """See `Shipment`."""
+        _reading(self.lanes, reader).join(self.key)
+
+    def arrivals(self, reader: Reader) -> Iterator[tuple[str, "Tensor"]]:
+        """See `Shipment`."""
+        return _reading(self.lanes, reader).arrivals(self.key)
+
+    async def at_rest(self) -> Shipment:
+        """The files, as soon as they are written.
+
+        Raises:
+            WeightsError: they could not be.
+        """
+        if self._rest is None:
+            raise WeightsError(f"version {self.key} is being sent, and was not kept in files")
+        return await asyncio.shield(self._rest)
+
+    def __getitem__(self, name: str) -> "Tensor":
+        raise WeightsError(f"{name} arrives once, when the engines are ready: use `arrivals`")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lanes.plan.shapes)
+
+    def __len__(self) -> int:
+        return len(self.lanes.plan.shapes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiveShipment) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __reduce__(self) -> tuple[type["LiveShipment"], tuple[Lanes, str, Path]]:
+        return LiveShipment, (self.lanes, self.key, self.folder)
+
+    def __repr__(self) -> str:
+        return f"the weights {self.key} that {self.lanes.address} sends"
+
+    @property
+    def _identity(self) -> tuple[str, str]:
+        return self.lanes.id, self.key
+
+
+class LiveTransport:
+    """`Transport` from the memory of the ranks into that of the engines, by this kind of lanes."""
+
+    def __init__(self, config: WeightsConfig, kind: Kind) -> None:
+        self._config = config
+        self._kind = kind
+        self._files = in_memory_or_on_disk(config)
+        self._id = uuid.uuid4().hex
+        self._numbers = itertools.count()
+
+    async def send(self, trainer: Trainer, version: int) -> Shipment:
+        """Open the lanes for a version, which `deliver` sends. Low-rank updates are small, and are
+        sent as files.
+        """
+        place = self._files.place(version)
+        opened = await trainer.send_weights(OpenLanes(self._id, self._config, place))
+        if opened[0].update is not None:
+            return await self._files.send(trainer, version)
+        places: dict[str, list[int]] = {}
+        for rank, one in enumerate(opened):
+            places.setdefault(one.place, []).append(rank)
+        lanes = Lanes(
+            self._id,
+            self._kind,
+            opened[0].address,
+            self._config.seconds,
+            opened[0].plan,
+            [rank for rank, one in enumerate(opened) if one.is_writer] or [0],
+            places,
+        )
+        shipment = LiveShipment(lanes, f"v{version}-{next(self._numbers)}", place.folder)
+        shipment._rest = asyncio.get_running_loop().create_future()
+        self._places = place
+        return shipment
+
+    async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
+        """Send the version to the engines that have staged it, and write its files."""
+        if not isinstance(shipment, LiveShipment) or shipment._rest is None:
+            return
+        send = SendBuckets(shipment.lanes, shipment.key, self._places)
+        try:
+            with self._places as place:
+                bundle = self._bundle(place, await trainer.send_weights(send))
+        except BaseException as error:
+            failure = error if isinstance(error, WeightsError) else WeightsError(str(error))
+            shipment._rest.set_exception(failure)
+            shipment._rest.exception()  # nobody may ask for it
+            if not isinstance(error, WeightsError):
+                raise
+            logger.warning(
+                "%s; the engines that run have them, but one that starts before the next version"
+                " would not",
+                error,
+            )
+            return
+        shipment._rest.set_result(bundle)
+
+    def _bundle(self, place: BundlePlace, answers: Sequence["Delivered"]) -> WeightBundle:
+        """The files of a version, which was also sent to all readers that could take it."""
+        for rank, answer in enumerate(answers):
+            if answer.not_sent:
+                logger.warning(
+                    "rank %d of the trainer could not send new weights to all engines: %s",
+                    rank,
+                    answer.not_sent,
+                )
+        failures = [answer.not_written for answer in answers if answer.not_written]
+        if failures:
+            self._files.next_parent(OSError(failures[0]))
+            raise WeightsError(f"the files of new weights could not be written: {failures[0]}")
+        return bundle_of(place, [answer.written for answer in answers])
+
+    async def withdraw(self, shipment: Shipment) -> None:
+        """Remove the files of a shipment."""
+        await self._files.withdraw(shipment)
+
+    async def keep_only(self, shipments: Iterable[Shipment]) -> None:
+        """Remove the files of all other shipments."""
+        await self._files.keep_only(shipments)
+
+    def close(self) -> None:
+        """Remove all files, and leave the meeting."""
+        self._files.close()
+        _opened.pop(self._id, None)
+        for which in [which for which in _readings if which[0] == self._id]:
+            _readings.pop(which).stop_beating()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLanes:
+    """`SendWeights`: rank 0 serves the meeting of these lanes, from the first version on."""
+
+    id: str
+    config: WeightsConfig
+    place: BundlePlace
+
+    def __call__(self, source: WeightSource) -> OpenedLanes:
+        """What the rank says of itself."""
+        from agentrl.weights.meeting import Meeting
+
+        if source.rank == 0 and self.id not in _opened:
+            host = LOOPBACK if self.config.host is None else self.config.host or own_address()
+            _opened[self.id] = _RankLanes(Meeting.serve(host, self.config.seconds))
+        dtype = number_format(self.config.dtype, source)
+        return OpenedLanes(
+            _opened[self.id].meeting.address if source.rank == 0 else "",
+            place_of(str(source.device)),
+            self.place.is_here(),
+            SendingPlan.of(
+                source.units if source.rank == 0 else (), self.config.bucket_mib << 20, dtype
+            ),
+            source.update,
+        )
+
+
+@dataclass(slots=True)
+class _RankLanes:
+    """A rank's end of the lanes of a transport, from one version to the next."""
+
+    meeting: "Meeting"
+    roll: "Roll | None" = None
+    """That of the last version, if its group is whole."""
+    group: Any = None
+    """The group of `roll`, if this rank sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What a rank has done for a version."""
+
+    written: Written | None
+    """The files that it wrote."""
+    not_written: str = ""
+    """Why it could not write them."""
+    not_sent: str = ""
+    """Why the readers did not get everything from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendBuckets:
+    """`SendWeights`: the ranks send a version to the readers that are ready for it."""
+
+    lanes: Lanes
+    key: str
+    place: BundlePlace
+
+    def __call__(self, source: WeightSource) -> Delivered:
+        """Gather, send and write. A failure to send, or to write, does not keep this rank from
+        giving the others what they gather.
+        """
+        try:
+            return self._deliver(source)
+        except BaseException:
+            # Else the readers would wait for the rest until their deadline.
+            if (mine := _opened.get(self.lanes.id)) is not None:
+                mine.roll = mine.group = None
+            raise
+
+    def _deliver(self, source: WeightSource) -> Delivered:
+        lane = self._lane(source)
+        with _Outbox(self, source, lane.sending) as outbox:
+            self._fill(outbox, source, lane.places)
+            delivered = outbox.finish()
+        mine = _opened.get(self.lanes.id)
+        if mine is not None and (lane.failure or delivered.not_sent):
+            mine.roll = mine.group = None
+        return replace(delivered, not_sent=lane.failure or delivered.not_sent)
+
+    def _fill(self, outbox: "_Outbox", source: WeightSource, places: Sequence[str]) -> None:
+        writers = source.ranks_that(self.place.is_here()) or source.ranks_that(True)
+        for number, bucket in enumerate(self.lanes.plan.buckets):
+            senders = self.lanes.senders_of(number, places)
+            able = [rank for rank in senders if rank in writers]
+            writer = able[0] if able else writers[number % len(writers)]
+            to = sorted({*senders, writer})
+            weights: dict[str, Tensor] = {}
+            for unit in bucket.units:
+                weights |= source.gather(unit, to, None)
+            if source.rank in to:
+                outbox.put(
+                    number,
+                    weights,
+                    is_sent=source.rank in senders,
+                    is_written=source.rank == writer,
+                )
+
+    def _lane(self, source: WeightSource) -> "_OpenLane":
+        """Open this rank's lane to the readers of the version."""
+        mine = self._mine(source)
+        if len(source.ranks_that(mine is not None)) < len(source.ranks_that(True)):
+            # Rank 0 was started again since the lanes were opened.
+            return _OpenLane(None, (), "the ranks were started again")
+        assert mine is not None
+        is_whole = source.ranks_that(mine.roll is not None) == source.ranks_that(True)
+        try:
+            if source.rank == 0:
+                roll = mine.meeting.make_roll(
+                    self.key, mine.roll if is_whole else None, _LEASE_SECONDS
+                )
+            else:
+                roll = mine.meeting.roll(self.key)
+            return _OpenLane(self._sending(source, mine, roll), _places(roll), "")
+        except (WeightsError, RuntimeError, OSError) as error:
+            return _OpenLane(None, (), str(error))
+
+    def _mine(self, source: WeightSource) -> _RankLanes | None:
+        from agentrl.weights.meeting import Meeting
+
+        if source.rank > 0 and self.lanes.id not in _opened:
+            try:
+                _opened[self.lanes.id] = _RankLanes(
+                    Meeting.at(self.lanes.address, self.lanes.seconds)
+                )
+            except WeightsError:
+                return None
+        return _opened.get(self.lanes.id)
+
+    def _sending(
+        self, source: WeightSource, mine: _RankLanes, roll: "Roll"
+    ) -> "SendingLane | None":
+        """This rank's end of the lane; None if it has nobody to send to."""
+        from agentrl.weights import lanes as kinds
+
+        rank, largest = source.rank, self.lanes.plan.largest
+        if self.lanes.kind == "handles":
+            mine.roll = roll
+            place = next((p for p, ranks in self.lanes.places.items() if rank in ranks), "")
+            readers = [reader.name for reader in roll.readers if reader.place == place]
+            if not readers:
+                return None
+            make = partial(kinds.memory, source.device, self.place.folder.parent, largest)
+            return kinds.HandleSending(
+                mine.meeting, f"{self.key}/{place}", readers, _LEASE_SECONDS, make
+            )
+        if mine.roll is None or mine.roll.group != roll.group:
+            mine.roll, mine.group = roll, None
+            if rank in self.lanes.senders and roll.readers:
+                mine.group = kinds.broadcast_group(mine.meeting, roll, rank, 0, self.lanes.seconds)
+        if mine.group is None:
+            return None
+        device = kinds.device_of_group(roll, source.device)
+        return kinds.GroupSending(mine.group, device, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenLane:
+    """A rank's lane for one version."""
+
+    sending: "SendingLane | None"
+    places: Sequence[str]
+    """Where there are readers."""
+    failure: str
+
+
+def _places(roll: "Roll") -> Sequence[str]:
+    return sorted({reader.place for reader in roll.readers})
+
+
+class _Outbox:
+    """Packs the buckets of a rank into its buffers, sends them, and writes them beside that."""
+
+    def __init__(
+        self, what: SendBuckets, source: WeightSource, sending: "SendingLane | None"
+    ) -> None:
+        import torch
+
+        self._what = what
+        self._source = source
+        self._sending = sending
+        self._dtype: torch.dtype = getattr(torch, what.lanes.plan.dtype)
+        self._own = torch.empty(0, dtype=torch.uint8)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._writing: list[Future[Bucket]] = []
+        self._count = 0
+        self._not_sent = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._break_off()
+        self._writer.shutdown()
+
+    def _break_off(self) -> None:
+        if self._sending is not None:
+            self._sending.break_off()
+        self._sending = None
+
+    def put(
+        self, number: int, weights: "Mapping[str, Tensor]", *, is_sent: bool, is_written: bool
+    ) -> None:
+        """Send a bucket, write it, or both."""
+        bucket = self._what.lanes.plan.buckets[number]
+        sending = self._sending if is_sent else None
+        if sending is not None:
+            try:
+                # Of two buffers, the other one may still be written to a file.
+                self._written_up_to(1)
+                buffer = sending.buffer(self._count)
+                pack(weights, bucket, self._dtype, buffer)
+                sending.send(self._count, number, bucket.size)
+                self._count += 1
+            except (WeightsError, RuntimeError, OSError) as error:
+                self._not_sent, sending = str(error), None
+                self._break_off()
+        if is_written:
+            if sending is None:
+                self._written_up_to(0)
+                buffer = self._own_buffer()
+                pack(weights, bucket, self._dtype, buffer)
+            held = dict(weights_in(buffer, bucket, self._dtype))
+            self._writing.append(self._writer.submit(self._what.place.write_bucket, number, held))
+
+    def finish(self) -> Delivered:
+        """Wait until everything is sent and written."""
+        if self._sending is not None:
+            try:
+                self._sending.finish()
+            except (WeightsError, RuntimeError, OSError) as error:
+                self._not_sent = str(error)
+                self._break_off()
+        self._writer.shutdown()
+        try:
+            written = [future.result() for future in self._writing]
+        except OSError as error:
+            return Delivered(None, str(error), self._not_sent)
+        return Delivered(Written(written, None), "", self._not_sent)
+
+    def _own_buffer(self) -> "Tensor":
+        import torch
+
+        if not self._own.numel():
+            self._own = torch.empty(
+                self._what.lanes.plan.largest, dtype=torch.uint8, device=self._source.device
+            )
+        return self._own
+
+    def _written_up_to(self, count: int) -> None:
+        """Wait until at most so many buckets are still being written."""
+        for future in self._writing[: max(0, len(self._writing) - count)]:
+            future.exception()
+
+
+class _Reading:
+    """A reader's end of the lanes of a transport, from one version to the next."""
+
+    def __init__(self, lanes: Lanes, reader: Reader) -> None:
+        from agentrl.weights.meeting import Meeting
+
+        self._lanes = lanes
+        self._reader = reader
+        self._meeting = Meeting.at(lanes.address, lanes.seconds)
+        self._beating = threading.Event()
+        self._roll: Roll | None = None
+        self._groups: list[Any] = []
+
+    def enroll(self, key: str) -> None:
+        """See `Shipment.enroll`. From then on, this process gives signs of life until it has all
+        weights.
+        """
+        self.stop_beating()
+        self._meeting.enroll(key, self._reader)
+        self._beating = self._meeting.beat(self._reader.name)
+
+    def stop_beating(self) -> None:
+        """End the signs of life."""
+        self._beating.set()
+
+    def join(self, key: str) -> None:
+        """See `Shipment.join`."""
+        try:
+            self._connect(self._meeting.join(key, self._reader.name))
+        except BaseException:
+            self.stop_beating()
+            raise
+
+    def _connect(self, roll: "Roll") -> None:
+        """Form the groups of a roll, unless they are those of the last version."""
+        if self._lanes.kind == "stream" and (self._roll is None or self._roll.group != roll.group):
+            self._groups = []
+            place = 1 + roll.names.index(self._reader.name)
+            try:
+                from agentrl.weights.lanes import broadcast_group
+
+                self._groups = [
+                    broadcast_group(self._meeting, roll, sender, place, self._lanes.seconds)
+                    for sender in self._lanes.senders
+                ]
+            except RuntimeError as error:
+                self._roll = None
+                raise WeightsError(f"no connection to the trainer's ranks: {error}") from error
+        self._roll = roll
+
+    def arrivals(self, key: str) -> Iterator[tuple[str, "Tensor"]]:
+        """See `Shipment.arrivals`."""
+        try:
+            yield from self._weights(key)
+        except BaseException:  # also if nobody asks for the rest
+            self._leave()
+            raise
+        finally:
+            self.stop_beating()
+
+    def _weights(self, key: str) -> Iterator[tuple[str, "Tensor"]]:
+        import torch
+
+        plan = self._lanes.plan
+        dtype: torch.dtype = getattr(torch, plan.dtype)
+        buckets = self._buckets(key)
+        for number, bucket in enumerate(plan.buckets):
+            try:
+                buffer = next(buckets)
+            except RuntimeError as error:
+                raise WeightsError(
+                    f"the trainer, or another engine, broke off at bucket {number} of"
+                    f" {len(plan.buckets)}: {error}"
+                ) from error
+            if not is_intact(buffer, bucket):
+                raise WeightsError(
+                    f"bucket {number} of {len(plan.buckets)} is damaged: its sum differs"
+                )
+            yield from weights_in(buffer, bucket, dtype)
+            del buffer
+
+    def _leave(self) -> None:
+        """Leave the groups, so that nobody waits for this reader: their connections close when
+        nothing refers to them.
+        """
+        self._roll = None
+        self._groups.clear()
+
+    def _buckets(self, key: str) -> Iterator["Tensor"]:
+        import torch
+
+        from agentrl.weights import lanes as kinds
+
+        assert self._roll is not None
+        sizes = [bucket.size for bucket in self._lanes.plan.buckets]
+        reading: ReadingLane
+        if self._lanes.kind == "handles":
+            reading = kinds.HandleReading(
+                self._meeting, f"{key}/{self._reader.place}", self._reader.name
+            )
+        else:
+            device = kinds.device_of_group(self._roll, torch.device(self._reader.device))
+            reading = kinds.GroupReading(self._groups, device)
+        return reading.buckets(sizes)
+
+
+_opened: dict[str, _RankLanes] = {}
+"""The lanes that this process sends by, by their id."""
+_readings: dict[tuple[str, str, str], _Reading] = {}
+"""The lanes that readers of this process read from, by id, address and the reader's name."""
+
+
+def _reading(lanes: Lanes, reader: Reader) -> _Reading:
+    which = lanes.id, lanes.address, reader.name
+    if which not in _readings:
+        for old in [old for old in _readings if old[::2] == which[::2]]:
+            _readings.pop(old).stop_beating()  # of a rank 0 that is gone
+        _readings[which] = _Reading(lanes, reader)
+    return _readings[which]
+
+
+def stream(config: WeightsConfig) -> LiveTransport:
+    """From the memory of the ranks into that of engines on other devices, over the network
+    (`weights.transport=stream`).
+    """
+    return LiveTransport(config, "stream")
+
+
+def handles(config: WeightsConfig) -> LiveTransport:
+    """Through memory that ranks and engines on the same device, or on CPUs of the same machine,
+    have open together (`weights.transport=handles`).
+    """
+    return LiveTransport(config, "handles")
