@@ -119,7 +119,7 @@ class GroupTrainer(Trainer):
         self._ranks: WorkerGroup | None = None
         self._made: tuple[TrainBatch, Sequence[BatchShard]] | None = None
         self._starting = asyncio.Lock()
-        self._asleep = False
+        self._waits = False  # dead ranks start at the trainer's next turn
         self._turn: Callable[[], AbstractAsyncContextManager[None]] = self._turn_alone
         self._saving: _Saving | None = None
         self._attention = attention_share(model) if self.mesh.world_size > 1 else 0.0
@@ -278,22 +278,30 @@ class GroupTrainer(Trainer):
 
     async def sleep(self) -> int | None:
         """See `Trainer.sleep`. Frees all ranks' devices; those of dead ranks are free."""
-        self._asleep = True  # from here on, none is started
+        return await self._free("sleep")
+
+    async def free_step_memory(self) -> int | None:
+        """See `Trainer.free_step_memory`."""
+        return await self._free("free_step_memory")
+
+    async def _free(self, method: str) -> int | None:
+        """Free memory of all ranks' devices, and start none from here on."""
+        waited, self._waits = self._waits, True
         try:
             freed_bytes: Sequence[int | None] | None
-            freed_bytes = await self._ask_living(lambda ranks: ranks.all("sleep"))
+            freed_bytes = await self._ask_living(lambda ranks: ranks.all(method))
         except BaseException:
-            self._asleep = False
+            self._waits = waited
             raise
         return max((freed for freed in freed_bytes or () if freed is not None), default=None)
 
     async def wake(self) -> None:
         """Move all ranks' state back to their devices, or start ranks in place of dead ones."""
-        was_asleep, self._asleep = self._asleep, False
+        waited, self._waits = self._waits, False
         try:
             await self._ask(lambda ranks: ranks.all("wake"))
         except BaseException:
-            self._asleep = was_asleep
+            self._waits = waited
             raise
 
     def take_turns(self, turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
@@ -341,7 +349,7 @@ class GroupTrainer(Trainer):
         If ranks die, restart all of them, at their turn, and call again.
         """
         while not (answers := await self._attempt(call, tokens)):
-            if self._asleep:
+            if self._waits:
                 async with self._turn():
                     pass  # waking starts them
         return answers[0]
@@ -383,7 +391,7 @@ class GroupTrainer(Trainer):
         """
         with self._supervised.outside_deadlines():
             async with self._starting:
-                if self._ranks is None and not self._asleep:
+                if self._ranks is None and not self._waits:
                     self._ranks = await self._begin()
                 return self._ranks
 

@@ -3,6 +3,7 @@ take turns.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import GIB
 from agentrl.placement.time_share import (
     DeviceSharing,
     NoSharing,
@@ -27,6 +29,8 @@ from agentrl.planner.run_facts import model_of
 from agentrl.planner.search import make_plan
 from agentrl.protocols import Trainer
 from agentrl.protocols.component_settings import EngineSettingsOffers
+
+logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -86,15 +90,36 @@ def _time_sharing(
     def planned(role: str) -> int:
         return max(load.awake[role].to_wake for load in plan.loads if role in load.awake)
 
+    sizes = [load.awake["engine"] for load in plan.loads if "engine" in load.awake]
+    weights = max(size.parts.get("weights", 0) for size in sizes)
+    why_not = _no_transfer(placed, plan)
+    if why_not is not None:
+        logger.warning("before new weights are sent, the trainer sleeps: %s", why_not)
     sharing = TimeSharing(
-        Tenant("engine", engines, planned("engine")),
+        Tenant("engine", engines, planned("engine"), weights),
         Tenant("trainer", trainers, planned("trainer")),
         trainers[0].free,
         placed.config.placement.switch_seconds,
+        weights_fit=why_not is None,
     )
     for trainer in trainers:
         trainer.take_turns(sharing.training)
     return sharing
+
+
+def _no_transfer(placed: PlacedCluster, plan: Plan) -> str | None:
+    """Why new weights cannot be sent while the trainer is awake and the engine asleep except for
+    its weights; None if they can.
+    """
+    if placed.config.weights.update == "drain":
+        return "the engines are awake before, for the turns that weights.update=drain waits for"
+    tight = plan.tight
+    if tight is None or tight.transfer is None:
+        return None
+    return (
+        f"with the engine's weights beside it, device {tight.device} would hold"
+        f" {tight.transfer / GIB:.1f} GiB of {tight.limit / GIB:.1f} usable (`agentrl plan`)"
+    )
 
 
 def _trusting(config: RunConfig) -> RunConfig:

@@ -105,7 +105,8 @@ class TrainingAssembly(RolloutAssembly):
         await self.trainer.load(folder)
         await self.advisors.load(folder)
         if step > 0:
-            await self.weights.publish(self.trainer, version=step)
+            async with self.sharing.updating():
+                await self.weights.publish(self.trainer, version=step)
         return step
 
     def changing_engines(self, run: Run) -> AbstractAsyncContextManager[None]:

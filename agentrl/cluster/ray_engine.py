@@ -114,6 +114,9 @@ class _EngineHost:
     async def sleep(self) -> int | None:
         return await self._engine.sleep()
 
+    async def wake_weights(self) -> int | None:
+        return await self._engine.wake_weights()
+
     async def wake(self) -> None:
         await self._engine.wake()
 
@@ -280,6 +283,11 @@ class RayEngine(Engine):
         """See `Sleeper`."""
         freed_bytes: int | None = await _answer_of(self._running.sleep.remote())
         return freed_bytes
+
+    async def wake_weights(self) -> int | None:
+        """See `Engine.wake_weights`."""
+        taken_bytes: int | None = await _answer_of(self._running.wake_weights.remote())
+        return taken_bytes
 
     async def wake(self) -> None:
         """See `Sleeper`."""

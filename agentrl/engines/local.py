@@ -355,6 +355,10 @@ class LocalEngine(Engine):
         freed_bytes = model.sleep()
         return freed_bytes if was_awake else None
 
+    async def wake_weights(self) -> int | None:
+        """See `Engine.wake_weights`."""
+        return self._entered().wake()
+
     async def wake(self) -> None:
         """See `Sleeper`."""
         self._entered().wake()

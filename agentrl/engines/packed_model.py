@@ -478,9 +478,17 @@ class PackedModel:
             torch.cuda.empty_cache()
         return freed_bytes
 
-    def wake(self) -> None:
-        """Move the weights back to the device; the KV cache grows again on demand."""
+    def wake(self) -> int | None:
+        """Move the weights back to the device; the KV cache grows again on demand. Returns the
+        bytes that this took on a GPU, None if it took none.
+        """
+        moved_bytes = sum(
+            weight.nbytes
+            for weight in self._model.parameters()
+            if weight.device.type != self._device.type
+        )
         self._model.to(self._device)
+        return moved_bytes or None
 
     @property
     def kv_bytes(self) -> int:

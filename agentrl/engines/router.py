@@ -594,6 +594,18 @@ class Router(Engine):
             raise
         return max((freed for freed in freed_bytes if freed is not None), default=None)
 
+    async def wake_weights(self) -> int | None:
+        """See `Engine.wake_weights`. Applies to all live replicas; dead ones are not started: they
+        load their weights when they are, after `wake`.
+        """
+        taken_bytes: list[int | None] = []
+
+        async def wake_weights(engine: Engine) -> None:
+            taken_bytes.append(await engine.wake_weights())
+
+        await self._on_all("wake the weights", wake_weights)
+        return max((taken for taken in taken_bytes if taken is not None), default=None)
+
     async def wake(self) -> None:
         """See `Engine.wake`. Replicas that have died meanwhile are started afterwards."""
         await self._on_all("wake", lambda engine: engine.wake())
@@ -915,9 +927,12 @@ class Router(Engine):
     async def _everywhere(
         self, what: str, act: Callable[[Engine], Awaitable[None]], seconds: float | None = None
     ) -> None:
-        """`_on_all`, and wait until a replica is alive."""
+        """`_on_all`, and wait until a replica is alive, unless the router sleeps: then none is
+        started.
+        """
         await self._on_all(what, act, seconds)
-        await self._wait_for_a_replica()
+        if self._awake.is_set():
+            await self._wait_for_a_replica()
 
     async def _on_all(
         self, what: str, act: Callable[[Engine], Awaitable[None]], seconds: float | None = None

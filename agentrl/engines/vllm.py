@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -54,6 +54,8 @@ T = TypeVar("T")
 _STARTING = threading.Lock()
 """Held by the engine of this process that starts."""
 _TIED_HEAD = "lm_head.weight"
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"
+"""vLLM's names of what wakes separately."""
 _EQUALS = 64
 """How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the
 support is kept.
@@ -96,7 +98,7 @@ class VllmEngine(Engine):
         self._staged: Shipment | None = None
         self._adapters: ServedAdapters | None = None
         self._updating = asyncio.Lock()
-        self._asleep = False
+        self._asleep: tuple[str, ...] = ()  # by vLLM's names: what of its memory is away
         self._heartbeat: Heartbeat | None = None
         self._is_given_up = False
 
@@ -249,9 +251,10 @@ class VllmEngine(Engine):
         """
         async with self._updating:
             llm = self._entered()
-            if self._asleep:
+            if _WEIGHTS in self._asleep:
                 raise EngineError(
-                    "vLLM cannot take new weights while it sleeps: wake it before publishing them"
+                    "vLLM cannot take new weights while it sleeps: call `wake_weights` before"
+                    " publishing them"
                 )
             self._check_weights(weights, version)
             async with readable_elsewhere(weights, version) as readable:
@@ -274,6 +277,12 @@ class VllmEngine(Engine):
         """See `Sleeper` (agentrl/placement/time_share.py). Weights move to host memory; the KV
         cache is dropped.
 
+        This is vLLM's level 1, also before an update. Level 2 would drop the weights and spare
+        their two copies, but it restores nothing except buffers: what a layer has derived from its
+        weights outside of parameters and buffers (absorbed attention projections, kernels'
+        workspaces) would be garbage, as would all that an update does not send, or all weights if
+        it fails or never comes. An engine must then serve its previous version.
+
         Raises:
             ConfigError: `sleep_mode` is off, as it always is for CPUs.
         """
@@ -283,22 +292,39 @@ class VllmEngine(Engine):
                 raise ConfigError(
                     "engine.sleep_mode is off, so vLLM cannot sleep: write engine.sleep_mode=true"
                 )
-            if self._asleep:
+            if _WEIGHTS in self._asleep:
                 return None
-            sleepable = llm.collective_rpc("sleepable_bytes")
-            freed_bytes: list[int] = await self._unless_dead(llm, sleepable)
+            freed_bytes = await self._sleepable_bytes(llm, self._asleep)
             await self._unless_dead(llm, llm.sleep(level=1, mode="keep"))
-            self._asleep = True
-            return max(freed_bytes)
+            self._asleep = (_WEIGHTS, _KV_CACHE)
+            return freed_bytes
+
+    async def wake_weights(self) -> int | None:
+        """See `Engine.wake_weights`. vLLM schedules nothing until its KV cache is awake too, and
+        requests that come before wait.
+        """
+        async with self._updating:
+            llm = self._entered()
+            if _WEIGHTS not in self._asleep:
+                return None
+            await self._unless_dead(llm, llm.wake_up(tags=[_WEIGHTS]))
+            self._asleep = (_KV_CACHE,)
+            return await self._sleepable_bytes(llm, self._asleep)
 
     async def wake(self) -> None:
         """See `Sleeper`."""
         async with self._updating:
             llm = self._entered()
             if self._asleep:
-                await self._unless_dead(llm, llm.wake_up())
-                self._asleep = False
+                await self._unless_dead(llm, llm.wake_up(tags=list(self._asleep)))
+                self._asleep = ()
                 self._kv.note_empty()
+
+    async def _sleepable_bytes(self, llm: "AsyncLLM", but: Sequence[str]) -> int:
+        """Bytes that sleep can free on a worker's GPU, except of `but`; where they are most."""
+        asked = llm.collective_rpc("sleepable_bytes", args=(tuple(but),))
+        answers: list[int] = await self._unless_dead(llm, asked)
+        return max(answers)
 
     async def probe(self) -> None:
         """See `Engine.probe`. A thread of each of vLLM's processes answers: the core's queue stands
@@ -590,19 +616,25 @@ class VllmEngine(Engine):
 
     async def _exchange(self, llm: "AsyncLLM", weights: Shipment, version: int) -> None:
         recompute = self._kv_on_update == "recompute"
-        # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache
-        # drops all KV.
-        await llm.pause_generation(mode="keep", clear_cache=recompute)
-        if recompute and self._counters is not None:
-            self._counters.cleared()
+        # A core without KV cache is paused, with requests frozen and all KV dropped, until it has
+        # its cache again.
+        if not self._asleep:
+            # An update without a pause crashes the engine core. "keep" freezes requests;
+            # clear_cache drops all KV.
+            await llm.pause_generation(mode="keep", clear_cache=recompute)
+            if recompute and self._counters is not None:
+                self._counters.cleared()
+            else:
+                await self._end_outdated(llm, version)
         else:
-            await self._end_outdated(llm, version)
+            self._kv.advance(version)
         if await self._serve_adapter(llm, weights):
             await llm.update_weight_version(str(version))
         else:
             await self._load(llm, weights, version)
         self._version = version
-        await llm.resume_generation()
+        if not self._asleep:
+            await llm.resume_generation()
 
     async def _serve_adapter(self, llm: "AsyncLLM", weights: Shipment) -> bool:
         """Serve new factors beside the present weights, if that is what they are and vLLM can."""
@@ -656,7 +688,8 @@ class VllmEngine(Engine):
         # queue.
         await llm.pause_generation(mode="keep", clear_cache=False)
         await llm.pause_generation(mode="abort", clear_cache=False)
-        await llm.resume_generation()
+        if not self._asleep:  # else `wake` does, when there is a KV cache again
+            await llm.resume_generation()
         for ended in live:
             await ended.wait()
 

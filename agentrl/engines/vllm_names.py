@@ -51,7 +51,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "start_weight_update",
         "update_weight_version",
         "update_weights",
-        "wake_up",
+        "wake_up(tags)",
     ),
     "vllm.v1.engine.core_client:MPClient": ("resources",),
     "vllm.v1.engine.core_client:BackgroundResources": ("ctx",),
@@ -96,7 +96,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "vllm.distributed.device_communicators.shm_broadcast:MessageQueue": ("dequeue",),
     "vllm.v1.worker.worker_base:WorkerBase": ("parallel_config",),
     # The memory that sleeping frees.
-    "vllm.device_allocator.cumem:CuMemAllocator": ("get_current_usage", "get_instance"),
+    "vllm.device_allocator:AllocationData": ("handle", "tag"),
+    "vllm.device_allocator.cumem:CuMemAllocator": ("get_instance", "pointer_to_data"),
     # New weights in the workers.
     "vllm.distributed.weight_transfer.base:WeightTransferEngine": (
         "finish_weight_update",

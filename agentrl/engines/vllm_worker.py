@@ -179,11 +179,14 @@ class WorkerExtension:
             self.adapter.load_base(Path(base), names)
         self.adapter.replace(update.factors)
 
-    def sleepable_bytes(self) -> int:
-        """Bytes on this worker's GPU that vLLM's sleep frees: weights, KV cache and scratch."""
+    def sleepable_bytes(self, but: tuple[str, ...] = ()) -> int:
+        """Bytes on this worker's GPU that vLLM's sleep frees: weights, KV cache and scratch,
+        without those that vLLM tags as one of `but`.
+        """
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        return int(CuMemAllocator.get_instance().get_current_usage())
+        allocated = CuMemAllocator.get_instance().pointer_to_data.values()
+        return sum(int(data.handle[1]) for data in allocated if data.tag not in but)
 
 
 class Counters(StatLoggerBase):  # type: ignore[misc]

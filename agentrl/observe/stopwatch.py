@@ -15,8 +15,8 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time of the block as `phase`."""
+        """Count the time of the block as `phase`, which may have several blocks."""
         self._begins(phase)
         started = elapsed()
         yield
-        self.seconds[phase] = elapsed() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed() - started

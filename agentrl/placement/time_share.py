@@ -2,12 +2,18 @@
 
         share.training():        engine.sleep()   memory?   trainer.wake()
      generating ─────────────────────────────────────────────────────────▶ training
-                ◀─────────────────────────────────────────────────────────
-        at its end:              engine.wake()    memory?   trainer.sleep()
+                                                                              │
+        share.updating():        trainer.free_step_memory()   memory?         │
+                                 engine.wake_weights()                        ▼
+     generating ◀──────────────────────────────────────────────────────── updating
+        at its end:              trainer.sleep()   memory?   engine.wake()
 
-Both are never awake at once. A failed switch is undone. If a role misses its deadline, or can
-neither sleep nor wake, its state is unknown: the sharing is `lost`, and every later switch is
-refused.
+Both are never awake at once, except that in `updating` the weights of both are there: they go from
+device to device, and no request is computed under old weights in between. Where there is no room
+for that, `updating` wakes the engine and lets the trainer sleep before the weights go. Without an
+update, the end of `training` is as that of `updating`. A failed switch is undone. If a role misses
+its deadline, or can neither sleep nor wake, its state is unknown: the sharing is `lost`, and every
+later switch is refused.
 
 A role needs the memory that its sleep has freed, as it measured it itself: what it keeps while it
 sleeps (its CUDA context, NCCL's buffers, CUDA graphs) is there already. Until it has slept, the
@@ -15,21 +21,26 @@ plan's figure counts.
 
 A role that dies asleep is started again when it has to wake, never while the other is awake. So a
 trainer that is asked for something after its death needs a turn of its own: it enters `training`,
-as the driver does.
+as the driver does. If it dies while new weights are on their way, the engine sleeps for that turn,
+and its weights wake again after it.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import Flow, deadline
 
-State = Literal["generating", "training", "switching", "lost"]
+logger = logging.getLogger(__name__)
+
+State = Literal["generating", "training", "updating", "switching", "lost"]
+_Method = Literal["sleep", "wake", "wake_weights", "free_step_memory"]
 Free = Callable[[], Awaitable[int | None]]
 """Returns how many bytes are free on the fullest of the shared devices; None if those are dead
 which could tell.
@@ -53,8 +64,8 @@ class Sleeper(Protocol):
     """An object that can release its memory for a while. Repeating either call changes nothing.
 
     A sleeping engine answers no requests: new ones wait, and those in flight continue when it
-    wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile. A
-    sleeping trainer can still provide its weights.
+    wakes, from the same token, with their KV recomputed. A sleeping trainer can still provide its
+    weights.
 
     A dead part of it is started again at `wake` at the earliest. One that is just starting is
     waited for in `sleep`, outside of deadlines.
@@ -78,6 +89,25 @@ class Sleeper(Protocol):
         ...
 
 
+class SleepingEngine(Sleeper, Protocol):
+    """The engine's side: see `Engine.wake_weights`."""
+
+    async def wake_weights(self) -> int | None:
+        """Allocate the weights again, so that it can take new ones; returns the bytes of that."""
+        ...
+
+
+class SleepingTrainer(Sleeper, Protocol):
+    """The trainer's side: see `Trainer.free_step_memory`."""
+
+    async def free_step_memory(self) -> int | None:
+        """Release what only a step needs; returns the bytes of that."""
+        ...
+
+
+S_co = TypeVar("S_co", bound=Sleeper, covariant=True)
+
+
 class NoSharing:
     """The sharing of roles that have their own devices, or share devices with enough memory for
     both.
@@ -89,38 +119,58 @@ class NoSharing:
         yield
 
     @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """Changes nothing."""
+        yield
+
+    @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
         """Changes nothing."""
         yield
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class Tenant(Generic[S_co]):
     """One side of a share."""
 
     name: str
     """Its role."""
-    sleepers: Sequence[Sleeper]
+    sleepers: Sequence[S_co]
     """Its parts, each on all of its devices."""
     planned: int
     """Bytes that must be free on each device before it wakes, as planned: they count until its
     sleep has been measured."""
+    planned_weights: int = 0
+    """Those of them that its weights take, for an engine."""
 
 
 class TimeSharing:
     """The sharing of an engine and a trainer that take turns; at first the engine is awake, the
     trainer asleep.
 
-    `seconds`: the deadline of each side's part in a switch.
+    `seconds`: the deadline of each side's part in a switch. `weights_fit`: whether the engine's
+    weights have room beside the trainer when that does not step.
     """
 
-    def __init__(self, engine: Tenant, trainer: Tenant, free: Free, seconds: float) -> None:
+    def __init__(
+        self,
+        engine: Tenant[SleepingEngine],
+        trainer: Tenant[SleepingTrainer],
+        free: Free,
+        seconds: float,
+        *,
+        weights_fit: bool = True,
+    ) -> None:
         self._engine = engine
         self._trainer = trainer
         self._free = free
         self._seconds = seconds
+        self._weights_fit = weights_fit
         self._freed: dict[str, int] = {}
-        self._blocks = 0  # of `training`, that are open
+        self._of_weights: int | None = None  # bytes of what the engine's sleep has freed
+        self._of_step = 0  # bytes that the trainer has freed before it sleeps
+        self._turns: set[object] = set()  # of the trainer, that go on
+        self._is_updating = False  # a block of `updating` is open
         self._one_switch = asyncio.Lock()
         self.state: State = "generating"
 
@@ -141,26 +191,123 @@ class TimeSharing:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainer is awake inside; afterwards the engine is awake again, also if the block
-        failed. Of blocks that overlap, the first to begin and the last to end switch.
+        """The trainer is awake inside and the engine asleep; afterwards the engine is awake again,
+        also if the block failed. Of blocks that overlap, the first to begin and the last to end
+        switch. A block of `updating` inside of others ends their turn.
 
         Raises:
             TimeShareError: a switch failed; says which state they are in.
         """
+        turn = object()
         async with self._one_switch:
-            if self.state != "training":
-                await self._switch(self._engine, self._trainer, "generating", "training")
-            self._blocks += 1
+            if self.state == "updating":
+                await self._interrupt_update()
+            elif self.state != "training":
+                await self._to_training()
+            self._turns.add(turn)
         try:
             yield
         finally:
-            self._blocks -= 1
+            self._turns.discard(turn)
             async with self._one_switch:
-                # Another block may have begun meanwhile, or have ended after this one.
-                if not self._blocks and self.state != "generating":
-                    await self._switch(self._trainer, self._engine, "training", "generating")
+                await self._end_turn()
 
-    async def _switch(self, tired: Tenant, rested: Tenant, before: State, after: State) -> None:
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """New weights may go from the trainer to the engine inside. Afterwards the engine is awake
+        and the trainer asleep, also if the block failed.
+
+        Inside, the trainer is awake, and of the engine its weights alone. Where these do not fit
+        beside the trainer, the engine is awake and the trainer asleep.
+
+        Raises:
+            TimeShareError: a switch failed; says which state they are in.
+        """
+        async with AsyncExitStack() as own_turn:
+            if self._weights_fit:
+                await own_turn.enter_async_context(self.training())
+            async with self._one_switch:
+                if self.state != "generating":
+                    await self._begin_update()
+                self._turns.clear()
+                self._is_updating = True
+            try:
+                yield
+            finally:
+                self._is_updating = False
+                async with self._one_switch:
+                    await self._end_turn()
+
+    async def _end_turn(self) -> None:
+        """Go where this is wanted after the end of a block, unless others want the trainer."""
+        if self._turns or self.state == "generating":
+            return
+        if not self._is_updating:
+            await self._to_generating()
+        elif self.state == "training":  # the block has interrupted the update
+            await self._begin_update()
+
+    async def _begin_update(self) -> None:
+        if self.state != "training":
+            raise TimeShareError(f"cannot begin an update: the state is {self.state}")
+        await (self._to_updating() if self._weights_fit else self._to_generating())
+
+    async def _to_training(self) -> None:
+        """Put the engine to sleep, and wake the trainer."""
+        await self._switch(self._engine, self._trainer, "generating", "training")
+        self._of_step = 0
+
+    async def _to_generating(self) -> None:
+        """Put the trainer to sleep, and wake the engine, or the rest of it."""
+        if self.state not in ("training", "updating"):
+            raise TimeShareError(f"cannot go to generating: the state is {self.state}")
+        await self._switch(self._trainer, self._engine, self.state, "generating")
+
+    async def _to_updating(self) -> None:
+        """Wake the engine's weights beside the trainer, or wake the engine instead of it."""
+        self.state = "switching"
+        try:
+            freed = _sum(await self._call(self._trainer, "free_step_memory"))
+            self._of_step = max(self._of_step, freed or 0)  # more, if it was not interrupted
+            missing = await self._missing(self._engine, self._needs_for_weights)
+            if missing is None:
+                self._of_weights = _sum(await self._call(self._engine, "wake_weights"))
+        except TimeShareError as error:
+            await self._undo("training", (self._engine, "sleep"), (self._trainer, "wake"))
+            raise self._with_state(error) from error
+        except BaseException:
+            self.state = "lost"
+            raise
+        if missing is None:
+            self.state = "updating"
+            return
+        logger.warning(
+            "from now on, the trainer sleeps and the engine wakes before new weights are sent:"
+            " the engine's weights have no room beside the trainer: %s",
+            missing,
+        )
+        self._weights_fit = False
+        self.state = "training"
+        await self._to_generating()
+
+    async def _interrupt_update(self) -> None:
+        """Put the engine's weights to sleep again, and wake the trainer, of which a part may be
+        dead: it starts again, with nothing beside it.
+        """
+        self.state = "switching"
+        try:
+            await self._call(self._engine, "sleep")
+        except TimeShareError as error:
+            await self._undo("updating", (self._engine, "wake_weights"))
+            raise self._with_state(error) from error
+        try:
+            await self._call(self._trainer, "wake")
+        except TimeShareError as error:
+            await self._undo("updating", (self._engine, "wake_weights"))
+            raise self._with_state(error) from error
+        self.state = "training"
+
+    async def _switch(self, tired: "_Side", rested: "_Side", before: State, after: State) -> None:
         if self.state != before:
             raise TimeShareError(f"cannot go from {before} to {after}: the state is {self.state}")
         self.state = "switching"
@@ -170,17 +317,19 @@ class TimeSharing:
             await self._undo(before, (tired, "wake"))
             raise self._with_state(error) from error
         try:
-            await self._check_memory(rested)
+            await self._check_memory(rested, weights_are_there=before == "updating")
             await self._call(rested, "wake")
         except TimeShareError as error:
-            await self._undo(before, (rested, "sleep"), (tired, "wake"))
+            # Of an engine, also the weights sleep then.
+            state: State = "training" if before == "updating" else before
+            await self._undo(state, (rested, "sleep"), (tired, "wake"))
             raise self._with_state(error) from error
         except BaseException:
             self.state = "lost"  # cancelled in between, so the outcome is unknown
             raise
         self.state = after
 
-    async def _undo(self, before: State, *calls: tuple[Tenant, Literal["sleep", "wake"]]) -> None:
+    async def _undo(self, before: State, *calls: tuple["_Side", _Method]) -> None:
         """Restore the state before the switch; if that fails too, the sharing is lost."""
         try:
             for turn, method in calls:
@@ -198,27 +347,46 @@ class TimeSharing:
     def _is_lost(self) -> bool:
         return self.state == "lost"
 
-    async def _fall_asleep(self, turn: Tenant) -> None:
+    async def _fall_asleep(self, turn: "_Side") -> None:
         """Put a side to sleep, and note how much memory that has freed."""
-        freed_bytes = await self._call(turn, "sleep")
-        measured = [freed for freed in freed_bytes if freed is not None]
-        if measured and len(measured) == len(freed_bytes):
-            self._freed[turn.name] = sum(measured)
+        freed = _sum(await self._call(turn, "sleep"))
+        if freed is not None:
+            before = self._of_step if turn is self._trainer else 0
+            self._freed[turn.name] = freed + before
 
-    async def _check_memory(self, turn: Tenant) -> None:
-        free = await self._free()
+    @property
+    def _needs_for_weights(self) -> int:
+        measured = self._of_weights
+        return self._engine.planned_weights if measured is None else measured
+
+    async def _check_memory(self, turn: "_Side", *, weights_are_there: bool = False) -> None:
+        """Raise an error if a side has no room to wake; of an engine's weights, it may need no
+        more.
+        """
         measured = self._freed.get(turn.name)
         needs = turn.planned if measured is None else measured
-        if free is not None and free < needs:
+        if weights_are_there:
+            needs = max(0, needs - self._needs_for_weights)
+        missing = await self._missing(turn, needs)
+        if missing is not None:
             origin = "planned" if measured is None else "measured when it slept"
             raise TimeShareError(
-                f"the {turn.name} needs {needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are"
-                f" free on a device that it shares (its need was {origin}): another process uses"
-                " it, or the sleeping side keeps more than planned. Lower engine.memory_fraction,"
-                " or give them devices of their own (placement=disaggregated)"
+                f"{missing} (its need was {origin}): another process uses it, or the sleeping side"
+                " keeps more than planned. Lower engine.memory_fraction, or give them devices of"
+                " their own (placement=disaggregated)"
             )
 
-    async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> list[int | None]:
+    async def _missing(self, turn: "_Side", needs: int) -> str | None:
+        """Which memory is missing for this; None if there is enough, or nobody can tell."""
+        free = await self._free()
+        if free is None or free >= needs:
+            return None
+        return (
+            f"the {turn.name} needs {needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are"
+            " free on a device that it shares"
+        )
+
+    async def _call(self, turn: "_Side", method: _Method) -> list[int | None]:
         """Call `method` on all parts at the same time, each under a deadline of its own, which it
         may pause; returns their answers.
 
@@ -229,8 +397,10 @@ class TimeSharing:
 
         async def call(sleeper: Sleeper) -> int | None:
             with deadline("engine", f"{turn.name}.{method}", self._seconds):
-                return await (sleeper.sleep() if method == "sleep" else sleeper.wake())
+                answer: int | None = await getattr(sleeper, method)()
+                return answer
 
+        what = method.replace("_", " ")
         try:
             async with Flow(f"{turn.name}.{method}") as flow:
                 calls = [
@@ -241,18 +411,27 @@ class TimeSharing:
         except DeadlineError as error:
             self.state = "lost"
             raise TimeShareError(
-                f"the {turn.name} did not {method} within {self._seconds:g} s"
+                f"the {turn.name} did not {what} within {self._seconds:g} s"
                 " (placement.switch_seconds): its GPU memory use is unknown"
             ) from error
         except Exception as error:
             raise TimeShareError(
-                f"the {turn.name} could not {method}: {type(error).__name__}: {error}"
+                f"the {turn.name} could not {what}: {type(error).__name__}: {error}"
             ) from error
         except BaseException:
             self.state = "lost"  # cancelled, so the outcome is unknown
             raise
 
 
+_Side = Tenant[SleepingEngine] | Tenant[SleepingTrainer]
+
+
+def _sum(measured: Sequence[int | None]) -> int | None:
+    """The bytes of all parts; None unless all have measured them."""
+    known = [each for each in measured if each is not None]
+    return sum(known) if known and len(known) == len(measured) else None
+
+
 DeviceSharing = NoSharing | TimeSharing
-"""The sharing of devices by engine and trainer: inside `training()`, the trainer is awake; outside,
-the engine is."""
+"""The sharing of devices by engine and trainer: inside `training()`, the trainer is awake; inside
+`updating()`, the engine takes new weights; outside, it is awake."""

@@ -19,6 +19,12 @@ from agentrl.placement.footprint import (
 )
 from agentrl.simulate.stages import Stages, Workload
 
+_AT_TRANSFER = {
+    "engine": ("weights", "weight staging"),
+    "trainer": ("weights", "optimizer", "gathered", "reference", "critic", "fragmentation"),
+}
+"""Uses of each role's memory at a transfer of new weights. The trainer has dropped its gradients.
+"""
 _NAMED_TERMS = 4
 """Terms of a role's memory that a message names: the largest."""
 
@@ -41,6 +47,14 @@ class DeviceLoad:
     """The usable memory of the host for this device."""
     asleep: Mapping[str, int]
     """The bytes that each role keeps on the device while it sleeps, if roles take turns."""
+    transfer: int | None = None
+    """The bytes on the device while new weights go from an awake trainer to an engine of which only
+    the weights are awake, if roles take turns."""
+
+    @property
+    def transfer_fits(self) -> bool:
+        """Whether new weights can be sent so. Otherwise the trainer sleeps before."""
+        return self.transfer is None or self.transfer <= self.limit
 
     @property
     def host(self) -> int:
@@ -192,11 +206,14 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
             host_parts.update(size.host_parts)
         if ranks > 1 and any(r.role == "trainer" and r.number == 0 for r in devices.on(device)):
             host_parts["weights to publish"] = 4 * trained_parameters(stages.facts, stages.trainer)
-        asleep = {}
+        asleep, transfer, limit = {}, None, usable_bytes(kind)
         if devices.time_shared and len(awake) > 1 and kind.is_gpu:
             asleep = {role: size.asleep for role, size in awake.items()}
+            transfer = _at_transfer(awake)
             host_parts.update(_asleep_in_host(stages, awake))
         peak = _peak(awake, asleep)
+        if transfer is not None and transfer <= limit:
+            peak = max(peak, transfer)
         if not kind.is_gpu:
             peak, host_parts = peak + host_parts.total(), Counter()
         device_loads.append(
@@ -204,10 +221,11 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
                 device,
                 awake,
                 peak,
-                usable_bytes(kind),
+                limit,
                 dict(host_parts),
                 int(USABLE_HOST_SHARE * devices.inventory.host_share(device)),
                 asleep,
+                transfer,
             )
         )
     return tuple(device_loads)
@@ -220,6 +238,14 @@ def _peak(awake: Mapping[str, Footprint], asleep: Mapping[str, int]) -> int:
     if not asleep:
         return sum(size.total for size in awake.values())
     return max(size.total + sum(asleep.values()) - asleep[role] for role, size in awake.items())
+
+
+def _at_transfer(awake: Mapping[str, Footprint]) -> int:
+    """Bytes on a device while new weights go from one role to the other."""
+    return sum(
+        size.asleep + sum(size.parts.get(use, 0) for use in _AT_TRANSFER[role])
+        for role, size in awake.items()
+    )
 
 
 def _asleep_in_host(stages: Stages, awake: Mapping[str, Footprint]) -> dict[str, int]:

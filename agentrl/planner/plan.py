@@ -62,3 +62,10 @@ class Plan:
     """All maps that were considered."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """The settings that follow from the model and the devices, by their dotted names."""
+
+    @property
+    def tight(self) -> DeviceLoad | None:
+        """The load of a device on which new weights cannot be sent while the trainer is awake, as
+        roles that take turns do it where they can; None if they can everywhere.
+        """
+        return next((load for load in self.loads if not load.transfer_fits), None)

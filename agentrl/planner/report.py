@@ -83,6 +83,9 @@ def _memory(plan: Plan) -> Table:
             table.add_row(
                 devices, f"{role} asleep", f"{kept / GIB:.2f}", _parts(Footprint(kept_parts))
             )
+        if load.transfer is not None:
+            how = "both awake" if load.transfer_fits else "too much: the trainer sleeps first"
+            table.add_row(devices, "new weights", f"{load.transfer / GIB:.2f}", how)
         table.add_row(
             devices, "at the peak", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} usable"
         )
@@ -155,6 +158,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 "host_parts": dict(load.host_parts),
                 "awake": {role: dict(size.parts) for role, size in load.awake.items()},
                 "asleep": dict(load.asleep),
+                "transfer": load.transfer,
+                "transfer_fits": load.transfer_fits,
             }
             for load in plan.loads
         ],

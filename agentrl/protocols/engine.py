@@ -259,12 +259,24 @@ class Engine(Protocol):
         cannot tell, or was asleep already.
 
         A sleeping engine answers no requests: new ones wait, and those in flight continue when it
-        wakes, from the same token, with their KV recomputed. It accepts new weights meanwhile.
+        wakes, from the same token, with their KV recomputed. After `wake_weights`, it takes new
+        weights meanwhile.
 
         Raises:
             ConfigError: it has no way to sleep here, as by default.
         """
         raise ConfigError(f"{type(self).__name__} cannot sleep: give it devices of its own")
+
+    async def wake_weights(self) -> int | None:
+        """Allocate the weights of a sleeping engine again, and nothing else, so that it can take
+        new ones: it still answers no requests, and has no KV cache. `wake` does the rest, `sleep`
+        undoes it. Repeating it changes nothing, nor does it change an engine that is awake. If this
+        raises, the engine is asleep as before.
+
+        Returns the bytes that this took on the device where it took most; None if it cannot tell,
+        or took nothing. By default, nothing happens: such an engine takes new weights as it sleeps.
+        """
+        return None
 
     async def wake(self) -> None:
         """Allocate the memory again; when this returns, the engine works. If this raises, it is

@@ -154,6 +154,16 @@ class Trainer(Savable, Protocol):
         """Allocate the memory again. If this raises, the trainer is asleep as before."""
         return
 
+    async def free_step_memory(self) -> int | None:
+        """Release what only a step needs, gradients and all that its allocator keeps unused, since
+        the weights of the engines take room beside the trainer now. From here to its next `wake`,
+        ranks that die are not started again beside those. By default, nothing is released.
+
+        Returns the bytes that this freed, on the device where it freed most; None if it cannot
+        tell.
+        """
+        return None
+
     def take_turns(self, turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         """Note that it shares its devices: inside a `turn()` it is awake, and what it shares them
         with is asleep. A trainer that starts its ranks again enters one to do so while it sleeps.

@@ -130,16 +130,20 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                     with clock("train"):
                         ranking = await asyncio.to_thread(rank, groups, settings, processing)
                         run.ledger.masked(iteration, unpaired(groups, ranking, settings))
-                        async with parts.sharing.training():
+                    async with parts.sharing.training():
+                        with clock("train"):
                             learned = await _learn(parts, algorithm, ranking, settings, iteration)
-                        for _ in range(1, settings.epochs):
-                            run.ledger.reused(iteration, ranking.tasks)
-                    with clock("weights"):
-                        await evaluating.before_update()
-                        async with rollouts.new_weights(iteration + 1):
-                            published = await parts.weights.publish(
-                                parts.trainer, version=iteration + 1
-                            )
+                            for _ in range(1, settings.epochs):
+                                run.ledger.reused(iteration, ranking.tasks)
+                        with clock("weights"):
+                            await evaluating.before_update()
+                            async with (
+                                rollouts.new_weights(iteration + 1),
+                                parts.sharing.updating(),
+                            ):
+                                published = await parts.weights.publish(
+                                    parts.trainer, version=iteration + 1
+                                )
                     report = StepReport(
                         iteration,
                         groups,

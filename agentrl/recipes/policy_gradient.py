@@ -97,13 +97,25 @@ async def train(
                         traced = await asyncio.to_thread(
                             traced_batch_of, groups, algorithm, processing, oldest, by_env
                         )
-                        report = await update_policy(
-                            run, parts, algorithm, step=step, groups=groups, traced=traced
-                        )
-                    with clock("weights"):
-                        await evaluating.before_update()
-                        async with rollouts.new_weights(step + 1):
-                            published = await parts.weights.publish(parts.trainer, version=step + 1)
+                        # The teacher is an engine, and those sleep while trainers that share
+                        # their devices work.
+                        taught = await parts.advisors.ask_teacher(traced.batch)
+                    async with parts.sharing.training():
+                        with clock("train"):
+                            report = await update_policy(
+                                run,
+                                parts,
+                                algorithm,
+                                step=step,
+                                groups=groups,
+                                traced=replace(traced, batch=taught),
+                            )
+                        with clock("weights"):
+                            await evaluating.before_update()
+                            async with rollouts.new_weights(step + 1), parts.sharing.updating():
+                                published = await parts.weights.publish(
+                                    parts.trainer, version=step + 1
+                                )
                     report = replace(
                         report,
                         seconds=clock.seconds,
@@ -131,16 +143,13 @@ async def update_policy(
     groups: Sequence[Group],
     traced: TracedBatch,
 ) -> StepReport:
-    """Train on a batch, after the reference, the critic or the teacher of the run has seen it, and
-    record its samples. The report has the metrics of these parts.
+    """Train on a batch, after the reference or the critic of the run has seen it, and record its
+    samples. The report has the metrics of these parts.
     """
-    # The teacher is an engine, and engines that share devices sleep while trainers work.
-    batch = await parts.advisors.ask_teacher(traced.batch)
-    async with parts.sharing.training():
-        batch, advice = await parts.advisors.advise(batch, step, groups)
-        exact = await parts.exact.measure(groups, batch)
-        metrics = await parts.trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
-        samples = await run.recorder.record_samples(
-            step, groups, replace(traced, batch=batch), parts.trainer
-        )
+    batch, advice = await parts.advisors.advise(traced.batch, step, groups)
+    exact = await parts.exact.measure(groups, batch)
+    metrics = await parts.trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+    samples = await run.recorder.record_samples(
+        step, groups, replace(traced, batch=batch), parts.trainer
+    )
     return StepReport(step, groups, trainer=metrics, samples=samples, advisors=advice, exact=exact)

@@ -165,7 +165,9 @@ class StalenessRule:
         return batch
 
     def may_publish(self) -> bool:
-        """True if new weights may go live now."""
+        """True if new weights may go live now. A rule that waits for groups here needs engines with
+        devices of their own: where they take turns with the trainer, they sleep meanwhile.
+        """
         return True
 
     def publish(self, version: int) -> list[Ticket]:

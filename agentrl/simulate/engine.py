@@ -243,7 +243,7 @@ class SimulatedEngine(Engine):
         oldest = self._oldest_reusable
         for session in [name for name, kept in self._cached.items() if kept.version < oldest]:
             self._cached_sum -= self._cached.pop(session).tokens
-        if self._kv_on_update != "keep":
+        if self._kv_on_update != "keep" and self._state != "asleep":
             self._recompute(oldest)
             self._settle()
 

@@ -224,10 +224,10 @@ class World:
             async with sharing.training():
                 with span("trainer", "step", 0):
                     await asyncio.sleep(seconds)
-            async with rollouts.new_weights(step + 1):
-                with span("weights", "commit"):
-                    await asyncio.sleep(self.simulation.update_seconds.sample(rng))
-                    await router.update_weights({}, step + 1)
+                async with rollouts.new_weights(step + 1), sharing.updating():
+                    with span("weights", "commit"):
+                        await asyncio.sleep(self.simulation.update_seconds.sample(rng))
+                        await router.update_weights({}, step + 1)
             report.step_seconds.append(now() - began)
 
 
@@ -244,6 +244,9 @@ class _Mover:
 
     async def wake(self) -> None:
         await asyncio.sleep(self.seconds)
+
+    async def free_step_memory(self) -> None:
+        """It has none."""
 
 
 async def _free() -> int:

@@ -203,7 +203,10 @@ def sharing(
     engine: Router, trainer: Trainer, switch_seconds: float = SWITCH_SECONDS
 ) -> AbstractAsyncContextManager[TimeSharing]:
     """The production's way of taking turns, on a device that has room for one of them."""
-    awake = {"engine": SimpleNamespace(to_wake=1), "trainer": SimpleNamespace(to_wake=1)}
+    awake = {
+        "engine": SimpleNamespace(to_wake=1, parts={"weights": 1}),
+        "trainer": SimpleNamespace(to_wake=1),
+    }
     plan = SimpleNamespace(
         devices=SimpleNamespace(time_shared=True), loads=(SimpleNamespace(awake=awake),)
     )

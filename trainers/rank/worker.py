@@ -211,6 +211,18 @@ class TrainerRank:
         self.sharding.sleep()
         return before - torch.cuda.memory_reserved(device) or None
 
+    def free_step_memory(self) -> int | None:
+        """Drop the gradients, and give back all memory that no tensor uses; returns the bytes of
+        that, None on a CPU, or if there are none.
+        """
+        self.sharding.clear()
+        device = self.sharding.device
+        if device.type != "cuda":
+            return None
+        before = torch.cuda.memory_reserved(device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(device) or None
+
     def wake(self) -> None:
         """Move everything back to the device."""
         self.sharding.wake()
