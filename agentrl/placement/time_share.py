@@ -169,8 +169,8 @@ class TimeSharing:
         self._freed: dict[str, int] = {}
         self._of_weights: int | None = None  # bytes of what the engine's sleep has freed
         self._of_step = 0  # bytes that the trainer has freed before it sleeps
-        self._turns: set[object] = set()  # of the trainer, that go on
-        self._is_updating = False  # a block of `updating` is open
+        self._turns: set[object] = set()  # blocks of `training` that are open
+        self._updates: set[object] = set()  # and of `updating`
         self._one_switch = asyncio.Lock()
         self.state: State = "generating"
 
@@ -192,8 +192,8 @@ class TimeSharing:
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """The trainer is awake inside and the engine asleep; afterwards the engine is awake again,
-        also if the block failed. Of blocks that overlap, the first to begin and the last to end
-        switch. A block of `updating` inside of others ends their turn.
+        also if the block failed otherwise than by a switch. Of blocks that overlap, the first to
+        begin and the last to end switch. A block of `updating` inside of others ends their turn.
 
         Raises:
             TimeShareError: a switch failed; says which state they are in.
@@ -205,17 +205,13 @@ class TimeSharing:
             elif self.state != "training":
                 await self._to_training()
             self._turns.add(turn)
-        try:
+        async with self._ended(self._turns, turn):
             yield
-        finally:
-            self._turns.discard(turn)
-            async with self._one_switch:
-                await self._end_turn()
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
         """New weights may go from the trainer to the engine inside. Afterwards the engine is awake
-        and the trainer asleep, also if the block failed.
+        and the trainer asleep, also if the block failed otherwise than by a switch.
 
         Inside, the trainer is awake, and of the engine its weights alone. Where these do not fit
         beside the trainer, the engine is awake and the trainer asleep.
@@ -230,21 +226,34 @@ class TimeSharing:
                 if self.state != "generating":
                     await self._begin_update()
                 self._turns.clear()
-                self._is_updating = True
-            try:
+                self._updates.add(own_turn)
+            async with self._ended(self._updates, own_turn):
                 yield
-            finally:
-                self._is_updating = False
-                async with self._one_switch:
-                    await self._end_turn()
 
-    async def _end_turn(self) -> None:
-        """Go where this is wanted after the end of a block, unless others want the trainer."""
+    @asynccontextmanager
+    async def _ended(self, blocks: set[object], block: object) -> AsyncIterator[None]:
+        """After it, remove a block from those that are open, and go where the others want to be.
+        A switch inside that has failed, and was undone, is not tried again.
+        """
+        is_switch_failed = False
+        try:
+            yield
+        except TimeShareError:
+            is_switch_failed = True
+            raise
+        finally:
+            blocks.discard(block)
+            async with self._one_switch:
+                if not is_switch_failed:
+                    await self._follow()
+
+    async def _follow(self) -> None:
+        """Go to the state that the open blocks want."""
         if self._turns or self.state == "generating":
             return
-        if not self._is_updating:
+        if not self._updates:
             await self._to_generating()
-        elif self.state == "training":  # the block has interrupted the update
+        elif self.state == "training":  # the block that ends has interrupted the update
             await self._begin_update()
 
     async def _begin_update(self) -> None:

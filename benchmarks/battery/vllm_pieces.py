@@ -32,7 +32,7 @@ def weights(place: Place, findings: Findings) -> None:
 
 
 def sleep(place: Place, findings: Findings) -> None:
-    """Engine and trainer take turns on a GPU, twice."""
+    """Engine and trainer take turns on a GPU, twice, each with new weights at its end."""
     model = random_model(place, SMALL)
     trial = _trial(place, findings, model, sleep_mode=True)
 
@@ -52,6 +52,11 @@ def sleep(place: Place, findings: Findings) -> None:
                     batch = random_batch(model_facts(model).vocab, 4, 512, seed=turn)
                     await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
                     await trial.note_gap(f"turn {turn}", trainer, sampled)
+                    await trainer.free_step_memory()
+                    weights = engine.wake_weights()
+                    await _timed(findings, f"{turn}: engine wakes its weights", weights)
+                    update = engine.update_weights(await trainer.weights(), turn)
+                    await _timed(findings, f"{turn}: engine takes new weights", update)
                     await _timed(findings, f"{turn}: trainer sleeps", trainer.sleep())
 
     asyncio.run(main())

@@ -1006,3 +1006,60 @@ def test_an_engine_that_does_not_start_ends_the_start_of_the_others_and_is_named
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "engine 3 of 6 did not start" in told
     assert [engine.ended for engine in engines] == ["closed"] * 3 + [""] + ["cancelled"] * 2
+
+
+class Weighty(Core):
+    """Notes what it is told."""
+
+    def __init__(self, *, dies: bool = False) -> None:
+        super().__init__(1.0)
+        self.log: list[str] = []
+        self.dies = dies
+
+    async def sleep(self) -> int:
+        self.log.append("sleeps")
+        return 50
+
+    async def wake_weights(self) -> int:
+        self.log.append("wakes its weights")
+        if self.dies:
+            raise EngineDeadError("its machine is lost")
+        return 30
+
+    async def wake(self) -> None:
+        self.log.append("wakes")
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        self.log.append(f"version {version}")
+        await super().update_weights(weights, version)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_replica_that_dies_as_its_weights_wake_is_replaced_when_all_of_it_may_wake(
+    others: int,
+) -> None:
+    """Also the only one: an update waits for no replacement that may not start."""
+    engines = [Weighty(dies=True), *[Weighty() for _ in range(others)]]
+    spares: list[Weighty] = []
+
+    def again(number: int) -> Weighty:
+        spares.append(Weighty())
+        return spares[-1]
+
+    async def main() -> None:
+        async with Router(engines, factory=again) as router:
+            assert await router.sleep() == 50
+            assert await router.wake_weights() == (30 if others else None)
+            await asyncio.sleep(600)
+            await router.stage_weights({}, 1)
+            await router.update_weights({}, 1)
+            assert (spares, router.policy_version) == ([], 1)
+            await router.wake()
+            for name in range(2):
+                answer = await router.generate(request(str(name), session=str(name)))
+                assert set(answer.policy_versions) == {1}
+
+    run_virtual(main)
+    for engine in engines[1:]:
+        assert engine.log == ["sleeps", "wakes its weights", "version 1", "wakes"]
+    assert [spare.log for spare in spares] == [["version 1"]]

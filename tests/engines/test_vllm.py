@@ -288,3 +288,61 @@ def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Pat
         driver.kill()
         driver.wait()
     assert still_alive(children, 60) == []
+
+
+class Awoken:
+    """Stands for vLLM's client: notes the calls that change the engine."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.output_handler: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*args: Any, **options: Any) -> Any:
+            given = options.get("tags") or options.get("level") or options.get("mode") or ""
+            self.calls.append(f"{method} {given}".strip())
+            if method == "collective_rpc":
+                self.calls.pop()
+                return [70, 60] if options["args"] == ((),) else [16, 15]
+            return None
+
+        return call
+
+
+def test_vllm_takes_new_weights_before_it_has_a_cache_and_schedules_only_then(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        engine: Any = VllmEngine(config(sleep_mode=True), tmp_path)
+        llm = engine._llm = Awoken()
+        engine._closed, engine._counters = None, Mock()
+        update = (llm, Mock(folder=tmp_path, __iter__=lambda self: iter(())), 1)
+        assert await engine.sleep() == 70
+        assert await engine.sleep() is None
+        with pytest.raises(EngineError, match="call `wake_weights` before"):
+            await engine.update_weights({}, 1)
+        assert await engine.wake_weights() == 16
+        assert await engine.wake_weights() is None
+        await engine._exchange(*update)
+        await engine.interrupt()
+        await engine.wake()
+        await engine.wake()
+        in_turns = [
+            *("sleep 1", "wake_up ['weights']"),
+            *("start_weight_update", "update_weights", "finish_weight_update"),
+            *("pause_generation keep", "pause_generation abort"),
+            "wake_up ['kv_cache']",
+        ]
+        assert llm.calls == in_turns
+        llm.calls.clear()
+        await engine._exchange(*update)
+        assert (llm.calls[0], llm.calls[-1]) == ("pause_generation keep", "resume_generation")
+        assert await engine.sleep() == 70
+        await engine.wake_weights()
+        assert await engine.sleep() == 16  # without an update
+        await engine.wake()
+        assert llm.calls[-1] == "wake_up ['weights', 'kv_cache']"
+
+    asyncio.run(main())

@@ -51,17 +51,30 @@ class Witness:
         default_factory=lambda: {"engine": set(), "trainer": set()}
     )
     starts: dict[Side, int] = field(default_factory=lambda: {"engine": 0, "trainer": 0})
+    trained: int = 0
+    """Steps of the trainer, and the version that no request may be computed without."""
+    weights_alone: set[object] = field(default_factory=set)
+    """Engines of which only the weights are awake."""
+
+    def note_weights(self, who: object) -> None:
+        self.weights_alone.add(who)
+
+    def note_version(self, version: int) -> None:
+        """An engine begins to compute requests: those that waited, and new ones."""
+        assert version == self.trained, f"requests are computed under {version}"
 
     def note_awake(self, side: Side, who: object) -> None:
         self.awake[side].add(who)
         assert not (self.awake["engine"] and self.awake["trainer"]), f"{side} wakes beside another"
 
     def note_start(self, side: Side, who: object) -> None:
+        assert not self.weights_alone, f"{side} starts beside an engine's weights"
         self.starts[side] += 1
         self.note_awake(side, who)
 
     def note_asleep(self, side: Side, who: object) -> None:
         self.awake[side].discard(who)
+        self.weights_alone.discard(who)
 
 
 class MortalEngine(ScriptedEngine):
@@ -102,12 +115,22 @@ class MortalEngine(ScriptedEngine):
         self.is_awake.clear()
         self.witness.note_asleep("engine", self)
 
+    async def wake_weights(self) -> None:
+        self._check_alive()
+        self.witness.note_weights(self)
+        await asyncio.sleep(2)
+        self._check_alive()
+
     async def wake(self) -> None:
         self.witness.note_awake("engine", self)
         await self._switch()
+        self.witness.note_version(self.policy_version)
+        self.witness.weights_alone.discard(self)
         self.is_awake.set()
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._check_alive()
+        await asyncio.sleep(1)
         self._check_alive()
         await super().update_weights(weights, version)
 
@@ -129,7 +152,13 @@ class MortalEngine(ScriptedEngine):
 class MortalRank:
     """The worker of a rank that can be killed. Its weights are the batches that it has learned."""
 
-    SECONDS: Mapping[str, float] = {"open": START_SECONDS, "sleep": 2, "wake": 2, "step": 5}
+    SECONDS: Mapping[str, float] = {
+        "open": START_SECONDS,
+        "sleep": 2,
+        "wake": 2,
+        "free_step_memory": 2,
+        "step": 5,
+    }
 
     def __init__(self, witness: Witness) -> None:
         self.witness = witness
@@ -151,7 +180,7 @@ class MortalRank:
             case "sleep":
                 self.witness.note_asleep("trainer", self)
             case "free":
-                assert not self.witness.awake["engine"] | self.witness.awake["trainer"]
+                assert not self.witness.awake["engine"]
                 return 1 << 40
         return list(self.learned) if method == "weights" else True
 
@@ -208,9 +237,14 @@ def sharing(
         "trainer": SimpleNamespace(to_wake=1),
     }
     plan = SimpleNamespace(
-        devices=SimpleNamespace(time_shared=True), loads=(SimpleNamespace(awake=awake),)
+        devices=SimpleNamespace(time_shared=True),
+        loads=(SimpleNamespace(awake=awake),),
+        tight=None,
     )
-    config = SimpleNamespace(placement=SimpleNamespace(switch_seconds=switch_seconds))
+    config = SimpleNamespace(
+        placement=SimpleNamespace(switch_seconds=switch_seconds),
+        weights=SimpleNamespace(update="keep"),
+    )
     placed = PlacedCluster(cast(Any, config), cast(Any, None), cast(Any, plan))
     return cast(Any, device_sharing_of(placed, [engine], [trainer]))
 
@@ -262,9 +296,15 @@ async def take_steps(
                     "tokens": 2.0,
                     "tokens_computed": 2.0,
                 }
-            weights: Any = await trainer.weights()
-            assert weights == list(range(step + 1))
-            await router.update_weights(weights, step + 1)
+                fakes.witness.trained = step + 1
+                async with share.updating():
+                    await reach("updating", step)
+                    weights: Any = await trainer.weights()
+                    assert weights == list(range(step + 1))
+                    await reach("sending", step)
+                    await router.stage_weights(weights, step + 1)
+                    await router.update_weights(weights, step + 1)
+                assert share.state == "generating"
             assert router.policy_version == step + 1
     for number, answer in enumerate(answers):
         tokens = (4, 9, 40)[number % 3]
@@ -273,7 +313,7 @@ async def take_steps(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("after", [None, 1.0, 3.0])
-@pytest.mark.parametrize("moment", ["generating", "training"])
+@pytest.mark.parametrize("moment", ["generating", "training", "updating", "sending"])
 @pytest.mark.parametrize("side", ["engine", "trainer"])
 @pytest.mark.usefixtures("without_threads")
 def test_what_dies_in_a_turn_or_a_switch_is_started_again_at_its_turn(
@@ -380,8 +420,14 @@ class MortalLocalEngine(LocalEngine):
         await super().sleep()
         self.witness.note_asleep("engine", self)
 
+    async def wake_weights(self) -> None:
+        self.witness.note_weights(self)
+        await super().wake_weights()
+
     async def wake(self) -> None:
         self.witness.note_awake("engine", self)
+        self.witness.note_version(self.policy_version)
+        self.witness.weights_alone.discard(self)
         await super().wake()
 
     def die(self) -> None:
@@ -493,11 +539,17 @@ class RealRun:
                     if moment_now == "training":
                         self.kill(side)
                     await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
-                    if moment_now == "to generating":
+                    self.witness.trained = step + 1
+                    if moment_now == "to updating":
                         killer.start(self.kill_in_switch(side, share), name="kill")
-                weights = await trainer.weights()
-                await router.update_weights(weights, step + 1)
-                self.weights = {name: weight.clone() for name, weight in weights.items()}
+                    async with share.updating():
+                        if moment_now == "updating":
+                            self.kill(side)
+                        weights = await trainer.weights()
+                        self.weights = {name: weight.clone() for name, weight in weights.items()}
+                        await router.update_weights(weights, step + 1)
+                        if moment_now == "to generating":
+                            killer.start(self.kill_in_switch(side, share), name="kill")
 
 
 @pytest.mark.parametrize(
@@ -505,10 +557,15 @@ class RealRun:
     [
         pytest.param("engine", "training", 1, marks=pytest.mark.slow),
         pytest.param("trainer", "to generating", 1, marks=pytest.mark.slow),
+        pytest.param("engine", "updating", 1, marks=pytest.mark.slow),
+        pytest.param("trainer", "updating", 1, marks=pytest.mark.slow),
         *[
             pytest.param(side, moment, 2, marks=pytest.mark.long)  # that meet by gloo
             for side in ("engine", "trainer")
-            for moment in ("generating", "to training", "training", "to generating")
+            for moment in (
+                *("generating", "to training", "training"),
+                *("to updating", "updating", "to generating"),
+            )
         ],
     ],
 )

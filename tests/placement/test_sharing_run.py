@@ -24,6 +24,9 @@ class Sleepy(ScriptedEngine):
     async def sleep(self) -> None:
         self.log.append("engine sleeps")
 
+    async def wake_weights(self) -> None:
+        self.log.append("engine wakes its weights")
+
     async def wake(self) -> None:
         self.log.append("engine wakes")
 
@@ -48,6 +51,9 @@ class SleepyTrainer:
     async def wake(self) -> None:
         self.log.append("trainer wakes")
 
+    async def free_step_memory(self) -> None:
+        self.log.append("trainer frees memory")
+
     async def free(self) -> int:
         return self._free
 
@@ -55,13 +61,22 @@ class SleepyTrainer:
         self.log.append("trainer takes turns")
 
 
-def placed(time_shared: bool) -> PlacedCluster:
-    """A plan of two roles of 100 and 200 bytes."""
-    awake = {"engine": SimpleNamespace(to_wake=100), "trainer": SimpleNamespace(to_wake=200)}
+def placed(time_shared: bool, *, tight: Any = None, update: str = "keep") -> PlacedCluster:
+    """A plan of two roles of 100 and 200 bytes. `tight`: the load of a device on which the engine's
+    weights have no room beside the trainer.
+    """
+    awake = {
+        "engine": SimpleNamespace(to_wake=100, parts={"weights": 40}),
+        "trainer": SimpleNamespace(to_wake=200),
+    }
     plan = SimpleNamespace(
-        devices=SimpleNamespace(time_shared=time_shared), loads=(SimpleNamespace(awake=awake),)
+        devices=SimpleNamespace(time_shared=time_shared),
+        loads=(SimpleNamespace(awake=awake),),
+        tight=tight,
     )
-    config = SimpleNamespace(placement=SimpleNamespace(switch_seconds=60.0))
+    config = SimpleNamespace(
+        placement=SimpleNamespace(switch_seconds=60.0), weights=SimpleNamespace(update=update)
+    )
     return PlacedCluster(cast(Any, config), cast(Any, None), cast(Any, plan))
 
 
@@ -89,6 +104,45 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
         *("engine wakes", "generating"),
         *(*to_training, "training", *to_generating, "generating", "trainer ends"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("tight", "update", "why_not"),
+    [
+        (None, "keep", None),
+        (
+            SimpleNamespace(device=3, transfer=81 << 30, limit=77 << 30),
+            "keep",
+            "with the engine's weights beside it, device 3 would hold 81.0 GiB of 77.0 usable",
+        ),
+        (None, "drain", "the turns that weights.update=drain waits for"),
+    ],
+    ids=["room", "no room", "drain"],
+)
+def test_the_order_of_an_update_follows_from_the_plan_and_the_log_says_why(
+    tight: Any, update: str, why_not: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    log: list[str] = []
+
+    async def main() -> None:
+        trainer = cast(Any, SleepyTrainer(log, 250))
+        async with (
+            Router([Sleepy(log)]) as engine,
+            sharing(placed(time_shared=True, tight=tight, update=update), [engine], [trainer]) as s,
+        ):
+            log.clear()
+            async with s.training(), s.updating():
+                log.append("new weights")
+
+    run_virtual(main)
+    begin, wakes = ["engine sleeps", "trainer wakes"], ["trainer sleeps", "engine wakes"]
+    beside = ["trainer frees memory", "engine wakes its weights"]
+    if why_not is None:
+        assert log == [*begin, *beside, "new weights", *wakes, "trainer ends"]
+        assert not caplog.records
+    else:
+        assert log == [*begin, *wakes, "new weights", "trainer ends"]
+        assert why_not in caplog.text
 
 
 def test_what_does_not_fit_does_not_wake() -> None:

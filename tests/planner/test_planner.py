@@ -95,6 +95,33 @@ def test_shipped_configs_get_a_map_that_respects_memory(name: str) -> None:
     assert step.staleness <= config(name).rollout.max_staleness
 
 
+def test_new_weights_are_sent_by_an_awake_trainer_where_memory_holds_both_sides() -> None:
+    """Of a mixture of 57 GiB in bfloat16 and a trainer with moments in float32, it does not unless
+    an engine has four devices.
+    """
+    inventory, chosen = Inventory.uniform(H100, 8), config("qwen3_30b_a3b")
+    stages, work = stages_of(chosen, model_of(chosen)), workload(chosen.rollout, chosen.simulation)
+    fits: dict[int, bool] = {}
+    for devices in device_maps(chosen.placement, placement_request_of(chosen), inventory):
+        for load in loads(stages, work, devices):
+            if not devices.time_shared:
+                assert load.transfer is None
+                assert load.transfer_fits
+                continue
+            assert load.transfer is not None
+            engine, trainer = load.awake["engine"].parts, load.awake["trainer"].parts
+            both = engine["weights"] + trainer["weights"] + trainer["optimizer"]
+            assert (
+                both + sum(load.asleep.values())
+                < load.transfer
+                < sum(size.total for size in load.awake.values())
+            )
+            assert load.transfer_fits == (load.transfer <= load.limit)
+            assert load.peak >= load.transfer or not load.transfer_fits
+            fits[devices.tensor_parallel()] = load.transfer_fits
+    assert fits == {1: False, 2: False, 4: True, 8: True}
+
+
 @pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_32b", "qwen3_30b_a3b"])
 def test_configs_of_real_size_are_short_and_leave_the_layout_to_the_planner(name: str) -> None:
     assert len((EXAMPLES / f"{name}.yaml").read_text().splitlines()) <= 30
