@@ -832,6 +832,7 @@ class Router(Engine):
         """Start another engine in the place of one that is dead, or that did not start."""
         await self._close(replica)
         assert replica.make is not None
+        await self._until_awake()
         replica.engine = replica.make()
         await self._bring_up(replica, "restarted")
 
@@ -839,8 +840,7 @@ class Router(Engine):
         """Start the engine of a replica as soon as the router is awake, and give it the published
         weights.
         """
-        while not self._awake.is_set():
-            await self._awake.wait()
+        await self._until_awake()
         replica.is_starting = True
         try:
             await self._start(replica)
@@ -851,6 +851,10 @@ class Router(Engine):
         finally:
             replica.is_starting = False
             self._settling.set()
+
+    async def _until_awake(self) -> None:
+        while not self._awake.is_set():
+            await self._awake.wait()
 
     async def _settled(self) -> None:
         """Wait until no replica is starting, and none that is dead or leaving has memory: outside

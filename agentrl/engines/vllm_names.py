@@ -127,6 +127,21 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "moe_kernel",
     ),
     "vllm.model_executor.models.gpt_oss:GptOssForCausalLM": ("hf_to_vllm_mapper",),
+    # Adapters beside a model's weights.
+    "vllm.config.model:ModelConfig": (),
+    "vllm.model_executor.models.interfaces:supports_lora": (),
+    "vllm.lora.lora_model:LoRAModel": (),
+    "vllm.lora.lora_weights:LoRALayerWeights": (),
+    "vllm.lora.model_manager:LoRAModelManager": (
+        "_get_punica_wrapper",
+        "activate_adapter",
+        "add_adapter",
+        "remove_adapter",
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu:PunicaWrapperCPU": ("add_lora_linear",),
+    "vllm.lora.request:LoRARequest": (),
+    "vllm.lora.utils:parse_fine_tuned_lora_name": (),
+    "vllm.lora.worker_manager:WorkerLoRAManager": ("add_dummy_lora",),
 }
 """By module and object: the attributes of the object, methods with the parameters that are passed
 by name.

@@ -89,7 +89,7 @@ def test_a_name_that_an_upgrade_removes_is_found_missing() -> None:
 
 def test_the_list_has_all_that_is_imported_from_vllm() -> None:
     listed = {place.split(":")[1] for place in PRIVATE_NAMES}
-    public = {"AsyncEngineArgs", "SamplingParams", "current_platform"}
+    public = {"AsyncEngineArgs", "ModelRegistry", "SamplingParams", "current_platform"}
     imported = {
         alias.name
         for file in ENGINES.glob("vllm*.py")
