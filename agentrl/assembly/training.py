@@ -16,6 +16,7 @@ from agentrl.assembly.engines import (
     teacher_served,
 )
 from agentrl.assembly.exact_metrics import ExactMetrics
+from agentrl.assembly.placed import PlacedCluster
 from agentrl.assembly.players import engine_policy
 from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.assembly.scaling import EngineScaling
@@ -32,9 +33,11 @@ from agentrl.placement.time_share import DeviceSharing
 from agentrl.protocols import (
     Algorithm,
     Curriculum,
+    EngineOffers,
     EngineSettingsOffers,
     LatestCheckpoint,
     Trainer,
+    TrainerSettingsOffers,
 )
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
@@ -46,8 +49,11 @@ from agentrl.runs.state import RunState, read_state, write_state
 from agentrl.runs.task_sources import task_source
 from agentrl.tasks.mixture import Mixture
 from agentrl.trajectory import Group
+from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import WeightPublisher
 from agentrl.weights.snapshots import Snapshots
+from agentrl.weights.transport import Transport
+from agentrl.weights.transports.choice import Placed, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +202,13 @@ async def assemble_training(
         async with device_sharing(placed, engines, trainers) as sharing:
             followers = tuple((engine, refresh) for engine, refresh in others if refresh)
             listener = self_play.take_version if self_play else None
-            async with WeightPublisher(rollouts.engine, followers, weights, listener) as publisher:
+            async with WeightPublisher(
+                rollouts.engine,
+                followers,
+                weights,
+                listener,
+                _transport(placed, weights, teacher) if weights.transport == "auto" else None,
+            ) as publisher:
                 freeze_gc()
                 yield TrainingAssembly(
                     config,
@@ -214,6 +226,23 @@ async def assemble_training(
                     self_play,
                     evaluating,
                 )
+
+
+def _transport(
+    placed: PlacedCluster, weights: WeightsConfig, teacher: TeacherConfig | None
+) -> Transport:
+    """The transport that `weights.transport=auto` stands for."""
+    config, plan = placed.config, placed.plan
+    devices = None if plan is None else plan.devices
+    served = [config.engine, *([engine_of_teacher(config, teacher)] if teacher else [])]
+    where = Placed(
+        on_gpus=devices is not None and devices.inventory.kind.is_gpu,
+        shares_devices=devices is not None
+        and bool({*devices.devices("engine")} & {*devices.devices("trainer")}),
+        reads_arrivals=all(EngineOffers.of(engine.factory).reads_arrivals for engine in served),
+        low_rank=TrainerSettingsOffers.of(config.trainer.settings).lora is not None,
+    )
+    return auto(weights, where)
 
 
 def _formats(config: RunConfig, teacher: TeacherConfig | None) -> list[str | None]:

@@ -694,6 +694,17 @@ def engine_takes_weights(run: ConfiguredRun) -> str:
     )
 
 
+def engine_reads_arrivals(run: ConfiguredRun) -> str:
+    engine, transport = run.config.engine, run.config.weights.transport
+    is_live = transport in ("stream", "handles")
+    if not is_live or EngineOffers.of(engine.factory).reads_arrivals:
+        return ""
+    return (
+        f"weights.transport={transport}: engine {engine.name!r} cannot load weights as they arrive"
+        " (`EngineOffers.reads_arrivals`). Write weights.transport=auto"
+    )
+
+
 def engine_reports_experts(run: ConfiguredRun) -> str:
     engine = run.config.engine
     is_compared = run.config.rollout.compare_routing
@@ -794,6 +805,7 @@ RULES = (
     CompatibilityRule(("checkpoint.best", "evaluation"), best_is_measured_when_steps_are_saved),
     CompatibilityRule(("checkpoint.best", "reward"), best_reward_is_of_single_episodes),
     CompatibilityRule(("evaluation.suites", "env.mixture"), suites_name_their_environment),
+    CompatibilityRule(("engine", "weights.transport"), engine_reads_arrivals, "training"),
     CompatibilityRule(("engine",), engine_takes_weights, "training"),
     CompatibilityRule(("engine", "rollout.compare_routing"), engine_reports_experts, "training"),
     CompatibilityRule(

@@ -123,7 +123,7 @@ class LocalEngine(Engine):
     of the batch.
     """
 
-    offers: ClassVar[EngineOffers] = EngineOffers(reports_experts=True)
+    offers: ClassVar[EngineOffers] = EngineOffers(reports_experts=True, reads_arrivals=True)
 
     class Config(Settings):
         """Settings of `engine=local`."""

@@ -71,6 +71,7 @@ class VllmEngine(Engine):
     offers: ClassVar[EngineOffers] = EngineOffers(
         scores_at_one_only=True,  # it does not divide the logits of given tokens by a temperature
         probes_while_busy=True,
+        reads_arrivals=True,
     )
 
     Config = VllmSettings

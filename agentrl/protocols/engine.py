@@ -145,7 +145,7 @@ class Engine(Protocol):
     engine step.
 
     The methods from `score` on are optional: an engine that lacks one does not offer it
-    (`EngineOffers`). Three more facts are its class attribute `offers`.
+    (`EngineOffers`). Four more facts are its class attribute `offers`.
     """
 
     @property
@@ -287,7 +287,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineOffers(Offers):
-    """The abilities of an engine beyond `generate`. A class states the first three in its attribute
+    """The abilities of an engine beyond `generate`. A class states the first four in its attribute
     `offers`; the others follow from its methods.
     """
 
@@ -297,6 +297,8 @@ class EngineOffers(Offers):
     """It scores given tokens only at temperature 1."""
     probes_while_busy: bool = False
     """Its `probe` is answered whatever it works on, also while it takes new weights or sleeps."""
+    reads_arrivals: bool = False
+    """It loads weights as they arrive (`Shipment.arrivals`), and so can take live ones."""
     scores: bool = False
     """It has a method `score`."""
     stages_weights: bool = False

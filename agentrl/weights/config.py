@@ -30,9 +30,11 @@ class WeightsConfig(Settings):
     transport: str = "auto"
     """How weights go to the engines. In files: in this machine's shared memory (`shared_memory`),
     on the disk of `folder`, which all machines must see (`disk`), or in memory, and on the disk
-    when memory is full (`auto`). From memory to memory: over the network (`stream`), or through
+    when memory is full (`files`). From memory to memory: over the network (`stream`), or through
     memory of a device that trainer and engines share (`handles`). `direct`: engines in this process
-    get the tensors themselves. Packages may add others (`agentrl.weight_transports`)."""
+    get the tensors themselves. `auto`: on GPUs `handles` where trainer and engines share devices,
+    else `stream`, or `files` if that does not work; on CPUs, and for adapters, `files`. Packages
+    may add others (`agentrl.weight_transports`)."""
     host: str | None = None
     """The address at which the trainer's rank 0 meets the engines, for `stream` and `handles`. By
     default this machine's own, if the cluster has others, else the loopback interface."""

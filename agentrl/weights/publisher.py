@@ -68,7 +68,7 @@ class WeightPublisher:
     published files.
 
     Each of `followers`, which are engines too, takes only the versions divisible by its number.
-    `listener` is called with each version after them.
+    `listener` is called with each version after them. `transport`: by default that of the config.
     """
 
     def __init__(
@@ -77,15 +77,16 @@ class WeightPublisher:
         followers: tuple[tuple[Engine, int], ...] = (),
         config: WeightsConfig | None = None,
         listener: VersionListener | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._engine = engine
         self._followers = followers
         self._listener = listener
         self._config = config or WeightsConfig()
         self._deadline = self._config.seconds
-        self._transport: Transport = plugins.load("weight_transports", self._config.transport)(
-            self._config
-        )
+        self._transport: Transport = transport or plugins.load(
+            "weight_transports", self._config.transport
+        )(self._config)
         # By engine. An engine that is restarted receives its version again.
         self._served: dict[int, Shipment] = {}
 

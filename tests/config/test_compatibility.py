@@ -391,6 +391,15 @@ ROWS = [
         ("evaluation.suites: the run has several environments, so name that of hard in its env"),
     ),
     Row(
+        "engine_reads_arrivals",
+        "engine.name=openai engine.url=http://localhost:8000 weights.transport=stream",
+        "engine=vllm weights.transport=stream",
+        (
+            "weights.transport=stream: engine 'openai' cannot load weights as they arrive"
+            " (`EngineOffers.reads_arrivals`). Write weights.transport=auto"
+        ),
+    ),
+    Row(
         "engine_takes_weights",
         "engine.name=openai engine.url=http://localhost:8000",
         "engine=local",

@@ -16,10 +16,16 @@ BOTH = {"scores": True, "stages_weights": True}
 @pytest.mark.parametrize(
     ("engine", "offers"),
     [
-        (LocalEngine, EngineOffers(reports_experts=True, **BOTH)),
+        (LocalEngine, EngineOffers(reports_experts=True, reads_arrivals=True, **BOTH)),
         (
             VllmEngine,
-            EngineOffers(scores_at_one_only=True, probes=True, probes_while_busy=True, **BOTH),
+            EngineOffers(
+                scores_at_one_only=True,
+                probes=True,
+                probes_while_busy=True,
+                reads_arrivals=True,
+                **BOTH,
+            ),
         ),
         (Router, EngineOffers(**BOTH)),
         (OpenAIEngine, EngineOffers()),

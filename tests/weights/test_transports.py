@@ -23,7 +23,7 @@ from agentrl.weights.shipment import DirectShipment, Reader, Shipment
 from agentrl.weights.transport import Transport
 
 Weights = Mapping[str, Tensor]
-NAMES = ["auto", "direct", "disk", "handles", "shared_memory", "stream"]
+NAMES = ["auto", "direct", "disk", "files", "handles", "shared_memory", "stream"]
 
 
 class Given(Trainer):
