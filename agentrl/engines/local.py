@@ -225,6 +225,8 @@ class LocalEngine(Engine):
         self._fail_all(EngineDeadError("the engine was closed"))
         self._closed = self._closed or "it was closed"
         self._model = None
+        if self._staged is not None and self._reader is not None:
+            self._staged.leave(self._reader)
         if self._task is not None:
             self._task.cancel()
             # The caller's exception is not passed on, because the task group would wrap it.
@@ -301,28 +303,40 @@ class LocalEngine(Engine):
         self._check_newer(version)
         model = self._entered()
         if shipment.is_live:
-            await asyncio.to_thread(shipment.join, self._own_reader(model))
-        try:
-            if shipment.is_live:
-                await self._receive(model, shipment)
-            else:
+            try:
+                await asyncio.to_thread(shipment.join, self._own_reader(model))
+            except BaseException:
+                shipment.leave(self._own_reader(model))
+                self._reader = None  # the ranks may still have connections to this one
+                raise
+            # A cancellation comes when it is known which weights there are.
+            await run_to_completion(self._receive(model, shipment, version))
+        else:
+            try:
                 model.load_weights(shipment)
-        except Exception as error:  # the model now has a mix of old and new weights
+            except Exception as error:  # the model now has a mix of old and new weights
+                raise self._die(error) from error
+            self._note_version(version)
+
+    async def _receive(self, model: "PackedModel", shipment: Shipment, version: int) -> None:
+        """Load weights that are being sent, in a thread, between two steps."""
+        self._received.clear()
+        try:
+            arrivals = shipment.arrivals(self._own_reader(model))
+            await asyncio.to_thread(model.load_arrivals, arrivals)
+            self._note_version(version)
+        except Exception as error:  # see `update_weights`
             raise self._die(error) from error
+        finally:
+            self._received.set()
+
+    def _note_version(self, version: int) -> None:
+        """Sample from weights that have just been loaded."""
         self._version = version
         self._slots.forget_parked(self._oldest_reusable)
         for live in self._running.values():
             if self._kv_on_update != "keep" and live.oldest < self._oldest_reusable:
                 live.cached = 0  # all its tokens are recomputed before the next one is sampled
-
-    async def _receive(self, model: "PackedModel", shipment: Shipment) -> None:
-        """Load weights that are being sent, in a thread, between two steps."""
-        self._received.clear()
-        try:
-            arrivals = shipment.arrivals(self._own_reader(model))
-            await run_to_completion(asyncio.to_thread(model.load_arrivals, arrivals))
-        finally:
-            self._received.set()
 
     def _own_reader(self, model: "PackedModel") -> Reader:
         self._reader = self._reader or Reader.on(str(model.device))

@@ -153,21 +153,25 @@ class SharedMemory:
 
     @staticmethod
     def make(path: Path, size: int) -> "SharedMemory":
-        """New memory.
+        """New memory. Who has what was at the path before keeps that.
 
         Raises:
             OSError: there is not enough.
         """
-        with path.open("wb") as file:
+        path.unlink(missing_ok=True)  # who reads a file that is cut off is killed (SIGBUS)
+        with path.open("xb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
         return SharedMemory(path, _mapped(path))
 
 
-def memory(device: torch.device, folder: Path, size: int, number: int) -> Tensor | SharedMemory:
-    """A buffer that the readers on a device can open."""
+def memory(
+    device: torch.device, folder: Path, rank: int, size: int, number: int
+) -> Tensor | SharedMemory:
+    """A buffer of a rank that the readers on its device can open."""
     if device.type == "cuda":
         return torch.empty(size, dtype=torch.uint8, device=device)
-    return SharedMemory.make(folder / f"bucket-{os.getpid()}-{number}", size)
+    # A rank that was started again takes the place of the one that died.
+    return SharedMemory.make(folder / f"bucket-{rank}-{number}", size)
 
 
 def _mapped(path: Path) -> Tensor:
@@ -244,8 +248,13 @@ class HandleSending:
 
     def break_off(self) -> None:
         """See `SendingLane`."""
-        with suppress(WeightsError):  # rank 0 is gone: the readers notice that
-            self._meeting.put(f"{self._key}/broken", "")
+        break_off(self._meeting, self._key)
+
+
+def break_off(meeting: Meeting, key: str) -> None:
+    """Tell the readers of handles that there will be no more."""
+    with suppress(WeightsError):  # rank 0 is gone: the readers notice that
+        meeting.put(f"{key}/broken", "")
 
 
 class HandleReading:

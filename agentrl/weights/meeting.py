@@ -72,9 +72,16 @@ class Meeting:
 
     @staticmethod
     def at(address: str, seconds: float) -> "Meeting":
-        """A connection to the store at an address."""
+        """A connection to the store at an address.
+
+        Raises:
+            WeightsError: nobody is there. A store listens before anybody knows its address, so it
+                is gone.
+        """
         host, _, port = address.rpartition(":")
         with _translated(address):
+            # torch would try again until the deadline.
+            socket.create_connection((host, int(port)), timeout=seconds).close()
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host,
                 int(port),
@@ -153,10 +160,12 @@ class Meeting:
 
     def wait_for(self, key: str, names: Sequence[str], lease: float) -> list[str]:
         """Wait until each of the readers has set `key/NAME`; returns those that have. A reader that
-        has given no sign of life for `lease` seconds is not waited for.
+        has given no sign of life for `lease` seconds is not waited for, and no reader for longer
+        than anything may take.
         """
         present: list[str] = []
-        waiting = {name: (-1, time.monotonic()) for name in names}
+        begun = time.monotonic()
+        waiting = dict.fromkeys(names, (-1, begun))
         with _translated(self.address):
             while waiting:
                 for name, (beats, since) in list(waiting.items()):
@@ -167,6 +176,8 @@ class Meeting:
                         waiting[name] = heard, time.monotonic()
                     elif time.monotonic() - since > lease:
                         del waiting[name]
+                if time.monotonic() - begun > self._seconds:
+                    break
                 if waiting:
                     threading.Event().wait(_LOOK_SECONDS)
         return [name for name in names if name in present]
@@ -189,7 +200,7 @@ class Meeting:
 def _translated(address: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # also DistStoreError, DistNetworkError
+    except (RuntimeError, OSError) as error:  # also DistStoreError, DistNetworkError
         raise WeightsError(
             f"the trainer's rank 0 cannot be reached at {address}: {error}"
         ) from error

@@ -1,5 +1,6 @@
 """How weights are cut into buckets, and how a bucket lies in memory while it is sent."""
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,12 +94,19 @@ def buckets_of(
 
 
 def pack(
-    weights: Mapping[str, "Tensor"], bucket: BucketPlan, dtype: "torch.dtype", buffer: "Tensor"
+    weights: Mapping[str, "Tensor"],
+    bucket: BucketPlan,
+    dtype: "torch.dtype",
+    buffer: "Tensor",
+    label: str,
 ) -> None:
-    """Copy the weights of a bucket into a buffer of bytes, and their sum after them."""
+    """Copy the weights of a bucket into a buffer of bytes, and their sum after them.
+
+    `label`: says which bucket of which version it is, and is part of the sum.
+    """
     for slot in bucket.slots:
         _view(buffer, slot, dtype).copy_(weights[slot.name])
-    _sum_place(bucket, buffer).copy_(_sum(bucket, buffer))
+    _sum_place(bucket, buffer).copy_(_sum(bucket, buffer, label))
 
 
 def weights_in(
@@ -109,9 +117,11 @@ def weights_in(
         yield slot.name, _view(buffer, slot, dtype)
 
 
-def is_intact(buffer: "Tensor", bucket: BucketPlan) -> bool:
-    """True if the sum of a bucket is that of its weights."""
-    return bool((_sum_place(bucket, buffer) == _sum(bucket, buffer)).all())
+def is_intact(buffer: "Tensor", bucket: BucketPlan, label: str) -> bool:
+    """True if the sum of a bucket is that of its weights, and it is the one of this label: a buffer
+    that was filled again meanwhile has the sum of another one.
+    """
+    return bool((_sum_place(bucket, buffer) == _sum(bucket, buffer, label)).all())
 
 
 def _laid_out(units: Sequence[WeightUnit], itemsize: int) -> BucketPlan:
@@ -130,11 +140,13 @@ def _view(buffer: "Tensor", slot: Slot, dtype: "torch.dtype") -> "Tensor":
     return buffer[slot.offset : slot.offset + size].view(dtype).view(slot.shape)
 
 
-def _sum(bucket: BucketPlan, buffer: "Tensor") -> "Tensor":
-    """The sum of the bytes as numbers of 64 bits, modulo 2**64."""
+def _sum(bucket: BucketPlan, buffer: "Tensor", label: str) -> "Tensor":
+    """The sum of the bytes, and of a digest of the label, as numbers of 64 bits, modulo 2**64."""
     import torch
 
-    return buffer[: bucket.weight_bytes].view(torch.int64).sum(0, keepdim=True)
+    digest = hashlib.blake2b(label.encode(), digest_size=_SUM_BYTES).digest()
+    own = int.from_bytes(digest, "little", signed=True)
+    return buffer[: bucket.weight_bytes].view(torch.int64).sum(0, keepdim=True).add_(own)
 
 
 def _sum_place(bucket: BucketPlan, buffer: "Tensor") -> "Tensor":

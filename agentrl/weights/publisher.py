@@ -112,8 +112,13 @@ class WeightPublisher:
             published.attempts += 1
             try:
                 await self._send_and_stage(trainer, published, engines)
-                with published.phase("commit"):
-                    await run_to_completion(self._commit(trainer, published, engines))
+                try:
+                    with published.phase("commit"):
+                        await run_to_completion(self._commit(trainer, published, engines))
+                except WeightsError:
+                    if not any(engine.policy_version == version for engine in engines):
+                        await run_to_completion(self._transport.withdraw(published.weights))
+                    raise
                 break
             except WeightsError as error:
                 if any(engine.policy_version == version for engine in engines):
@@ -163,10 +168,8 @@ class WeightPublisher:
 
         if published.weights.is_live:
             # Whoever reads a live shipment waits for the others.
-            async with Flow("weights") as flow:
-                flow.start(self._transport.deliver(trainer, published.weights), name="deliver")
-                for number, engine in enumerate(engines):
-                    flow.start(update(engine), name=f"commit {number}")
+            delivery = self._transport.deliver(trainer, published.weights)
+            await _all_to_their_end([delivery, *map(update, engines)])
         else:
             for engine in engines:
                 await update(engine)
@@ -174,6 +177,23 @@ class WeightPublisher:
             with deadline("engine", "update_weights", self._deadline):
                 at_rest = await published.weights.at_rest()
                 await self._listener(at_rest, published.version)
+
+
+async def _all_to_their_end(works: Sequence[Awaitable[None]]) -> None:
+    """Do all at once, and then raise the first error: none is cut off by another's."""
+
+    async def error_of(work: Awaitable[None]) -> Exception | None:
+        try:
+            await work
+        except Exception as error:
+            return error
+        return None
+
+    async with Flow("weights") as flow:
+        ends = [flow.start(error_of(work), name=str(i)) for i, work in enumerate(works)]
+    for end in ends:
+        if (error := end.result()) is not None:
+            raise error
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

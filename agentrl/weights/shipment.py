@@ -111,6 +111,12 @@ class Shipment(Mapping[str, "Tensor"]):
         """
         return
 
+    def leave(self, reader: Reader) -> None:
+        """Part with the sender: a reader that has enrolled will not ask for `arrivals`, or not for
+        the rest of them. By default, nobody waits for it.
+        """
+        return
+
     def arrivals(self, reader: Reader) -> Iterator[tuple[str, "Tensor"]]:
         """All weights, each once, in the order in which they arrive; blocks until they do. A tensor
         stays as it is for as long as it is held.

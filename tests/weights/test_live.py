@@ -141,8 +141,10 @@ def test_a_reader_that_dies_in_the_middle_costs_at_most_those_of_its_group(
 def test_a_damaged_bucket_is_noticed(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_LEASE_SECONDS", 3.0)  # the reader gives up in the middle
 
-    def damages(weights: Weights, bucket: object, dtype: object, buffer: Tensor) -> None:
-        plan.pack(weights, bucket, dtype, buffer)  # type: ignore[arg-type]
+    def damages(
+        weights: Weights, bucket: object, dtype: object, buffer: Tensor, label: str
+    ) -> None:
+        plan.pack(weights, bucket, dtype, buffer, label)  # type: ignore[arg-type]
         if "w2" in weights:
             buffer[1000] += 1
 

@@ -128,6 +128,12 @@ class LiveShipment(Shipment):
         """See `Shipment`."""
         _reading(self.lanes, reader).join(self.key)
 
+    def leave(self, reader: Reader) -> None:
+        """See `Shipment`."""
+        which = self.lanes.id, self.lanes.address, reader.name
+        if (reading := _readings.pop(which, None)) is not None:
+            reading.leave()
+
     def arrivals(self, reader: Reader) -> Iterator[tuple[str, "Tensor"]]:
         """See `Shipment`."""
         return _reading(self.lanes, reader).arrivals(self.key)
@@ -356,22 +362,34 @@ class SendBuckets:
 
     def _lane(self, source: WeightSource) -> "_OpenLane":
         """Open this rank's lane to the readers of the version."""
-        mine = self._mine(source)
-        if len(source.ranks_that(mine is not None)) < len(source.ranks_that(True)):
-            # Rank 0 was started again since the lanes were opened.
+        # The others look for rank 0 only if it has not been started again since.
+        is_served = self._all(source, source.rank > 0 or self.lanes.id in _opened)
+        mine = self._mine(source) if is_served else None
+        if not self._all(source, mine is not None):
             return _OpenLane(None, (), "the ranks were started again")
         assert mine is not None
-        is_whole = source.ranks_that(mine.roll is not None) == source.ranks_that(True)
+        is_whole = self._all(source, mine.roll is not None)
+        roll, failure = None, "another rank does not know the readers"
         try:
             if source.rank == 0:
-                roll = mine.meeting.make_roll(
-                    self.key, mine.roll if is_whole else None, _LEASE_SECONDS
-                )
+                last = mine.roll if is_whole else None
+                roll = mine.meeting.make_roll(self.key, last, _LEASE_SECONDS)
             else:
                 roll = mine.meeting.roll(self.key)
+        except (WeightsError, RuntimeError) as error:
+            failure = str(error)
+        # All ranks must agree on who sends what.
+        if not self._all(source, roll is not None):
+            return _OpenLane(None, (), failure)
+        assert roll is not None
+        try:
             return _OpenLane(self._sending(source, mine, roll), _places(roll), "")
         except (WeightsError, RuntimeError, OSError) as error:
-            return _OpenLane(None, (), str(error))
+            return _OpenLane(None, _places(roll), str(error))
+
+    def _all(self, source: WeightSource, can: bool) -> bool:
+        """True if all ranks can."""
+        return len(source.ranks_that(can)) == len(source.ranks_that(True))
 
     def _mine(self, source: WeightSource) -> _RankLanes | None:
         from agentrl.weights.meeting import Meeting
@@ -398,10 +416,13 @@ class SendBuckets:
             readers = [reader.name for reader in roll.readers if reader.place == place]
             if not readers:
                 return None
-            make = partial(kinds.memory, source.device, self.place.folder.parent, largest)
-            return kinds.HandleSending(
-                mine.meeting, f"{self.key}/{place}", readers, _LEASE_SECONDS, make
-            )
+            make = partial(kinds.memory, source.device, self.place.folder.parent, rank, largest)
+            key = f"{self.key}/{place}"
+            try:
+                return kinds.HandleSending(mine.meeting, key, readers, _LEASE_SECONDS, make)
+            except OSError:
+                kinds.break_off(mine.meeting, key)
+                raise
         if mine.roll is None or mine.roll.group != roll.group:
             mine.roll, mine.group = roll, None
             if rank in self.lanes.senders and roll.readers:
@@ -462,13 +483,14 @@ class _Outbox:
     ) -> None:
         """Send a bucket, write it, or both."""
         bucket = self._what.lanes.plan.buckets[number]
+        label = f"{self._what.key}/{number}"
         sending = self._sending if is_sent else None
         if sending is not None:
             try:
                 # Of two buffers, the other one may still be written to a file.
                 self._written_up_to(1)
                 buffer = sending.buffer(self._count)
-                pack(weights, bucket, self._dtype, buffer)
+                pack(weights, bucket, self._dtype, buffer, label)
                 sending.send(self._count, number, bucket.size)
                 self._count += 1
             except (WeightsError, RuntimeError, OSError) as error:
@@ -478,7 +500,7 @@ class _Outbox:
             if sending is None:
                 self._written_up_to(0)
                 buffer = self._own_buffer()
-                pack(weights, bucket, self._dtype, buffer)
+                pack(weights, bucket, self._dtype, buffer, label)
             held = dict(weights_in(buffer, bucket, self._dtype))
             self._writing.append(self._writer.submit(self._what.place.write_bucket, number, held))
 
@@ -567,7 +589,7 @@ class _Reading:
         try:
             yield from self._weights(key)
         except BaseException:  # also if nobody asks for the rest
-            self._leave()
+            self.leave()
             raise
         finally:
             self.stop_beating()
@@ -586,17 +608,18 @@ class _Reading:
                     f"the trainer, or another engine, broke off at bucket {number} of"
                     f" {len(plan.buckets)}: {error}"
                 ) from error
-            if not is_intact(buffer, bucket):
+            if not is_intact(buffer, bucket, f"{key}/{number}"):
                 raise WeightsError(
                     f"bucket {number} of {len(plan.buckets)} is damaged: its sum differs"
                 )
             yield from weights_in(buffer, bucket, dtype)
             del buffer
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Leave the groups, so that nobody waits for this reader: their connections close when
         nothing refers to them.
         """
+        self.stop_beating()
         self._roll = None
         self._groups.clear()
 
