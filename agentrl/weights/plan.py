@@ -94,18 +94,19 @@ def buckets_of(
 
 
 def pack(
-    weights: Mapping[str, "Tensor"],
-    bucket: BucketPlan,
-    dtype: "torch.dtype",
-    buffer: "Tensor",
-    label: str,
+    weights: Mapping[str, "Tensor"], bucket: BucketPlan, dtype: "torch.dtype", buffer: "Tensor"
 ) -> None:
-    """Copy the weights of a bucket into a buffer of bytes, and their sum after them.
+    """Copy those weights of a bucket that are there into a buffer of bytes."""
+    for slot in bucket.slots:
+        if slot.name in weights:
+            _view(buffer, slot, dtype).copy_(weights[slot.name])
+
+
+def seal(bucket: BucketPlan, buffer: "Tensor", label: str) -> None:
+    """Write the sum of a bucket whose weights are all in the buffer after them.
 
     `label`: says which bucket of which version it is, and is part of the sum.
     """
-    for slot in bucket.slots:
-        _view(buffer, slot, dtype).copy_(weights[slot.name])
     _sum_place(bucket, buffer).copy_(_sum(bucket, buffer, label))
 
 

@@ -27,7 +27,7 @@ from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.weights import store as store_module
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.plan import SendingPlan, is_intact, pack
+from agentrl.weights.plan import SendingPlan, is_intact, pack, seal
 from agentrl.weights.publisher import WeightPublisher, checksum
 from agentrl.weights.shipment import Reader, Shipment
 from agentrl.weights.transports import live
@@ -345,7 +345,8 @@ def test_a_bucket_in_the_place_of_another_is_noticed() -> None:
     first, second = plan.buckets
     assert first.size == second.size
     buffer = torch.empty(plan.largest, dtype=torch.uint8)
-    pack({"w1": torch.ones(8)}, second, torch.float32, buffer, "v1-0/1")
+    pack({"w1": torch.ones(8)}, second, torch.float32, buffer)
+    seal(second, buffer, "v1-0/1")
     assert is_intact(buffer, second, "v1-0/1")
     assert not is_intact(buffer, first, "v1-0/0")
     assert not is_intact(buffer, second, "v2-1/1")

@@ -141,20 +141,18 @@ def test_a_reader_that_dies_in_the_middle_costs_at_most_those_of_its_group(
 def test_a_damaged_bucket_is_noticed(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_LEASE_SECONDS", 3.0)  # the reader gives up in the middle
 
-    def damages(
-        weights: Weights, bucket: object, dtype: object, buffer: Tensor, label: str
-    ) -> None:
-        plan.pack(weights, bucket, dtype, buffer, label)  # type: ignore[arg-type]
-        if "w2" in weights:
+    def damages(bucket: plan.BucketPlan, buffer: Tensor, label: str) -> None:
+        plan.seal(bucket, buffer, label)
+        if bucket.slots[0].name == "w2":
             buffer[1000] += 1
 
     async def main() -> None:
         trainer, reader = given(made(1)), Reader.on("cpu")
-        monkeypatch.setattr(live, "pack", damages)
+        monkeypatch.setattr(live, "seal", damages)
         sent = await transport.send(trainer, 1)
         (said,) = await answers(transport, trainer, sent, [(reader, BUCKETS)])
         assert said == "bucket 2 of 6 is damaged: its sum differs"
-        monkeypatch.setattr(live, "pack", plan.pack)
+        monkeypatch.setattr(live, "seal", plan.seal)
         sent = await transport.send(trainer, 2)
         assert await answers(transport, trainer, sent, [(reader, BUCKETS)]) == [checksum(made(1))]
 

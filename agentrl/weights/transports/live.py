@@ -29,7 +29,7 @@ from agentrl.protocols import Trainer
 from agentrl.protocols.weight_source import LowRankBase, WeightSource
 from agentrl.weights.bundle import Bucket, BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.plan import SendingPlan, is_intact, pack, weights_in
+from agentrl.weights.plan import BucketPlan, SendingPlan, is_intact, pack, seal, weights_in
 from agentrl.weights.shipment import Reader, Shipment, place_of
 from agentrl.weights.transports.files import (
     Written,
@@ -349,16 +349,16 @@ class SendBuckets:
             able = [rank for rank in senders if rank in writers]
             writer = able[0] if able else writers[number % len(writers)]
             to = sorted({*senders, writer})
-            weights: dict[str, Tensor] = {}
+            is_mine = source.rank in to
+            if is_mine:
+                outbox.begin(is_sent=source.rank in senders)
             for unit in bucket.units:
-                weights |= source.gather(unit, to, None)
-            if source.rank in to:
-                outbox.put(
-                    number,
-                    weights,
-                    is_sent=source.rank in senders,
-                    is_written=source.rank == writer,
-                )
+                # One unit at a time: a bucket is whole only in the buffer that it is sent from.
+                weights = source.gather(unit, to, outbox.dtype)
+                if is_mine:
+                    outbox.put(bucket, weights)
+            if is_mine:
+                outbox.finish_bucket(number, is_written=source.rank == writer)
 
     def _lane(self, source: WeightSource) -> "_OpenLane":
         """Open this rank's lane to the readers of the version."""
@@ -458,11 +458,12 @@ class _Outbox:
         self._what = what
         self._source = source
         self._sending = sending
-        self._dtype: torch.dtype = getattr(torch, what.lanes.plan.dtype)
-        self._own = torch.empty(0, dtype=torch.uint8)
+        self.dtype: torch.dtype = getattr(torch, what.lanes.plan.dtype)
+        self._buffer = self._own = torch.empty(0, dtype=torch.uint8)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._writing: list[Future[Bucket]] = []
         self._count = 0
+        self._is_sent = False
         self._not_sent = ""
 
     def __enter__(self) -> Self:
@@ -478,30 +479,39 @@ class _Outbox:
             self._sending.break_off()
         self._sending = None
 
-    def put(
-        self, number: int, weights: "Mapping[str, Tensor]", *, is_sent: bool, is_written: bool
-    ) -> None:
-        """Send a bucket, write it, or both."""
-        bucket = self._what.lanes.plan.buckets[number]
-        label = f"{self._what.key}/{number}"
-        sending = self._sending if is_sent else None
-        if sending is not None:
+    def begin(self, *, is_sent: bool) -> None:
+        """Wait for a buffer for the next bucket."""
+        self._is_sent = False
+        if is_sent and self._sending is not None:
             try:
                 # Of two buffers, the other one may still be written to a file.
                 self._written_up_to(1)
-                buffer = sending.buffer(self._count)
-                pack(weights, bucket, self._dtype, buffer, label)
-                sending.send(self._count, number, bucket.size)
+                self._buffer = self._sending.buffer(self._count)
+                self._is_sent = True
+                return
+            except (WeightsError, RuntimeError, OSError) as error:
+                self._not_sent = str(error)
+                self._break_off()
+        self._written_up_to(0)
+        self._buffer = self._own_buffer()
+
+    def put(self, bucket: BucketPlan, weights: "Mapping[str, Tensor]") -> None:
+        """Put weights into the bucket that has begun."""
+        pack(weights, bucket, self.dtype, self._buffer)
+
+    def finish_bucket(self, number: int, *, is_written: bool) -> None:
+        """Send the bucket, write it, or both."""
+        bucket, buffer = self._what.lanes.plan.buckets[number], self._buffer
+        seal(bucket, buffer, f"{self._what.key}/{number}")
+        if self._is_sent and self._sending is not None:
+            try:
+                self._sending.send(self._count, number, bucket.size)
                 self._count += 1
             except (WeightsError, RuntimeError, OSError) as error:
-                self._not_sent, sending = str(error), None
+                self._not_sent = str(error)
                 self._break_off()
         if is_written:
-            if sending is None:
-                self._written_up_to(0)
-                buffer = self._own_buffer()
-                pack(weights, bucket, self._dtype, buffer, label)
-            held = dict(weights_in(buffer, bucket, self._dtype))
+            held = dict(weights_in(buffer, bucket, self.dtype))
             self._writing.append(self._writer.submit(self._what.place.write_bucket, number, held))
 
     def finish(self) -> Delivered:
