@@ -10,7 +10,8 @@ holds a model. Engines map the copy as they map files of their own machine.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ class _ReceiverHost:
         if self._sent is not None:
             await self._sent.keep_only(kept)
 
+    async def discard(self, folder: Path) -> None:
+        await asyncio.to_thread(BundlePlace(folder, 0, 0).remove)
+
     async def close(self) -> None:
         self._receiver.close()
         if self._sent is not None:
@@ -153,9 +157,28 @@ class RayReceivers:
 
     async def keep_sent(self, kept: Iterable[Shipment]) -> None:
         """See `Machines`."""
-        stays = [shipment for shipment in kept if isinstance(shipment, WeightBundle)]
+        stays = [shipment for shipment in kept if shipment.is_remote]
         for node in set(self._homes.values()):
             await self._tell(node, "keep_sent", stays)
+
+    async def discard(self, folder: Path) -> None:
+        """See `Machines`."""
+        if (node := self._homes.get(folder.parent)) is not None:
+            await self._tell(node, "discard", folder)
+
+    @asynccontextmanager
+    async def bring_here(self, bundle: WeightBundle) -> AsyncIterator[WeightBundle]:
+        """See `Machines`."""
+        reader = object()
+        try:
+            try:
+                copy = await self.bring(bundle, self.own_name(), reader)
+            except EngineDeadError as error:
+                raise WeightsError(f"{bundle} cannot be read on this machine: {error}") from error
+            yield copy
+        finally:
+            await self.keep_only("", reader)
+            self.forget(reader)
 
     async def bring(self, bundle: WeightBundle, node: str, engine: object) -> WeightBundle:
         """The copy of a bundle on a node, for an engine there: it stays until no engine of the node

@@ -333,8 +333,12 @@ class BundlePlace:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            for folder in (self._unfinished, self.folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove what was written."""
+        for folder in (self._unfinished, self.folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def _unfinished(self) -> Path:

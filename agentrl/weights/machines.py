@@ -4,8 +4,9 @@ A trainer whose ranks are all on other machines cannot write into this machine's
 weights are written on the machine of its first rank, and stay there until no engine needs them.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
@@ -40,6 +41,18 @@ class Machines(Protocol):
         """Remove all other bundles that were written to a `place`."""
         ...
 
+    async def discard(self, folder: Path) -> None:
+        """Remove what was written to the `place` with this folder, if that is still there."""
+        ...
+
+    def bring_here(self, bundle: WeightBundle) -> AbstractAsyncContextManager[WeightBundle]:
+        """A copy of a bundle on this machine, as long as the block lasts.
+
+        Raises:
+            WeightsError: it cannot be brought.
+        """
+        ...
+
 
 _open: list[Machines] = []
 """Those of the open cluster. One list for the process, as there is one Ray in it."""
@@ -60,4 +73,20 @@ def machines_of_cluster() -> Machines | None:
     return _open[-1] if _open else None
 
 
-__all__ = ["Machines", "machines_of_cluster", "serving"]
+@asynccontextmanager
+async def readable_here(shipment: Shipment) -> AsyncIterator[Shipment]:
+    """The shipment, as long as the block lasts in a form that this process can read: if its files
+    are on another machine, a copy of them.
+
+    Raises:
+        WeightsError: it cannot be brought.
+    """
+    machines = machines_of_cluster()
+    if machines is None or not isinstance(shipment, WeightBundle) or shipment.folder.is_dir():
+        yield shipment
+        return
+    async with machines.bring_here(shipment) as copy:
+        yield copy
+
+
+__all__ = ["Machines", "machines_of_cluster", "readable_here", "serving"]

@@ -118,8 +118,10 @@ class Meeting:
             group, readers = json.loads(self.store.get(f"{key}/roll"))
             return Roll(group, [Reader(**reader) for reader in readers])
 
-    def make_roll(self, key: str, last: Roll | None, lease: float) -> Roll:
-        """Wait for the readers that have enrolled, and make the roll of those that have joined.
+    def make_roll(self, key: str, last: Roll | None, lease: float, near: str) -> Roll:
+        """Wait for the readers that have enrolled, and make the roll of those that have joined:
+        first those at the place `near`, and others by their places. Gloo's readers hand weights on
+        to each other, so between neighbours they do not cross the network.
 
         `last`: the roll of the group that can be used again. A reader that has given no sign of
         life for `lease` seconds is not waited for.
@@ -130,7 +132,10 @@ class Meeting:
         # A reader whose engine was asked to stage the version again has enrolled twice.
         by_name = {reader.name: reader for reader in readers}
         joined = self.wait_for(f"{key}/joined", list(by_name), lease)
-        present = [by_name[name] for name in joined]
+        present = sorted(
+            (by_name[name] for name in joined),
+            key=lambda reader: (reader.place != near, reader.place, reader.name),
+        )
         same = last is not None and list(last.readers) == present
         group = last.group if last is not None and same else self.store.add("groups", 1)
         self.store.set(f"{key}/roll", json.dumps([group, [asdict(reader) for reader in present]]))

@@ -19,6 +19,7 @@ from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow, deadline, now, run_to_completion, span
 from agentrl.protocols import Engine, EngineOffers, Trainer
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.machines import readable_here
 from agentrl.weights.shipment import DirectShipment, Shipment
 from agentrl.weights.transport import Transport
 
@@ -176,7 +177,8 @@ class WeightPublisher:
         if self._listener is not None:
             with deadline("engine", "update_weights", self._deadline):
                 at_rest = await published.weights.at_rest()
-                await self._listener(at_rest, published.version)
+                async with readable_here(at_rest) as here:
+                    await self._listener(here, published.version)
 
 
 async def _all_to_their_end(works: Sequence[Awaitable[None]]) -> None:

@@ -311,17 +311,20 @@ class RayOnMachines(RayCluster):
         """The address of each engine's machine."""
         trainer_on: tuple[str, ...] = ()
         """The address of each rank's machine."""
+        they_move: bool = True
+        """Whether Ray may choose another machine for them; it must when that is gone."""
 
     def _unplaced(self) -> Unplaced:
         assert isinstance(self.config, RayOnMachines.Config)
         wanted = {"engine": self.config.engines_on, "trainer": self.config.trainer_on}
-        return _OnMachines(wanted)
+        return _OnMachines(wanted, self.config.they_move)
 
 
 class _OnMachines(Unplaced):
-    def __init__(self, addresses: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, addresses: Mapping[str, Sequence[str]], they_move: bool) -> None:
         super().__init__()
         self._addresses = addresses
+        self._they_move = they_move
 
     def options(self, role: str, rank: int, count: int = 0) -> Mapping[str, Any]:
         import ray
@@ -332,6 +335,6 @@ class _OnMachines(Unplaced):
         all_nodes: Any = ray.nodes
         for node in all_nodes() if rank < len(wanted) else ():
             if node["Alive"] and node["NodeManagerAddress"] == wanted[rank]:
-                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+                there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=self._they_move)
                 return {**options, "scheduling_strategy": there}
         return options

@@ -4,17 +4,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.chaos import CONFIG, nothing_is_lost
-from tests.cluster.machines import RunningOn, TwoMachines, made_machines, wait_until
+from tests.cluster.machines import Machine, RunningOn, TwoMachines, made_machines, wait_until
 from tests.commands import ROOT
-from tests.processes import PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, title
 
 
 @pytest.fixture
@@ -219,4 +221,67 @@ def test_a_run_whose_second_machine_is_cut_off_and_comes_back_mixes_no_weights(
         assert max(row.get("restarts/engine", 0) for row in rows) >= 1
         # Of every sampled token, the logprob is that of the version that was trained with it.
         assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+        wait_until(lambda: not (here.stores() or there.stores()), "end of all files")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["auto", "stream"])
+def test_a_trainer_on_another_machine_than_the_driver_sends_weights_past_it(
+    transport: str, two_machines: TwoMachines, tmp_path: Path
+) -> None:
+    here, there = two_machines.first, two_machines.second
+    run = RunningOn(
+        tmp_path / "run",
+        [
+            "cluster.name=tests.cluster.machines:RayOnMachines",
+            f'cluster.engines_on=["{here.address}","{there.address}","{there.address}"]',
+            f'cluster.trainer_on=["{there.address}","{there.address}"]',
+            *("cluster.engines=3", "cluster.env_workers=0", "cluster.reward_workers=0"),
+            *(f"cluster.address={two_machines.address}", "cluster.lease=600"),
+            "cluster.they_move=false",
+            *(f"weights.transport={transport}", "weights.bucket_mib=1"),
+        ],
+        CONFIG,
+        patience=PATIENCE_SECONDS,
+        machine=here,
+    )
+
+    def rows() -> list[dict[str, float]]:
+        lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def engines(machine: Machine) -> list[int]:
+        return [
+            p for p in machine.processes() if title(psutil.Process(p)).startswith("ray::engine")
+        ]
+
+    with two_machines.ray(tmp_path), run:
+        run.start()
+        run.wait_for("first steps", lambda: run.steps() >= 2, PATIENCE_SECONDS)
+        assert (len(engines(here)), len(engines(there))) == (1, 2)
+        before, sent, received = run.steps(), here.sent_bytes, here.received_bytes
+        run.wait_for("more steps", lambda: run.steps() >= before + 6, PATIENCE_SECONDS)
+        sent, received = here.sent_bytes - sent, here.received_bytes - received
+        size, steps = rows()[-1]["weights/bytes"], run.steps() - before
+        print(
+            f"{transport}: {steps} steps of {size:.0f} bytes: {sent} to the ranks, {received} back"
+        )
+        # They come over the link for the engine here, once, and do not go back.
+        assert 0.8 * size * (steps - 1) < received < 1.4 * size * (steps + 1)
+        assert sent < 0.4 * size * steps
+        # One copy a machine: that of the ranks, and that of the receiver here.
+        assert len({bundle.parent for bundle in there.bundles()}) == 1
+        assert len(there.bundles()) <= 2, "a version, and its successor"
+        assert len({bundle.parent for bundle in here.bundles()}) == (transport == "auto")
+        # An engine that starts here later gets the files that lie there.
+        os.kill(engines(here)[0], signal.SIGKILL)
+        run.wait_for("weights here", lambda: bool(here.bundles()), PATIENCE_SECONDS)
+        before = run.steps()
+        run.wait_for("steps after that", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
+        assert (len(engines(here)), len(engines(there))) == (1, 2)
+        run.stop()
+        nothing_is_lost(run)
+        assert max(row.get("restarts/engine", 0) for row in rows()) >= 1
+        # Of every sampled token, the logprob is that of the version that was trained with it.
+        assert max(row["logprob_gap_max"] for row in rows()) < 1e-4
         wait_until(lambda: not (here.stores() or there.stores()), "end of all files")

@@ -2,7 +2,9 @@
 
 import asyncio
 import pickle
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +19,9 @@ from agentrl.errors import ConfigError, WeightsError
 from agentrl.flow import Flow
 from agentrl.protocols import Trainer
 from agentrl.weights import store
+from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.machines import serving
 from agentrl.weights.publisher import WeightPublisher, checksum
 from agentrl.weights.shipment import DirectShipment, Reader, Shipment
 from agentrl.weights.transport import Transport
@@ -188,3 +192,76 @@ def test_a_transport_that_there_is_not_is_refused_with_those_that_there_are(
     assert said.startswith("weights.transport: ")
     assert "'shared_memory'?" in said
     assert f"{config}:2" in said
+
+
+class OtherMachine:
+    """`Machines`: one beside this one, whose memory is a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sent = store.WeightStore.open(folder)
+
+    @staticmethod
+    def own_name() -> str:
+        is_rank = threading.current_thread() is not threading.main_thread()
+        return "of the ranks" if is_rank else "of the driver"
+
+    async def place(self, machine: str, version: int, bucket_bytes: int) -> BundlePlace:
+        assert machine == "of the ranks"
+        return self.sent.place(version)
+
+    async def finish(self, place: BundlePlace, manifest: Manifest) -> WeightBundle:
+        return place.finish_as(manifest)
+
+    async def keep_sent(self, kept: Iterable[Shipment]) -> None:
+        await self.sent.keep_only(kept)
+
+    async def discard(self, folder: Path) -> None:
+        BundlePlace(folder, 0, 0).remove()
+
+    @asynccontextmanager
+    async def bring_here(self, bundle: WeightBundle) -> AsyncIterator[WeightBundle]:
+        raise AssertionError("nobody reads it here")
+        yield bundle
+
+
+@pytest.mark.parametrize("name", ["auto", "stream"])
+def test_a_trainer_that_cannot_reach_the_files_writes_them_on_its_own_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(store, "default_parent", lambda: tmp_path / "here")
+    monkeypatch.setattr(BundlePlace, "is_here", lambda self: "there" in self.folder.parts)
+    transport: Transport = plugins.load("weight_transports", name)(WeightsConfig(transport=name))
+
+    async def main() -> None:
+        trainer = Given(made(1))
+        with pytest.raises(WeightsError, match=r"no rank .*folder that all machines see"):
+            await transport.send(trainer, 1)
+        there = OtherMachine(tmp_path / "there")
+        with serving(there):
+            first, second, third = [await transport.send(trainer, n) for n in (1, 2, 3)]
+            if name == "auto":
+                await transport.withdraw(second)
+                assert sorted(there.sent.folder.glob("v*")) == [first.folder, third.folder]
+            assert checksum(await received(transport, trainer, third)) == checksum(made(1))
+            assert checksum(await third.at_rest()) == checksum(made(1))
+            await transport.keep_only([third])
+            assert list(there.sent.folder.glob("v*")) == [third.folder]
+        there.sent.close()
+
+    asyncio.run(main())
+    assert not list((tmp_path / "here").rglob("*.safetensors"))
+    transport.close()
+
+
+def test_a_disk_that_no_rank_sees_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BundlePlace, "is_here", lambda self: "there" in self.folder.parts)
+    config = WeightsConfig(transport="disk", folder=tmp_path / "disk")
+    transport: Transport = plugins.load("weight_transports", "disk")(config)
+    there = OtherMachine(tmp_path / "there")
+    with serving(there), pytest.raises(WeightsError, match="folder that all machines see"):
+        asyncio.run(transport.send(Given(made(1)), 1))
+    transport.close()
+    there.sent.close()

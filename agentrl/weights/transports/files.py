@@ -2,21 +2,22 @@
 
 import asyncio
 import logging
-import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import WeightsError
+from agentrl.flow import run_to_completion
 from agentrl.protocols import Trainer
 from agentrl.protocols.weight_source import LowRankBase, WeightSource
 from agentrl.settings.precision import resolve_dtype
 from agentrl.weights import store
-from agentrl.weights.bundle import Bucket, BundlePlace, Update, WeightBundle
+from agentrl.weights.bundle import Bucket, BundlePlace, Manifest, Update, WeightBundle
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.machines import machines_of_cluster
 from agentrl.weights.plan import buckets_of
 from agentrl.weights.shipment import Shipment
 from agentrl.weights.store import WeightStore
@@ -31,46 +32,102 @@ logger = logging.getLogger(__name__)
 class FileTransport:
     """Writes bundles into the first of `parents` that takes them; each folder is used for good once
     the one before it has failed.
+
+    If no rank of the trainer reaches it, they write into the memory of rank 0's machine, unless all
+    machines `share` the folder.
     """
 
-    def __init__(self, parents: Sequence[Path], config: WeightsConfig) -> None:
+    def __init__(
+        self, parents: Sequence[Path], config: WeightsConfig, *, shared: bool = False
+    ) -> None:
         self._parents = list(parents)
+        self._shared = shared
+        self._machine: str | None = None
         self._dtype = config.dtype
         self._bucket_bytes = config.bucket_mib << 20
         self._stores: list[WeightStore] = []
 
     async def send(self, trainer: Trainer, version: int) -> Shipment:
         """The trainer's weights as a new bundle."""
-        parent = self._parents[0]
-        try:
-            with self._store().place(version) as place:
-                return bundle_of(
-                    place, await trainer.send_weights(WriteBuckets(place, self._dtype))
-                )
-        except OSError as error:
-            self.next_parent(error)
-            raise WeightsError(
-                f"writing into {parent} failed: {error}. Make room there, or choose another place"
-                " by weights.transport and weights.folder"
-            ) from error
+        place = await self.place(version)
+        answers = await self._written(trainer, place)
+        if not any(answers):
+            await self.follow(trainer, place)
+            place = await self.place(version)
+            answers = await self._written(trainer, place)
+        return await self.finish(place, answers)
 
-    def place(self, version: int) -> BundlePlace:
+    async def _written(self, trainer: Trainer, place: BundlePlace) -> Sequence["Written | None"]:
+        try:
+            return await trainer.send_weights(WriteBuckets(place, self._dtype))
+        except BaseException as error:
+            await run_to_completion(self.discard(place.folder))
+            if not isinstance(error, OSError):
+                raise
+            self.give_up(place, error)
+            raise _not_written(place.folder.parent.parent, error) from error
+
+    async def place(self, version: int) -> BundlePlace:
         """A new place for the files of a version.
 
         Raises:
             WeightsError: nothing can be written there.
         """
+        machines = machines_of_cluster()
+        if machines is not None and self._machine is not None:
+            machine, self._machine = self._machine, None
+            place = await machines.place(machine, version, self._bucket_bytes)
+            self._machine = machine  # else its ranks are looked for again
+            return place
+        parent = self._parents[0]
         try:
             return self._store().place(version)
         except OSError as error:
-            self.next_parent(error)
-            raise WeightsError(f"no files can be written: {error}") from error
+            self._next_parent(error)
+            raise _not_written(parent, error) from error
 
-    def next_parent(self, error: OSError) -> None:
-        """Use the next folder from now on, if there is one."""
+    async def follow(self, trainer: Trainer, place: BundlePlace) -> None:
+        """Write on the machine of the trainer's rank 0 from now on: no rank reaches this place.
+
+        Raises:
+            WeightsError: there is no such machine, or the folder is meant for all of them.
+        """
+        machines = machines_of_cluster()
+        if machines is None or self._shared:
+            raise _unreachable(place)
+        found = (await trainer.send_weights(OnMachine(machines.own_name)))[0]
+        self._machine = None if found == machines.own_name() else found
+        if self._machine is not None:
+            logger.info("weights are written on the machine of the trainer's rank 0")
+
+    async def finish(self, place: BundlePlace, answers: Sequence["Written | None"]) -> WeightBundle:
+        """The bundle of the files that the ranks wrote to a place.
+
+        Raises:
+            WeightsError: no rank reached it, or they are gone.
+        """
+        machines = machines_of_cluster()
+        if machines is None or self._is_here(place.folder):
+            return bundle_of(place, answers)
+        return await machines.finish(place, manifest_of(place, answers))
+
+    def give_up(self, place: BundlePlace, error: OSError) -> None:
+        """Use the next folder from now on, if there is one: this one does not take the files."""
+        if self._is_here(place.folder):
+            self._next_parent(error)
+
+    def _next_parent(self, error: OSError) -> None:
         if len(self._parents) > 1:
             self._parents.pop(0)
             logger.warning("%s; from now on weights are published in %s", error, self._parents[0])
+
+    async def discard(self, folder: Path) -> None:
+        """Remove what was written to a place."""
+        machines = machines_of_cluster()
+        if machines is not None and not self._is_here(folder):
+            await machines.discard(folder)
+        else:
+            await asyncio.to_thread(BundlePlace(folder, 0, 0).remove)
 
     async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
         """Everything has been sent."""
@@ -78,18 +135,24 @@ class FileTransport:
     async def withdraw(self, shipment: Shipment) -> None:
         """Remove the files of a shipment."""
         if shipment.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, shipment.folder, ignore_errors=True)
+            await self.discard(shipment.folder)
 
     async def keep_only(self, shipments: Iterable[Shipment]) -> None:
         """Remove the files of all other shipments."""
         kept = list(shipments)
         for bundles in self._stores:
             await bundles.keep_only(kept)
+        if (machines := machines_of_cluster()) is not None:
+            await machines.keep_sent(kept)
 
     def close(self) -> None:
         """Remove all files."""
         while self._stores:
             self._stores.pop().close()
+
+    def _is_here(self, folder: Path) -> bool:
+        """True if a place is in a folder of this process."""
+        return any(folder.parent == own.folder for own in self._stores)
 
     def _store(self) -> WeightStore:
         parent = self._parents[0]
@@ -145,22 +208,53 @@ class WriteBuckets:
         return Written(written, source.update)
 
 
+@dataclass(frozen=True, slots=True)
+class OnMachine:
+    """`SendWeights`: the rank's machine, by a function that names its own."""
+
+    own_name: Callable[[], str]
+
+    def __call__(self, source: WeightSource) -> str:
+        """Its name."""
+        return self.own_name()
+
+
 def bundle_of(place: BundlePlace, answers: Sequence[Written | None]) -> WeightBundle:
-    """The bundle of the files that the ranks wrote.
+    """The bundle of the files that the ranks wrote on this machine.
+
+    Raises:
+        WeightsError: no rank reached the place.
+    """
+    return place.finish_as(manifest_of(place, answers))
+
+
+def manifest_of(place: BundlePlace, answers: Sequence[Written | None]) -> Manifest:
+    """What the ranks wrote.
 
     Raises:
         WeightsError: no rank reached the place.
     """
     written = [answer for answer in answers if answer is not None]
     if not written:
-        raise WeightsError(
-            f"no rank of the trainer is on the machine of {place.folder}, where the weights are to"
-            " be written: write weights.transport=disk and a weights.folder that all machines see"
-        )
+        raise _unreachable(place)
     buckets = sorted((bucket for one in written for bucket in one.buckets), key=attrgetter("file"))
     base = written[0].update
     update = None if base is None else Update(base=base.base, scales=dict(base.scales))
-    return place.finish(buckets, update)
+    return Manifest(version=place.version, buckets=tuple(buckets), update=update).sealed()
+
+
+def _not_written(parent: Path, error: OSError) -> WeightsError:
+    return WeightsError(
+        f"writing into {parent} failed: {error}. Make room there, or choose another place by"
+        " weights.transport and weights.folder"
+    )
+
+
+def _unreachable(place: BundlePlace) -> WeightsError:
+    return WeightsError(
+        f"no rank of the trainer is on the machine of {place.folder}, where the weights are to be"
+        " written: write weights.transport=disk and a weights.folder that all machines see"
+    )
 
 
 def number_format(name: str, source: WeightSource) -> "torch.dtype":
@@ -185,7 +279,7 @@ def shared_memory(config: WeightsConfig) -> FileTransport:
 
 def disk(config: WeightsConfig) -> FileTransport:
     """A folder, which several machines may share (`weights.transport=disk`)."""
-    return FileTransport([_disk(config)], config)
+    return FileTransport([_disk(config)], config, shared=True)
 
 
 def _disk(config: WeightsConfig) -> Path:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from agentrl.errors import WeightsError
+from agentrl.flow import run_to_completion
 from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.protocols import Trainer
 from agentrl.protocols.weight_source import LowRankBase, WeightSource
@@ -33,7 +34,6 @@ from agentrl.weights.plan import BucketPlan, SendingPlan, is_intact, pack, seal,
 from agentrl.weights.shipment import Reader, Shipment, place_of
 from agentrl.weights.transports.files import (
     Written,
-    bundle_of,
     in_memory_or_on_disk,
     number_format,
 )
@@ -80,6 +80,7 @@ class OpenedLanes:
 
     address: str
     place: str
+    """Where readers can open its memory; "" if none can."""
     is_writer: bool
     plan: SendingPlan
     update: LowRankBase | None
@@ -188,20 +189,23 @@ class LiveTransport:
         """Open the lanes for a version, which `deliver` sends. Low-rank updates are small, and are
         sent as files.
         """
-        place = self._files.place(version)
-        opened = await trainer.send_weights(OpenLanes(self._id, self._config, place))
+        place, opened = await self._opened(trainer, version)
+        if not any(one.is_writer for one in opened):
+            await self._files.follow(trainer, place)
+            place, opened = await self._opened(trainer, version)
         if opened[0].update is not None:
             return await self._files.send(trainer, version)
         places: dict[str, list[int]] = {}
         for rank, one in enumerate(opened):
-            places.setdefault(one.place, []).append(rank)
+            if one.place:
+                places.setdefault(one.place, []).append(rank)
         lanes = Lanes(
             self._id,
             self._kind,
             opened[0].address,
             self._config.seconds,
             opened[0].plan,
-            [rank for rank, one in enumerate(opened) if one.is_writer] or [0],
+            [rank for rank, one in enumerate(opened) if one.is_writer],
             places,
         )
         shipment = LiveShipment(lanes, f"v{version}-{next(self._numbers)}", place.folder)
@@ -209,15 +213,21 @@ class LiveTransport:
         self._places = place
         return shipment
 
+    async def _opened(
+        self, trainer: Trainer, version: int
+    ) -> tuple[BundlePlace, Sequence["OpenedLanes"]]:
+        place = await self._files.place(version)
+        return place, await trainer.send_weights(OpenLanes(self._id, self._config, place))
+
     async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
         """Send the version to the engines that have staged it, and write its files."""
         if not isinstance(shipment, LiveShipment) or shipment._rest is None:
             return
         send = SendBuckets(shipment.lanes, shipment.key, self._places)
         try:
-            with self._places as place:
-                bundle = self._bundle(place, await trainer.send_weights(send))
+            bundle = await self._bundle(self._places, await trainer.send_weights(send))
         except BaseException as error:
+            await run_to_completion(self._files.discard(shipment.folder))
             failure = error if isinstance(error, WeightsError) else WeightsError(str(error))
             shipment._rest.set_exception(failure)
             shipment._rest.exception()  # nobody may ask for it
@@ -231,7 +241,7 @@ class LiveTransport:
             return
         shipment._rest.set_result(bundle)
 
-    def _bundle(self, place: BundlePlace, answers: Sequence["Delivered"]) -> WeightBundle:
+    async def _bundle(self, place: BundlePlace, answers: Sequence["Delivered"]) -> WeightBundle:
         """The files of a version, which was also sent to all readers that could take it."""
         for rank, answer in enumerate(answers):
             if answer.not_sent:
@@ -242,9 +252,9 @@ class LiveTransport:
                 )
         failures = [answer.not_written for answer in answers if answer.not_written]
         if failures:
-            self._files.next_parent(OSError(failures[0]))
+            self._files.give_up(place, OSError(failures[0]))
             raise WeightsError(f"the files of new weights could not be written: {failures[0]}")
-        return bundle_of(place, [answer.written for answer in answers])
+        return await self._files.finish(place, [answer.written for answer in answers])
 
     async def withdraw(self, shipment: Shipment) -> None:
         """Remove the files of a shipment."""
@@ -278,10 +288,13 @@ class OpenLanes:
             host = LOOPBACK if self.config.host is None else self.config.host or own_address()
             _opened[self.id] = _RankLanes(Meeting.serve(host, self.config.seconds))
         dtype = number_format(self.config.dtype, source)
+        is_here = self.place.is_here()
+        # Main memory that readers open is a file beside the place.
+        opens = is_here or source.device.type == "cuda"
         return OpenedLanes(
             _opened[self.id].meeting.address if source.rank == 0 else "",
-            place_of(str(source.device)),
-            self.place.is_here(),
+            place_of(str(source.device)) if opens else "",
+            is_here,
             SendingPlan.of(
                 source.units if source.rank == 0 else (), self.config.bucket_mib << 20, dtype
             ),
@@ -372,8 +385,8 @@ class SendBuckets:
         roll, failure = None, "another rank does not know the readers"
         try:
             if source.rank == 0:
-                last = mine.roll if is_whole else None
-                roll = mine.meeting.make_roll(self.key, last, _LEASE_SECONDS)
+                last, near = mine.roll if is_whole else None, place_of(str(source.device))
+                roll = mine.meeting.make_roll(self.key, last, _LEASE_SECONDS, near)
             else:
                 roll = mine.meeting.roll(self.key)
         except (WeightsError, RuntimeError) as error:
