@@ -34,6 +34,7 @@ from pathlib import Path
 from agentrl.engines.vllm import VllmEngine
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.weights.bundle import BundlePlace
 
 async def main():
     config = VllmEngine.Config(max_batch=4, max_context=128, kv_cache_gib=0.1)
@@ -318,7 +319,7 @@ def test_vllm_takes_new_weights_before_it_has_a_cache_and_schedules_only_then(
         engine: Any = VllmEngine(config(sleep_mode=True), tmp_path)
         llm = engine._llm = Awoken()
         engine._closed, engine._counters = None, Mock()
-        update = (llm, Mock(folder=tmp_path, __iter__=lambda self: iter(())), 1)
+        update = (llm, BundlePlace(tmp_path / "v1", 1, 1).write({}), 1)
         assert await engine.sleep() == 70
         assert await engine.sleep() is None
         with pytest.raises(EngineError, match="call `wake_weights` before"):
