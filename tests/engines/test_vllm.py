@@ -25,6 +25,7 @@ from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
+from agentrl.weights.bundle import BundlePlace
 from tests.model_families import make_model
 from tests.processes import PATIENCE_SECONDS, open_to_others, still_alive
 
@@ -34,7 +35,6 @@ from pathlib import Path
 from agentrl.engines.vllm import VllmEngine
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
-from agentrl.weights.bundle import BundlePlace
 
 async def main():
     config = VllmEngine.Config(max_batch=4, max_context=128, kv_cache_gib=0.1)

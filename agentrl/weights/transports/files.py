@@ -107,9 +107,14 @@ class FileTransport:
             WeightsError: no rank reached it, or they are gone.
         """
         machines = machines_of_cluster()
-        if machines is None or self._is_here(place.folder):
+        if machines is not None and not self._is_here(place.folder):
+            return await machines.finish(place, manifest_of(place, answers))
+        try:
             return bundle_of(place, answers)
-        return await machines.finish(place, manifest_of(place, answers))
+        except OSError as error:
+            await run_to_completion(self.discard(place.folder))
+            self.give_up(place, error)
+            raise _not_written(place.folder.parent.parent, error) from error
 
     def give_up(self, place: BundlePlace, error: OSError) -> None:
         """Use the next folder from now on, if there is one: this one does not take the files."""
