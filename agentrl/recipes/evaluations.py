@@ -128,12 +128,16 @@ class _Beside(Evaluations):
 
     async def evaluate(self, step: int, *, due: bool = False) -> None:
         """Take a snapshot of the weights and return; its evaluation follows earlier ones."""
-        left = evaluations_left(self._run, step, due=due)
-        if not left:
+        if not evaluations_left(self._run, step, due=due):
             return
         if step > 0:  # the engine began with version 0
             weights = await self._trainer.weights()
             await run_to_completion(asyncio.to_thread(self._snapshots.write, step, weights))
+        # An earlier evaluation of this step may have ended meanwhile.
+        left = evaluations_left(self._run, step, due=due)
+        if not left:
+            await run_to_completion(asyncio.to_thread(self._snapshots.remove, step))
+            return
         self._run.evaluations.begin(step, left)
         self._begin(step, due=due)
 

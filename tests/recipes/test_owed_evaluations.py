@@ -147,6 +147,36 @@ def test_the_last_version_is_owed_its_evaluation_when_a_resume_adds_steps_and_no
     assert run.played == [0, 4, 6]
 
 
+def test_an_evaluation_that_ends_while_its_weights_are_taken_again_is_no_longer_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Launches(tmp_path, monkeypatch, "evaluation.engines=1", "evaluation.every=2")
+    evaluate = evaluating.evaluate
+    asked, calls = asyncio.Event(), [0]
+
+    def log() -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads((run.folder / LOG_FILE).read_text()))
+
+    async def when_asked(*args: Any) -> evaluating.Evaluation:
+        await asked.wait()
+        return await evaluate(*args)
+
+    async def taken(self: Still) -> dict[str, torch.Tensor]:
+        calls[0] += 1
+        if calls[0] == 2:
+            asked.set()
+            while "2" not in log()["finished"]:  # noqa: ASYNC110  it says so to nobody
+                await asyncio.sleep(0)
+        return {"weight": torch.zeros(2)}
+
+    monkeypatch.setattr(evaluating, "evaluate", when_asked)
+    monkeypatch.setattr(Still, "weights", taken)
+    run.launch(0, [2])
+    assert calls == [2]
+    assert (run.played, log()["pending"]) == ([0, 2], {})
+    assert not any((run.folder / "evaluation_weights").iterdir())
+
+
 def test_a_result_after_training_is_not_taken_for_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
