@@ -2,7 +2,7 @@
 same bytes.
 
     python benchmarks/weights.py [--engine local|vllm] [--mib 200] [--updates 20] [--transport
-    shared_memory|disk]
+    shared_memory|disk|stream|handles]
 
 Every weight of a random model of about `--mib` MiB changes, and the model is published. After each
 update the checksums must be equal everywhere: those of the trainer's weights, of the published
@@ -83,10 +83,10 @@ async def assert_equal_everywhere(
     request = GenerateRequest(
         f"after update {number}", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0)
     )
-    answers = {await engine.generate(request) for engine in engines}
-    if len(sums) != 1 or len(answers) != 1:
+    first, *others = [await engine.generate(request) for engine in engines]
+    if len(sums) != 1 or any(answer != first for answer in others):
         raise SystemExit(
-            f"update {number}: the engines differ: checksums {sums}, answers {answers}"
+            f"update {number}: the engines differ: checksums {sums}, answers {[first, *others]}"
         )
 
 
@@ -124,8 +124,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, f
                 **published.seconds,
             }
             seconds.append({phase: spent / (size / GIB) for phase, spent in phases.items()})
-            assert isinstance(published.weights, WeightBundle)
-            await assert_equal_everywhere(engines, source, published.weights, number)
+            written = await published.weights.at_rest()
+            assert isinstance(written, WeightBundle)
+            await assert_equal_everywhere(engines, source, written, number)
     print(
         f"{size / 2**20:.0f} MiB, {options.updates} updates, two engines: all checksums and answers"
         " were equal"
@@ -141,7 +142,9 @@ def main() -> None:
     arguments.add_argument("--mib", type=int, default=200)
     arguments.add_argument("--updates", type=int, default=20)
     arguments.add_argument(
-        "--transport", choices=["shared_memory", "disk"], default="shared_memory"
+        "--transport",
+        choices=["shared_memory", "disk", "stream", "handles"],
+        default="shared_memory",
     )
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
