@@ -210,7 +210,7 @@ class _Heeding:
 
 
 async def _outcome(change: Callable[[], Awaitable[EngineChange]]) -> EngineChange | AgentRLError:
-    """What a change has come to. That it failed is the matter of whoever has asked for it."""
+    """The result of a change. The caller who asked for it handles its failure."""
     try:
         return await change()
     except AgentRLError as error:

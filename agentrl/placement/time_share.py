@@ -386,7 +386,7 @@ class TimeSharing:
             )
 
     async def _missing(self, turn: "_Side", needs: int) -> str | None:
-        """Which memory is missing for this; None if there is enough, or nobody can tell."""
+        """The memory that is missing for this; None if there is enough, or if that is unknown."""
         free = await self._free()
         if free is None or free >= needs:
             return None

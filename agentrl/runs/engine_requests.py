@@ -2,7 +2,7 @@
 
 RUN/engines/NAME.request    asks for engines to be added or removed
 RUN/engines/NAME.taken      the run works on it
-RUN/engines/NAME.answer     what has become of it; whoever has asked removes it
+RUN/engines/NAME.answer     the result; the process that asked removes it
 RUN/engines/changes.jsonl   each engine that was added, removed or lost, a row each
 """
 
@@ -59,7 +59,7 @@ class EngineChange:
 
 
 class AskedRun:
-    """The side of whoever asks: one request to the run in a folder."""
+    """The asking side: one request to the run in a folder."""
 
     def __init__(self, run: Path, request: EngineRequest) -> None:
         name = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{os.getpid()}"
