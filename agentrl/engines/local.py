@@ -7,6 +7,7 @@ same callers get the same batches in every run. Weights change only between step
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -322,8 +323,9 @@ class LocalEngine(Engine):
         """Load weights that are being sent, in a thread, between two steps."""
         self._received.clear()
         try:
-            arrivals = shipment.arrivals(self._own_reader(model))
-            await asyncio.to_thread(model.load_arrivals, arrivals)
+            # Else the error would keep it, and the sender would wait for more to be read.
+            with closing(shipment.arrivals(self._own_reader(model))) as arrivals:
+                await asyncio.to_thread(model.load_arrivals, arrivals)
             self._note_version(version)
         except Exception as error:  # see `update_weights`
             raise self._die(error) from error

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -240,6 +241,18 @@ class VllmEngine(Engine):
                 ) from error
             raise WeightsError(f"vLLM's workers cannot take {shipment!r}: {error}") from error
 
+    async def _join(self, llm: "AsyncLLM", shipment: Shipment) -> None:
+        """Connect all workers to the sender of a shipment, or none: nobody waits for the others."""
+        try:
+            await self._tell_workers(llm, "join", shipment)
+        except WeightsError:
+            with suppress(WeightsError):
+                await self._tell_workers(llm, "leave", shipment)
+            raise
+        except asyncio.CancelledError:
+            self._closed = "an update was cancelled while its workers joined the trainer"
+            raise
+
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
 
@@ -262,7 +275,7 @@ class VllmEngine(Engine):
                 if readable != self._staged:
                     await self.stage_weights(readable, version)
                 if readable.is_live:
-                    await self._tell_workers(llm, "join", readable)
+                    await self._join(llm, readable)
                 try:
                     await self._unless_dead(llm, self._exchange(llm, readable, version))
                 except BaseException as error:

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -81,11 +82,9 @@ class ShippedWeights(WeightTransferEngine[NoInit, ShipmentInfo]):  # type: ignor
         """Load each weight as it arrives."""
         shipment = _unpacked(update_info.shipment)
         wanted = set(update_info.names)
-        self._reload.load_weights(
-            (name, weight)
-            for name, weight in shipment.arrivals(_reader(self.device))
-            if name in wanted
-        )
+        # Else an error would keep it, and the sender would wait for more to be read.
+        with closing(shipment.arrivals(_reader(self.device))) as arrivals:
+            self._reload.load_weights((name, weight) for name, weight in arrivals if name in wanted)
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
@@ -161,6 +160,11 @@ class WorkerExtension:
     def join(self, shipment: str) -> None:
         """Connect this worker to the sender of a shipment that it will load now."""
         _unpacked(shipment).join(_reader(self.device))
+
+    def leave(self, shipment: str) -> None:
+        """Part with the sender of a shipment that this worker will not load."""
+        _unpacked(shipment).leave(_reader(self.device))
+        _reader.cache_clear()  # the ranks may still have connections to this one
 
     def begin_adapter(self) -> None:
         """Serve an adapter that changes nothing."""

@@ -6,6 +6,8 @@ import base64
 import mmap
 import os
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +25,10 @@ from agentrl.weights.meeting import Meeting, Roll
 
 BUFFERS = 2
 """Buckets that a sender holds at once."""
+_CONNECT_SECONDS = 60.0
+"""How long those on a roll may take to connect, as one of them may have died since."""
+_LOOK_SECONDS = 0.2
+_LONGEST_PAUSE = 0.005
 
 
 class SendingLane(Protocol):
@@ -74,8 +80,10 @@ def broadcast_group(meeting: Meeting, roll: Roll, sender: int, place: int, secon
     settings = gloo._Options()
     # Else it would be the interface that the process has for its other groups.
     settings._devices = [gloo.create_device(hostname=here)]
-    settings._timeout = patience
-    return gloo(store, place, size, settings)
+    settings._timeout = timedelta(seconds=min(seconds, _CONNECT_SECONDS))
+    made = gloo(store, place, size, settings)
+    made._set_default_timeout(patience)
+    return made
 
 
 def is_on_gpus(roll: Roll) -> bool:
@@ -88,19 +96,45 @@ def device_of_group(roll: Roll, own: torch.device) -> torch.device:
     return own if is_on_gpus(roll) else torch.device("cpu")
 
 
-class GroupSending:
-    """`SendingLane` that broadcasts."""
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """Who reads what a rank sends of a version."""
 
-    def __init__(self, group: Any, device: torch.device, largest: int) -> None:
+    meeting: Meeting
+    key: str
+    """What they say to each other has keys that begin so."""
+    readers: Sequence[str]
+    """Their names."""
+    lease: float
+    """For how many seconds one may give no sign of life."""
+
+    def break_off(self) -> None:
+        """Tell them that there will be no more."""
+        with suppress(WeightsError):  # rank 0 is gone: they notice that
+            self.meeting.put(_broken(self.key), "")
+
+
+def _broken(key: str) -> str:
+    return f"{key}/broken"
+
+
+class GroupSending:
+    """`SendingLane` that broadcasts to an audience. If one of them is gone, all are left. `make`:
+    makes a buffer.
+    """
+
+    def __init__(self, group: Any, audience: Audience, make: Callable[[], Tensor]) -> None:
         self._group = group
-        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in (0, 1)]
+        self._audience = audience
+        self._watch = audience.meeting.watch(audience.readers, audience.lease)
+        self._buffers = [make() for _ in range(BUFFERS)]
         self._works: list[Any] = [None] * BUFFERS
 
     def buffer(self, number: int) -> Tensor:
         """See `SendingLane`."""
-        work, self._works[number % BUFFERS] = self._works[number % BUFFERS], None
-        if work is not None:
-            work.wait()
+        if (work := self._works[number % BUFFERS]) is not None:
+            _wait_for(work, self._check)
+            self._works[number % BUFFERS] = None
         return self._buffers[number % BUFFERS]
 
     def send(self, number: int, bucket: int, size: int) -> None:
@@ -114,34 +148,83 @@ class GroupSending:
             self.buffer(number)
 
     def break_off(self) -> None:
-        """See `SendingLane`. The connections of a group close when nothing refers to it."""
+        """See `SendingLane`. Those that live are told, since what they wait for may hang."""
+        self._audience.break_off()
+        _let_go(self._group, [work for work in self._works if work is not None])
         self._group = None
         self._works.clear()
+
+    def _check(self) -> None:
+        if gone := self._watch.gone():
+            raise WeightsError(
+                f"{len(gone)} of {len(self._audience.readers)} processes that load them are gone"
+            )
 
 
 class GroupReading:
     """`ReadingLane` of the groups of all senders, of which bucket i comes from the (i mod n)th."""
 
-    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[Any], device: torch.device, meeting: Meeting, key: str
+    ) -> None:
         self._groups = groups
         self._device = device
+        self._meeting = meeting
+        self._key = key
 
     def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """See `ReadingLane`. The next bucket arrives while one is read."""
 
-        def begin(number: int) -> tuple[Any, Tensor]:
+        def begin(number: int) -> tuple[Any, Any, Tensor]:
             group = self._groups[number % len(self._groups)]
             arriving = torch.empty(sizes[number], dtype=torch.uint8, device=self._device)
-            return group.broadcast([arriving], dist.BroadcastOptions()), arriving
+            return group, group.broadcast([arriving], dist.BroadcastOptions()), arriving
 
-        work, arriving = begin(0)
-        for number in range(len(sizes)):
-            work.wait()
-            arrived = arriving
-            if number + 1 < len(sizes):
-                work, arriving = begin(number + 1)
-            yield arrived
-            del arrived  # else it would stay until the next one is there
+        group, work, arriving = begin(0)
+        try:
+            for number in range(len(sizes)):
+                _wait_for(work, self._check)
+                arrived = arriving
+                if number + 1 < len(sizes):
+                    group, work, arriving = begin(number + 1)
+                yield arrived
+                del arrived  # else it would stay until the next one is there
+        finally:
+            if not work.is_completed():
+                _let_go(group, [work])
+
+    def _check(self) -> None:
+        if self._meeting.is_set(_broken(self._key)):
+            raise WeightsError("the sender has broken off")
+
+
+def _wait_for(work: Any, check: Callable[[], None]) -> None:
+    """Wait until something that a group does has ended. `check` is called repeatedly, and may
+    raise.
+    """
+    pause, next_look = _LONGEST_PAUSE / 64, time.monotonic() + _LOOK_SECONDS
+    while not work.is_completed():
+        if time.monotonic() >= next_look:
+            check()
+            next_look = time.monotonic() + _LOOK_SECONDS
+        threading.Event().wait(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    work.wait()  # raises its error
+
+
+def _let_go(group: Any, works: Sequence[Any]) -> None:
+    """Drop a group that others may hang in: a thread keeps it for as long as it does something,
+    since whoever drops it waits for that. Its connections close when nothing refers to it.
+    """
+
+    def wait(group: Any) -> None:
+        group.abort()  # NCCL's; gloo cannot
+        for work in works:
+            with suppress(RuntimeError):
+                work.wait()
+
+    if works:
+        threading.Thread(target=wait, args=(group,), name="weights-end", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -202,24 +285,13 @@ def opened(handle: bytes) -> Tensor:
 
 
 class HandleSending:
-    """`SendingLane` into memory that the readers open.
-
-    `readers`: the names of those that read from this rank, of which each goes its own way: one that
-    gives no sign of life for `lease` seconds is not waited for. `make`: makes a buffer.
+    """`SendingLane` into memory that an audience opens, of whom each goes its own way: one that is
+    gone is not waited for. `make`: makes a buffer.
     """
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        key: str,
-        readers: Sequence[str],
-        lease: float,
-        make: Callable[[int], Tensor | SharedMemory],
-    ) -> None:
-        self._meeting = meeting
-        self._key = key
-        self._readers = list(readers)
-        self._lease = lease
+    def __init__(self, audience: Audience, make: Callable[[int], Tensor | SharedMemory]) -> None:
+        self._audience = audience
+        self._readers = list(audience.readers)
         self._memory = [make(number) for number in range(BUFFERS)]
         self._handles = [base64.b64encode(handle_of(memory)).decode() for memory in self._memory]
         self._sent: list[int | None] = [None] * BUFFERS
@@ -228,8 +300,9 @@ class HandleSending:
         """See `SendingLane`."""
         bucket, self._sent[number % BUFFERS] = self._sent[number % BUFFERS], None
         if bucket is not None:
-            read = f"{self._key}/read/{bucket}"
-            self._readers = self._meeting.wait_for(read, self._readers, self._lease)
+            to = self._audience
+            read = f"{to.key}/read/{bucket}"
+            self._readers = to.meeting.wait_for(read, self._readers, to.lease)
         memory = self._memory[number % BUFFERS]
         return memory.bytes if isinstance(memory, SharedMemory) else memory
 
@@ -239,7 +312,8 @@ class HandleSending:
         if isinstance(filled, Tensor) and filled.device.type == "cuda":
             torch.cuda.synchronize(filled.device)
         self._sent[number % BUFFERS] = bucket
-        self._meeting.put(f"{self._key}/bucket/{bucket}", self._handles[number % BUFFERS])
+        to = self._audience
+        to.meeting.put(f"{to.key}/bucket/{bucket}", self._handles[number % BUFFERS])
 
     def finish(self) -> None:
         """See `SendingLane`."""
@@ -248,13 +322,7 @@ class HandleSending:
 
     def break_off(self) -> None:
         """See `SendingLane`."""
-        break_off(self._meeting, self._key)
-
-
-def break_off(meeting: Meeting, key: str) -> None:
-    """Tell the readers of handles that there will be no more."""
-    with suppress(WeightsError):  # rank 0 is gone: the readers notice that
-        meeting.put(f"{key}/broken", "")
+        self._audience.break_off()
 
 
 class HandleReading:
@@ -269,7 +337,7 @@ class HandleReading:
     def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         """See `ReadingLane`. Each is copied, so that the sender can fill its buffer again."""
         for number, size in enumerate(sizes):
-            handle = self._meeting.get(f"{self._key}/bucket/{number}", unless=f"{self._key}/broken")
+            handle = self._meeting.get(f"{self._key}/bucket/{number}", unless=_broken(self._key))
             if handle not in self._opened:
                 self._opened[handle] = opened(base64.b64decode(handle))
             memory = self._opened[handle]

@@ -3,16 +3,17 @@ store of keys that rank 0 serves.
 
 A reader enrolls for a version when it stages it, and joins when it is about to load it. Rank 0 then
 makes the roll: the readers that have joined. It waits for those that have enrolled as long as they
-give signs of life. Who is on the roll gets the version; the others raise an error before they have
-changed anything.
+attend (`agentrl/weights/attendance.py`). Who is on the roll gets the version; the others raise an
+error before they have changed anything.
 """
 
 import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,10 +21,11 @@ from typing import Any
 import torch.distributed as dist
 
 from agentrl.errors import WeightsError
+from agentrl.weights.attendance import Attendance, Doorkeeper, Watch, left
 from agentrl.weights.shipment import Reader
 
-_BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.005
+_DOOR = "door"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,12 @@ class Meeting:
             # A store that makes its socket itself listens on all interfaces.
             master_listen_fd=listener.detach(),
         )
-        return Meeting(store, f"{host}:{port}", seconds)
+        meeting = Meeting(store, f"{host}:{port}", seconds)
+        # It notes what it sees in a thread of its own, which needs the store until it ends.
+        door = Doorkeeper(host, Meeting.at(meeting.address, seconds).store, served=store)
+        weakref.finalize(meeting, door.close)
+        meeting.put(_DOOR, door.address)
+        return meeting
 
     @staticmethod
     def at(address: str, seconds: float) -> "Meeting":
@@ -91,8 +98,19 @@ class Meeting:
             )
         return Meeting(store, address, seconds)
 
+    def attend(self, name: str) -> Attendance:
+        """Begin to give signs of life of a reader."""
+        with _translated(self.address):
+            return Attendance(self.store.get(_DOOR).decode(), name, self._seconds)
+
+    def watch(self, names: Sequence[str], lease: float) -> Watch:
+        """A watch over readers, of which one that has given no sign of life for `lease` seconds is
+        gone.
+        """
+        return Watch(self.store, names, lease)
+
     def enroll(self, key: str, reader: Reader) -> None:
-        """Announce a reader for the version of this key. It must give signs of life (`beat`)."""
+        """Announce a reader for the version of this key. It must attend."""
         with _translated(self.address):
             number = self.store.add(f"{key}/enrolled", 1) - 1
             self.store.set(f"{key}/reader/{number}", json.dumps(asdict(reader)))
@@ -123,8 +141,8 @@ class Meeting:
         first those at the place `near`, and others by their places. Gloo's readers hand weights on
         to each other, so between neighbours they do not cross the network.
 
-        `last`: the roll of the group that can be used again. A reader that has given no sign of
-        life for `lease` seconds is not waited for.
+        `last`: the roll of the group that can be used again. A reader that is gone (`watch`) is not
+        waited for.
         """
         enrolled = self.store.add(f"{key}/enrolled", 0)
         found = [self.store.get(f"{key}/reader/{number}") for number in range(enrolled)]
@@ -133,7 +151,7 @@ class Meeting:
         by_name = {reader.name: reader for reader in readers}
         joined = self.wait_for(f"{key}/joined", list(by_name), lease)
         present = sorted(
-            (by_name[name] for name in joined),
+            (by_name[name] for name in joined if not self.store.check([left(name)])),
             key=lambda reader: (reader.place != near, reader.place, reader.name),
         )
         same = last is not None and list(last.readers) == present
@@ -163,42 +181,26 @@ class Meeting:
             value: str = self.store.get(key).decode()
             return value
 
+    def is_set(self, key: str) -> bool:
+        """True if a key has a value."""
+        with _translated(self.address):
+            return bool(self.store.check([key]))
+
     def wait_for(self, key: str, names: Sequence[str], lease: float) -> list[str]:
         """Wait until each of the readers has set `key/NAME`; returns those that have. A reader that
-        has given no sign of life for `lease` seconds is not waited for, and no reader for longer
-        than anything may take.
+        is gone (`watch`) is not waited for, and no reader for longer than anything may take.
         """
-        present: list[str] = []
-        begun = time.monotonic()
-        waiting = dict.fromkeys(names, (-1, begun))
+        present: set[str] = set()
+        limit = time.monotonic() + self._seconds
+        watch = self.watch(names, lease)
         with _translated(self.address):
-            while waiting:
-                for name, (beats, since) in list(waiting.items()):
-                    if self.store.check([f"{key}/{name}"]):
-                        present.append(name)
-                        del waiting[name]
-                    elif (heard := self.store.add(f"beats/{name}", 0)) != beats:
-                        waiting[name] = heard, time.monotonic()
-                    elif time.monotonic() - since > lease:
-                        del waiting[name]
-                if time.monotonic() - begun > self._seconds:
-                    break
-                if waiting:
-                    threading.Event().wait(_LOOK_SECONDS)
-        return [name for name in names if name in present]
-
-    def beat(self, name: str) -> threading.Event:
-        """Give signs of life of a reader, from a thread of its own, until the event is set."""
-        own = Meeting.at(self.address, self._seconds)
-        done = threading.Event()
-
-        def beat() -> None:
-            with suppress(RuntimeError):  # the store has ended
-                while not done.wait(_BEAT_SECONDS):
-                    own.store.add(f"beats/{name}", 1)
-
-        threading.Thread(target=beat, name="weights-beat", daemon=True).start()
-        return done
+            while True:
+                gone = set(watch.gone())  # before their keys: what they have set by then counts
+                waiting = [name for name in names if name not in present]
+                present |= {name for name in waiting if self.store.check([f"{key}/{name}"])}
+                if set(names) <= present | gone or time.monotonic() > limit:
+                    return [name for name in names if name in present]
+                threading.Event().wait(_LOOK_SECONDS)
 
 
 @contextmanager

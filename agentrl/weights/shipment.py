@@ -3,7 +3,7 @@
 import socket
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,9 +117,10 @@ class Shipment(Mapping[str, "Tensor"]):
         """
         return
 
-    def arrivals(self, reader: Reader) -> Iterator[tuple[str, "Tensor"]]:
+    def arrivals(self, reader: Reader) -> Generator[tuple[str, "Tensor"]]:
         """All weights, each once, in the order in which they arrive; blocks until they do. A tensor
-        stays as it is for as long as it is held.
+        stays as it is for as long as it is held. Who needs no more of them closes the generator,
+        which parts with the sender.
 
         Raises:
             WeightsError: something is missing or damaged.

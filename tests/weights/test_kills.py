@@ -195,7 +195,7 @@ def test_an_engine_that_dies_in_the_middle_is_replaced_by_one_with_the_version(
 ) -> None:
     once = Once()
     once.watch(monkeypatch)
-    monkeypatch.setattr(live, "_LEASE_SECONDS", 5.0)
+    monkeypatch.setattr(live, "_LEASE_SECONDS", 600.0)
 
     def break_down() -> None:
         raise RuntimeError("the device is gone")
@@ -315,7 +315,7 @@ def test_an_update_that_is_cancelled_leaves_an_engine_with_the_version_that_it_s
 def test_an_engine_that_is_closed_after_it_has_staged_is_not_waited_for(
     transport: str, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(live, "_LEASE_SECONDS", 600.0)
 
     async def main() -> None:
         settings = WeightsConfig(transport=transport, bucket_mib=1, deadline=PATIENCE_SECONDS)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,13 @@ from agentrl.errors import WeightsError
 from agentrl.flow import Flow
 from agentrl.protocols import Trainer
 from agentrl.weights import plan, store
+from agentrl.weights.attendance import Attendance
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import checksum
 from agentrl.weights.shipment import Reader, Shipment
 from agentrl.weights.transport import Transport
 from agentrl.weights.transports import live
+from tests.processes import PATIENCE_SECONDS
 
 Weights = Mapping[str, Tensor]
 BUCKETS = 6
@@ -99,18 +101,36 @@ async def answers(
     return [reading.result() for reading in readings]
 
 
-def test_a_reader_that_dies_before_it_joins_is_not_waited_for(
-    transport: Transport, monkeypatch: pytest.MonkeyPatch
+def attendance_of(reader: Reader) -> Attendance:
+    (reading,) = [found for which, found in live._readings.items() if which[2] == reader.name]
+    assert reading._attendance is not None
+    return reading._attendance
+
+
+def ends(reader: Reader) -> None:
+    """As the end of its process does: the kernel closes its connections."""
+    attendance_of(reader)._connection.close()
+
+
+def stands_still(reader: Reader) -> None:
+    """As a process does that is stopped, or cut off."""
+    attendance_of(reader)._has_ended.set()
+
+
+@pytest.mark.parametrize(("what_happens", "lease"), [(ends, 600.0), (stands_still, 2.0)])
+def test_a_reader_that_is_lost_before_it_joins_is_not_waited_for(
+    what_happens: Callable[[Reader], None],
+    lease: float,
+    transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live, "_LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(live, "_LEASE_SECONDS", lease)
 
     async def main() -> None:
         trainer, alive, dead = given(made(1)), Reader.on("cpu"), Reader.on("cpu")
         sent = await transport.send(trainer, 1)
         await enrolled(sent, [dead])
-        for which, reading in live._readings.items():
-            if which[2] == dead.name:
-                reading.stop_beating()  # as its death does
+        what_happens(dead)
         assert await answers(transport, trainer, sent, [(alive, BUCKETS)]) == [checksum(made(1))]
         late = read(sent, dead)
         assert "before this engine was ready" in late
@@ -121,7 +141,7 @@ def test_a_reader_that_dies_before_it_joins_is_not_waited_for(
 def test_a_reader_that_dies_in_the_middle_costs_at_most_those_of_its_group(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(live, "_LEASE_SECONDS", 600.0)
 
     async def main() -> None:
         trainer, alive, dies = given(made(1)), Reader.on("cpu"), Reader.on("cpu")
@@ -138,8 +158,42 @@ def test_a_reader_that_dies_in_the_middle_costs_at_most_those_of_its_group(
     asyncio.run(main())
 
 
+def test_a_reader_that_stands_still_in_the_middle_costs_at_most_those_of_its_group(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_LEASE_SECONDS", 2.0)
+
+    async def main() -> None:
+        trainer, alive, still = given(made(1)), Reader.on("cpu"), Reader.on("cpu")
+        sent = await transport.send(trainer, 1)
+        shipment = await enrolled(sent, [alive, still])
+
+        def read_two() -> Generator[object]:
+            shipment.join(still)
+            arrivals = shipment.arrivals(still)
+            next(arrivals), next(arrivals)
+            stands_still(still)
+            return arrivals
+
+        async with Flow("update") as flow:
+            delivered = flow.start(transport.deliver(trainer, sent), name="deliver")
+            reading = flow.start(asyncio.to_thread(read, shipment, alive), name="alive")
+            stopped = flow.start(asyncio.to_thread(read_two), name="still")
+            await asyncio.wait({delivered, reading}, timeout=PATIENCE_SECONDS)
+            assert delivered.done()
+            whole = checksum(made(1))
+            assert reading.result() == whole or re.search("broke(n)? off", reading.result())
+            assert checksum(await sent.at_rest()) == whole
+        trainer.now = made(2)
+        sent = await transport.send(trainer, 2)
+        assert await answers(transport, trainer, sent, [(alive, BUCKETS)]) == [checksum(made(2))]
+        stopped.result().close()
+
+    asyncio.run(main())
+
+
 def test_a_damaged_bucket_is_noticed(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_LEASE_SECONDS", 3.0)  # the reader gives up in the middle
+    monkeypatch.setattr(live, "_LEASE_SECONDS", 600.0)  # the reader gives up in the middle
 
     def damages(bucket: plan.BucketPlan, buffer: Tensor, label: str) -> None:
         plan.seal(bucket, buffer, label)

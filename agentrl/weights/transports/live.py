@@ -14,9 +14,8 @@ whole. The buckets are also written into files, a `WeightBundle`, for engines th
 import asyncio
 import itertools
 import logging
-import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,13 +40,16 @@ from agentrl.weights.transports.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agentrl.weights.attendance import Attendance
     from agentrl.weights.lanes import ReadingLane, SendingLane
     from agentrl.weights.meeting import Meeting, Roll
 
 logger = logging.getLogger(__name__)
 Kind = Literal["stream", "handles"]
 _LEASE_SECONDS = 30.0
-"""How long a reader that has enrolled may give no sign of life before it is not waited for."""
+"""How long a reader may give no sign of life before it is not waited for, as it is stopped or cut
+off. The end of its process is noticed at once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class LiveShipment(Shipment):
         if (reading := _readings.pop(which, None)) is not None:
             reading.leave()
 
-    def arrivals(self, reader: Reader) -> Iterator[tuple[str, "Tensor"]]:
+    def arrivals(self, reader: Reader) -> Generator[tuple[str, "Tensor"]]:
         """See `Shipment`."""
         return _reading(self.lanes, reader).arrivals(self.key)
 
@@ -210,7 +212,7 @@ class LiveTransport:
         )
         shipment = LiveShipment(lanes, f"v{version}-{next(self._numbers)}", place.folder)
         shipment._rest = asyncio.get_running_loop().create_future()
-        self._places = place
+        self._place = place
         return shipment
 
     async def _opened(
@@ -223,9 +225,9 @@ class LiveTransport:
         """Send the version to the engines that have staged it, and write its files."""
         if not isinstance(shipment, LiveShipment) or shipment._rest is None:
             return
-        send = SendBuckets(shipment.lanes, shipment.key, self._places)
+        send = SendBuckets(shipment.lanes, shipment.key, self._place)
         try:
-            bundle = await self._bundle(self._places, await trainer.send_weights(send))
+            bundle = await self._bundle(self._place, await trainer.send_weights(send))
         except BaseException as error:
             await run_to_completion(self._files.discard(shipment.folder))
             failure = error if isinstance(error, WeightsError) else WeightsError(str(error))
@@ -269,7 +271,7 @@ class LiveTransport:
         self._files.close()
         _opened.pop(self._id, None)
         for which in [which for which in _readings if which[0] == self._id]:
-            _readings.pop(which).stop_beating()
+            _readings.pop(which).leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +422,8 @@ class SendBuckets:
         self, source: WeightSource, mine: _RankLanes, roll: "Roll"
     ) -> "SendingLane | None":
         """This rank's end of the lane; None if it has nobody to send to."""
+        import torch
+
         from agentrl.weights import lanes as kinds
 
         rank, largest = source.rank, self.lanes.plan.largest
@@ -430,11 +434,11 @@ class SendBuckets:
             if not readers:
                 return None
             make = partial(kinds.memory, source.device, self.place.folder.parent, rank, largest)
-            key = f"{self.key}/{place}"
+            to = kinds.Audience(mine.meeting, f"{self.key}/{place}", readers, _LEASE_SECONDS)
             try:
-                return kinds.HandleSending(mine.meeting, key, readers, _LEASE_SECONDS, make)
+                return kinds.HandleSending(to, make)
             except OSError:
-                kinds.break_off(mine.meeting, key)
+                to.break_off()
                 raise
         if mine.roll is None or mine.roll.group != roll.group:
             mine.roll, mine.group = roll, None
@@ -443,7 +447,9 @@ class SendBuckets:
         if mine.group is None:
             return None
         device = kinds.device_of_group(roll, source.device)
-        return kinds.GroupSending(mine.group, device, largest)
+        to = kinds.Audience(mine.meeting, self.key, roll.names, _LEASE_SECONDS)
+        new = partial(torch.empty, largest, dtype=torch.uint8, device=device)
+        return kinds.GroupSending(mine.group, to, new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,28 +572,22 @@ class _Reading:
         self._lanes = lanes
         self._reader = reader
         self._meeting = Meeting.at(lanes.address, lanes.seconds)
-        self._beating = threading.Event()
+        self._attendance: Attendance | None = None
         self._roll: Roll | None = None
         self._groups: list[Any] = []
 
     def enroll(self, key: str) -> None:
-        """See `Shipment.enroll`. From then on, this process gives signs of life until it has all
-        weights.
-        """
-        self.stop_beating()
+        """See `Shipment.enroll`. From then on, this process gives signs of life until it leaves."""
+        if self._attendance is None or self._attendance.has_ended:
+            self._attendance = self._meeting.attend(self._reader.name)
         self._meeting.enroll(key, self._reader)
-        self._beating = self._meeting.beat(self._reader.name)
-
-    def stop_beating(self) -> None:
-        """End the signs of life."""
-        self._beating.set()
 
     def join(self, key: str) -> None:
         """See `Shipment.join`."""
         try:
             self._connect(self._meeting.join(key, self._reader.name))
         except BaseException:
-            self.stop_beating()
+            self.leave()
             raise
 
     def _connect(self, roll: "Roll") -> None:
@@ -607,15 +607,13 @@ class _Reading:
                 raise WeightsError(f"no connection to the trainer's ranks: {error}") from error
         self._roll = roll
 
-    def arrivals(self, key: str) -> Iterator[tuple[str, "Tensor"]]:
+    def arrivals(self, key: str) -> Generator[tuple[str, "Tensor"]]:
         """See `Shipment.arrivals`."""
         try:
             yield from self._weights(key)
         except BaseException:  # also if nobody asks for the rest
             self.leave()
             raise
-        finally:
-            self.stop_beating()
 
     def _weights(self, key: str) -> Iterator[tuple[str, "Tensor"]]:
         import torch
@@ -642,7 +640,9 @@ class _Reading:
         """Leave the groups, so that nobody waits for this reader: their connections close when
         nothing refers to them.
         """
-        self.stop_beating()
+        if self._attendance is not None:
+            self._attendance.end()
+            self._attendance = None
         self._roll = None
         self._groups.clear()
 
@@ -660,7 +660,7 @@ class _Reading:
             )
         else:
             device = kinds.device_of_group(self._roll, torch.device(self._reader.device))
-            reading = kinds.GroupReading(self._groups, device)
+            reading = kinds.GroupReading(self._groups, device, self._meeting, key)
         return reading.buckets(sizes)
 
 
@@ -674,7 +674,7 @@ def _reading(lanes: Lanes, reader: Reader) -> _Reading:
     which = lanes.id, lanes.address, reader.name
     if which not in _readings:
         for old in [old for old in _readings if old[::2] == which[::2]]:
-            _readings.pop(old).stop_beating()  # of a rank 0 that is gone
+            _readings.pop(old).leave()  # of a rank 0 that is gone
         _readings[which] = _Reading(lanes, reader)
     return _readings[which]
 
