@@ -8,13 +8,12 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
 from agentrl.cluster.environment import allocator_variables, chosen_allocator
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
-from agentrl.cluster.ray_process import RayProcess, end, work_in
+from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
@@ -38,8 +37,8 @@ class _Host:
         # The environment is the node's; nothing here has imported torch yet.
         os.environ.update(allocator_variables(role, os.environ, allocator))
 
-    def begin(self, folder: Path) -> RayProcess:
-        work_in(folder)
+    def begin(self, surroundings: Surroundings) -> RayProcess:
+        surroundings.settle()
         return RayProcess.own()
 
     def make(self, make: Make, rank: int) -> None:
@@ -86,7 +85,7 @@ class RayWorkers:
             self.lease,
         )
         try:
-            worker.process = await worker.ask(worker.actor.begin.remote(Path.cwd()))
+            worker.process = await worker.ask(worker.actor.begin.remote(Surroundings.own()))
             async with start_deadline(f"{role} {rank}", self.start_seconds):
                 await worker.ask(worker.actor.make.remote(make, rank))
             worker.made = True

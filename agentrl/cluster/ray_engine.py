@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from agentrl.cluster.ray_process import RayProcess, end, work_in
+from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.cluster.workers import PLACE_SECONDS
@@ -50,8 +50,8 @@ class _EngineHost:
     computes there. Most answers include the engine's state.
     """
 
-    async def begin(self, folder: Path) -> RayProcess:
-        work_in(folder)
+    async def begin(self, surroundings: Surroundings) -> RayProcess:
+        surroundings.settle()
         return RayProcess.own()
 
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
@@ -332,7 +332,7 @@ class RayEngine(Engine):
         """
         try:
             async with asyncio.timeout(PLACE_SECONDS):
-                process: RayProcess = await _answer_of(self._actor.begin.remote(Path.cwd()))
+                process: RayProcess = await _answer_of(self._actor.begin.remote(Surroundings.own()))
                 return process
         except TimeoutError as error:
             raise EngineDeadError(

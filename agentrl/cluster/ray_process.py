@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.flow import run_to_completion
+from agentrl.net.interfaces import meet_other_machines
+from agentrl.weights.machines import machines_of_cluster
 
 _EXIT_SECONDS = 1.0
 """How long an actor may take to exit by itself once Ray has asked it to."""
@@ -52,12 +54,27 @@ class RayProcess:
         task.remote(self.pid)  # if the node is gone, so is the process
 
 
-def work_in(folder: Path) -> None:
-    """Go to the controller's folder, where this machine has it: relative paths of a config then
-    mean the same in a process that Ray has started somewhere else.
-    """
-    with suppress(OSError):
-        os.chdir(folder)
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a process that Ray has started somewhere else takes over from the controller."""
+
+    folder: Path
+    spans_machines: bool
+
+    @staticmethod
+    def own() -> "Surroundings":
+        """Those of the controller, in whose process this is called."""
+        return Surroundings(Path.cwd(), machines_of_cluster() is not None)
+
+    def settle(self) -> None:
+        """Go to the controller's folder, where this machine has it: relative paths of a config then
+        mean the same. If there are other machines, choose the network on which to meet them: NCCL
+        never changes its own once it has one.
+        """
+        with suppress(OSError):
+            os.chdir(self.folder)
+        if self.spans_machines:
+            meet_other_machines()
 
 
 async def end(actor: Any, process: RayProcess | None) -> None:

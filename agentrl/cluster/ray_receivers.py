@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.ray_process import RayProcess, end, work_in
+from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, WeightsError
 from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
@@ -42,8 +42,8 @@ class _ReceiverHost:
         self._receiver = BundleReceiver()
         self._sent: WeightStore | None = None
 
-    async def begin(self, folder: Path) -> RayProcess:
-        work_in(folder)
+    async def begin(self, surroundings: Surroundings) -> RayProcess:
+        surroundings.settle()
         return RayProcess.own()
 
     async def receive(self, bundle: WeightBundle, source: Any) -> WeightBundle:
@@ -256,7 +256,7 @@ class RayReceivers:
         async with self._starting.setdefault(node, asyncio.Lock()):
             if (receiver := self._receivers.get(node)) is not None:
                 try:
-                    await _answer_of(receiver.actor.begin.remote(Path.cwd()))
+                    await _answer_of(receiver.actor.begin.remote(Surroundings.own()))
                 except _ReceiverGoneError as error:
                     await self._give_up(node, receiver.actor, str(error))
                 else:
@@ -290,7 +290,7 @@ async def _started(node: str) -> _Receiver:
     receiver = _Receiver(host.options(scheduling_strategy=there, max_concurrency=_CALLS).remote())
     try:
         async with asyncio.timeout(PLACE_SECONDS):
-            receiver.process = await _answer_of(receiver.actor.begin.remote(Path.cwd()))
+            receiver.process = await _answer_of(receiver.actor.begin.remote(Surroundings.own()))
     except BaseException as error:
         await end(receiver.actor, None)
         if not isinstance(error, _ReceiverGoneError | TimeoutError):

@@ -19,7 +19,7 @@ _QUIET = "ERROR"
 
 def set_environment() -> None:
     """Set what vLLM reads when it is imported, here and in its processes. Values that the user has
-    set are kept.
+    set are kept, and so is the network on which to meet other machines (`Surroundings`).
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", _QUIET)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

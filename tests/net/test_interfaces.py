@@ -3,10 +3,13 @@
 import os
 import socket
 from collections import namedtuple
+from pathlib import Path
 
 import psutil
 import pytest
 
+from agentrl.cluster.ray_process import Surroundings
+from agentrl.engines.vllm_environment import set_environment
 from agentrl.net import interfaces
 from agentrl.net.interfaces import meet_other_machines, own_address
 
@@ -47,6 +50,20 @@ def test_an_interface_of_the_user_is_kept(networks: pytest.MonkeyPatch) -> None:
     meet_other_machines()
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(("spans_machines", "interface"), [(True, "eth0"), (False, "lo")])
+def test_vllm_meets_the_ranks_of_other_machines_if_there_are_any(
+    spans_machines: bool, interface: str, networks: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    networks.setattr(interfaces, "own_address", lambda: "10.0.0.7")
+    networks.chdir(tmp_path)
+    for name in ("LOGGING_LEVEL", "NO_USAGE_STATS", "HOST_IP"):
+        networks.setenv(f"VLLM_{name}", os.environ.get(f"VLLM_{name}", ""))
+    Surroundings(tmp_path, spans_machines).settle()  # what every actor does first
+    set_environment()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={interface}"
 
 
 class NoRoute(socket.socket):
