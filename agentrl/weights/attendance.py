@@ -74,8 +74,8 @@ class _Guest:
 
 
 class Doorkeeper:
-    """Rank 0's end of the connections, in a thread. It notes what it hears in `store`, a client that
-    nobody else may use, of the store that is `served` here.
+    """Rank 0's end of the connections, in a thread. It notes what it hears in `store`: a client of
+    the store that is `served` here. Nobody else may use it.
     """
 
     def __init__(self, host: str, store: Any, served: Any) -> None:
