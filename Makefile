@@ -95,7 +95,7 @@ chaos: install
 # Unmodified programs of others, from PyPI and npm, in interpreters of their own: needs a network. AGENTRL_AGENTS=FOLDER
 # says where they are kept (build/agents).
 agents: install
-	$(PYTEST) -n 0 -m "slow or long" tests/gateway/test_vendor_programs.py
+	$(PYTEST) -n 0 -m long tests/gateway/test_vendor_programs.py
 
 # The battery for a machine with GPUs (docs/gpus.md), with what is installed: with .venv's Python where there is one, else
 # or with PYTHON=... with that one. It needs torch and transformers. BATTERY="--device cpu --only attention" has its options.

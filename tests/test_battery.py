@@ -48,7 +48,7 @@ def test_so_does_a_piece_about_ranks_or_weights(name: str, tmp_path: Path) -> No
     assert answered(BY_NAME[name], tmp_path).verdict == "passed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_runs_a_piece_in_a_process_of_its_own_and_needs_no_installation(
     tmp_path: Path,
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_another_engine_gets_what_the_plan_has_for_it_or_free_gpus_of_the_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

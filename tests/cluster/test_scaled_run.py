@@ -13,7 +13,7 @@ from tests.cluster.chaos import Running, finish
 from tests.commands import ROOT, Command
 from tests.processes import PATIENCE_SECONDS, title
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CONFIG = """
 steps: 1000000

@@ -105,6 +105,7 @@ def test_a_real_model_extends_and_its_family_writes_what_its_template_writes(
         assert played(renderer, kind) == played(by_template, kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models(in_ci=["qwen-3.5", "glm-4.7-flash"]))
 def test_no_text_of_others_becomes_a_control_token_of_a_real_model(
     name: str, data: Path, tmp_path: Path

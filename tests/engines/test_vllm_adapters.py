@@ -138,6 +138,7 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_served_factors_give_the_logprobs_of_weights_merged_in_float32(
     served: Served, folder: Path, truth: Truth
 ) -> None:
@@ -160,6 +161,7 @@ def test_served_factors_give_the_logprobs_of_weights_merged_in_float32(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_a_request_in_flight_goes_on_under_the_new_factors(
     served: Served, folder: Path, truth: Truth
 ) -> None:
@@ -198,6 +200,7 @@ def test_a_request_in_flight_goes_on_under_the_new_factors(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_updates_read_the_factors_alone_and_memory_stays_flat(
     served: Served, folder: Path, truth: Truth, tmp_path: Path
 ) -> None:
@@ -232,6 +235,7 @@ def test_updates_read_the_factors_alone_and_memory_stays_flat(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_whole_weights_and_factors_of_another_folder_replace_what_is_served(
     served: Served, folder: Path, truth: Truth, tmp_path: Path
 ) -> None:
@@ -258,6 +262,7 @@ def test_whole_weights_and_factors_of_another_folder_replace_what_is_served(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_factors_that_cannot_be_served_are_refused_and_change_nothing(
     served: Served, folder: Path, truth: Truth
 ) -> None:
@@ -291,6 +296,7 @@ def test_factors_that_cannot_be_served_are_refused_and_change_nothing(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_factors_that_cannot_be_served_are_merged_if_they_may_be(
     served: Served,
     folder: Path,

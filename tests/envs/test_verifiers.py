@@ -178,7 +178,7 @@ def begin(env: Any, seed: int = 4, **args: Any) -> str:
     return str(env.reset(seed=seed, options={"args": args})[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_multi_turn_environment_plays_its_own_loop_and_pays_by_its_rubric(env):
     assert begin(env) == "Count to 3."
     assert env.system_prompt == "You count."
@@ -197,7 +197,7 @@ def test_a_multi_turn_environment_plays_its_own_loop_and_pays_by_its_rubric(env)
     assert last[4]["stop"] == "max_turns_reached"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tool_environment_offers_its_tools_runs_the_calls_and_ends_with_the_answer(env):
     assert begin(env, kind="tools") == "What is 1 + 1 + 3?"
     (tool,) = env.tools
@@ -257,7 +257,7 @@ def test_held_out_seeds_draw_rows_that_no_training_seed_draws(env):
     assert not any(begin(env, seed, own_eval=True).startswith("In the exam") for seed in train[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_keeps_the_contract(make):
     check_env(make, seeds=(0,), deadline=60.0)
 

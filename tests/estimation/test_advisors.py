@@ -363,7 +363,7 @@ def test_an_advisor_that_dies_is_made_again_as_it_was(shallow_model_dir, tmp_pat
     assert all(left < 0 for role, left in deaths.items() if role != "trainer"), "both have died"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_both_goes_on_as_if_it_had_not_stopped(tmp_path, agentrl):
     (tmp_path / "lengths.py").write_text(
         "def wordy(trajectory):\n    return len(trajectory.messages[-1].content) / 50\n"

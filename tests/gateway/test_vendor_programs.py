@@ -1,4 +1,4 @@
-"""Unmodified vendors' programs, in interpreters of their own: `make agents`. CI plays two."""
+"""Unmodified vendors' programs, in interpreters of their own: `make agents`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,6 @@ from tests.gateway.vendors import ROOT, VENDORS, Vendor, folder_of_programs
 from tests.processes import PATIENCE_SECONDS
 
 EPISODES = 20
-IN_CI = ("openai", "openai of npm")
 
 
 def play(
@@ -54,17 +53,8 @@ def play(
     return asyncio.run(main()), said
 
 
-@pytest.mark.parametrize(
-    "vendor",
-    [
-        pytest.param(
-            vendor,
-            id=vendor.name,
-            marks=pytest.mark.slow if vendor.name in IN_CI else pytest.mark.long,
-        )
-        for vendor in VENDORS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("vendor", [pytest.param(vendor, id=vendor.name) for vendor in VENDORS])
 def test_an_unmodified_program_is_recorded_exactly(vendor):
     check(vendor, *play(vendor, EPISODES))
 

@@ -177,7 +177,7 @@ def test_a_config_names_the_interpreter_and_does_not_look_for_the_environment_he
         load_config(path, ["env.python=python3", "env.isolation=inline"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_requirements_are_installed_once_whoever_asks_and_what_was_left_half_made_is_made_anew(
     here, cache, caplog
 ):

@@ -376,6 +376,7 @@ def test_no_process_survives_a_driver_that_is_killed(action):
     assert still_alive(pids, 5) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "count",
     [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)],
@@ -410,7 +411,7 @@ def test_memory_and_handles_stay_flat_over_thousands_of_episodes(count):
     asyncio.run(main())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_handles_stay_flat_when_every_process_is_killed(odd_env):
     async def main() -> None:
         driver = psutil.Process(os.getpid())

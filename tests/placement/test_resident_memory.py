@@ -111,8 +111,10 @@ def compared(
     return json.loads(done.stdout.splitlines()[-1])["peak"], counted.total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "recompute",
+    [pytest.param("none", marks=pytest.mark.long), pytest.param("full", marks=pytest.mark.slow)],
+)
 def test_a_step_takes_the_resident_memory_that_was_counted(tmp_path: Path, recompute: str) -> None:
     measured, counted = compared(tmp_path, SMALL, recompute, 512)
     assert counted == pytest.approx(measured, rel=0.15)

@@ -812,7 +812,7 @@ def taking_turns(trainer: GroupTrainer) -> DeviceSharing:
     [
         partial(LocalTrainer, LocalTrainer.Config(device="cpu")),
         pytest.param(
-            partial(FsdpTrainer, FsdpTrainer.Config(world_size=2)), marks=pytest.mark.slow
+            partial(FsdpTrainer, FsdpTrainer.Config(world_size=2)), marks=pytest.mark.long
         ),
     ],
     ids=["local", "fsdp"],

@@ -71,7 +71,7 @@ def uses(run: Path, tasks: int) -> list[tuple[str, int | None, int]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_killed_learns_what_one_that_was_not_learns(
     tmp_path: Path, run_yaml: Path
 ) -> None:

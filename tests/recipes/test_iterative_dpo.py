@@ -185,7 +185,7 @@ def low(run: Path, steps: int) -> float:
     return sum(answer in ("1", "2", "3", "4") for answer in answers) / len(answers)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trained_reward_model_is_obeyed_more_with_every_iteration_and_the_lineage_is_proved(
     tmp_path: Path,
 ) -> None:

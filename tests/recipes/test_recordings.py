@@ -141,7 +141,7 @@ TOOLS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_gateway_recorded_is_what_sft_and_dpo_learn(tmp_path: Path) -> None:
     create_tiny_model(tmp_path / "model", corpus=[*ASKED.values(), *ASKED, json.dumps(TOOLS)])
     (tmp_path / "run.yaml").write_text("""

@@ -69,9 +69,10 @@ def test_a_run_gets_nearer_to_optimal_play_and_records_whom_the_policy_played(tm
                 assert 0 <= row[f"opponents/{version}/{agent}/success"] <= 1
         assert {"baseline/kuhn_poker/north", "baseline/kuhn_poker/south"} <= row.keys()
     assert any(row["opponents/share"] > 0 for row in rows)
-    snapshots = {path.name for path in (tmp_path / "run" / "opponents").iterdir()}
-    # Two, the newest, and what the checkpoint needs.
-    assert snapshots == {f"version_00000{n}" for n in (5, 6, 7, 8)}
+    snapshots = sorted(path.name for path in (tmp_path / "run" / "opponents").iterdir())
+    # Two, and what the checkpoint needs that was complete by the last step: of one or two before.
+    assert snapshots[-2:] == ["version_000007", "version_000008"]
+    assert snapshots[0] >= "version_000004"
 
 
 @pytest.mark.long
@@ -101,7 +102,7 @@ def test_a_killed_run_meets_the_same_opponents_and_ends_in_the_same_weights(tmp_
     assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_opponents_stay_within_the_staleness_bound_of_nothing(tmp_path):
     """Games against snapshots while the trainer works: the policy's own tokens keep the bound."""
     summary = train(

@@ -176,6 +176,7 @@ def test_a_run_goes_on_while_a_server_stops_and_another_is_killed_and_no_step_is
         assert turns == happened[episode] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seconds",
     [

@@ -211,7 +211,7 @@ async def half_open(server: EnvServer, sockets: int) -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_thousand_unused_sessions_and_half_open_connections_lapse_and_leave_memory_flat():
     # Both ends of a connection are this process's.
     sockets = min(2000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 200)

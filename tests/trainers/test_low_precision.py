@@ -145,7 +145,7 @@ def test_a_trainer_with_low_moments_resumes_exactly_and_refuses_what_is_not_fini
     asyncio.run(check_refuses_non_finite(make, shallow_model_dir))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("moments", LOW)
 def test_two_ranks_save_the_moments_that_one_process_takes_up_and_saves_as_they_were(
     moments: MomentType, processes: Processes, shallow_model_dir: Path, tmp_path: Path

@@ -76,6 +76,7 @@ def write_model(folder: Path, blocks: int) -> tuple[int, int]:
 
 @pytest.mark.slow
 # 400 and 1,300 MB.
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [8, pytest.param(26, marks=pytest.mark.long)])
 def test_a_rank_takes_its_share_of_the_model_and_one_block_to_start(
     blocks: int, tmp_path: Path

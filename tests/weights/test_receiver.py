@@ -204,7 +204,7 @@ class FarEngine(LocalEngine):
         await super().stage_weights(weights, version)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide a folder from a process")
 def test_engines_that_do_not_see_the_files_get_one_copy_for_all_of_them(
     shallow_model_dir: Path, tmp_path: Path

@@ -31,6 +31,7 @@ def test_the_last_ones_before_a_version_are_needed():
     assert list(snapshots.needed(21)) == [10, 20]
 
 
+@pytest.mark.long
 @given(
     every=st.integers(1, 4), size=st.integers(1, 3), saved=st.integers(1, 5), kept=st.integers(1, 3)
 )

@@ -24,6 +24,8 @@ TRAINERS = {
     "zero 3": (DeepSpeedTrainer, {"world_size": 2, "zero_stage": 3}),
 }
 
+IN_CI = {("dense", "local"), ("adapters", "fsdp"), ("mixture", "fsdp"), ("mixture", "zero 3")}
+
 
 def mixture(folder: Path) -> Path:
     """A mixture whose experts have other names in its folder, and odd sizes."""
@@ -44,9 +46,18 @@ def mixture(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("kind", ["dense", "mixture", "adapters"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind,
+            name,
+            marks=pytest.mark.slow if (kind, name) in IN_CI else pytest.mark.long,
+        )
+        for kind in ("dense", "mixture", "adapters")
+        for name in TRAINERS
+    ],
+)
 def test_the_ranks_send_what_the_trainer_has(
     name: str, kind: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def peer(request: pytest.FixtureRequest, started: dict[str, "subprocess.Popen[st
     return Peer(started[request.param])
 
 
+@pytest.mark.long
 def test_a_typed_environment_of_openenvs_plays_here(peer):
     async def main() -> None:
         env = openenv(f"{peer.url}/typed")()
