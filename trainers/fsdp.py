@@ -1,11 +1,11 @@
-"""The trainer for many ranks with FSDP2: each rank has an equal part of weights, gradients and
-optimizer.
+"""The trainer for many ranks with FSDP2: each rank of a replica has an equal part of weights,
+gradients and optimizer.
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.placement.footprint import TrainerLayout
 from agentrl.placement.mesh import Mesh
@@ -24,6 +24,11 @@ class FsdpTrainer(GroupTrainer):
 
         world_size: int = Field(1, ge=1)
         """Number of ranks, with one device each."""
+        replicas: int = Field(1, ge=1)
+        """Copies of the model, each sharded over an equal number of neighbouring ranks, which
+        compute other samples. With as many as there are machines, weights are gathered inside of a
+        machine, and between machines gradients are summed, once for each update. Divides
+        `world_size`; each rank has a larger part of the model then."""
         reshard_after_forward: bool = True
         """Free a layer's gathered weights after its forward pass, and gather them again for the
         backward pass (ZeRO 3). Otherwise keep them until then (ZeRO 2), which is faster but takes
@@ -36,12 +41,27 @@ class FsdpTrainer(GroupTrainer):
         """Keep the shards of weights, gradients and moments in CPU memory, and update the weights
         there, if the devices are GPUs."""
 
+        @model_validator(mode="after")
+        def _ranks_divide_into_replicas(self) -> Self:
+            if self.world_size % self.replicas:
+                more = self.replicas * (self.world_size // self.replicas + 1)
+                raise ValueError(
+                    f"{self.world_size} ranks (world_size) cannot be divided equally into"
+                    f" {self.replicas} replicas: write world_size: {more}, or other replicas"
+                )
+            return self
+
+        @property
+        def mesh(self) -> Mesh:
+            """The grid of the ranks."""
+            return Mesh(self.replicas, self.world_size // self.replicas)
+
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. Weights are cast before they are gathered."""
             return replace(
                 super().layout(),
                 precision=self.dtype or "float32",
-                mesh=Mesh(shard=self.world_size),
+                mesh=self.mesh,
                 grows=True,
                 shards=3,
                 sums_blocks=True,
@@ -52,5 +72,6 @@ class FsdpTrainer(GroupTrainer):
 
     @property
     def mesh(self) -> Mesh:
-        """See `GroupTrainer`: all ranks shard one copy of the model."""
-        return Mesh(shard=self.config.world_size)
+        """See `GroupTrainer`."""
+        mesh: Mesh = self.config.mesh
+        return mesh

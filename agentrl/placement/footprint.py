@@ -194,11 +194,12 @@ def trainer_footprint(
     tokens.
 
     Weights and gradients are float32: 4 + 4 bytes for each trained parameter, and `moment_bytes`
-    for each of AdamW's two moments; each is divided by the ranks if it is sharded. A micro-batch is
-    as large as `micro_batch_tokens`, or as the longest episode, which is never cut.
+    for each of AdamW's two moments; each is divided by the ranks of a replica if it is sharded. A
+    micro-batch is as large as `micro_batch_tokens`, or as the longest episode, which is never cut.
     """
     trained = trained_parameters(facts, layout)
-    part = {stage: ranks if layout.shards >= stage else 1 for stage in (1, 2, 3)}
+    shards = max(1, ranks // layout.mesh.replicate)
+    part = {stage: shards if layout.shards >= stage else 1 for stage in (1, 2, 3)}
     tokens = max(layout.micro_batch_tokens, longest)
     state = {
         "weights": 4 * facts.parameters // part[3],
@@ -215,7 +216,7 @@ def trainer_footprint(
     if whole:
         state["whole gradients"] = 4 * trained
     peaks = (
-        _fsdp_peaks(facts, layout, ranks, tokens)
+        _fsdp_peaks(facts, layout, shards, tokens)
         if layout.sums_blocks and ranks > 1
         else [_peak_of_whole_model(facts, layout, tokens, whole=whole)]
     )
@@ -228,7 +229,7 @@ def trainer_footprint(
 
 
 def _fsdp_peaks(
-    facts: ModelFacts, layout: TrainerLayout, ranks: int, tokens: int
+    facts: ModelFacts, layout: TrainerLayout, shards: int, tokens: int
 ) -> list[dict[str, int]]:
     """What FSDP2 holds besides a rank's part of the state, at each of the points of a backward pass
     where it can hold most: in the head, in a layer, and where the gradients of the parameters
@@ -266,7 +267,7 @@ def _fsdp_peaks(
         {
             "block gradients": number * rest,
             # What goes in, and this rank's part of what comes out.
-            "reduce-scatter": 4 * rest + 4 * rest // ranks,
+            "reduce-scatter": 4 * rest + 4 * rest // shards,
         },
     ]
 

@@ -114,6 +114,7 @@ def test_ranks_hold_their_part_of_what_is_sharded(facts: ModelFacts) -> None:
         ]
 
     assert parts(FsdpTrainer.Config().layout(), 2) == [0.5, 0.5, 0.5]
+    assert parts(FsdpTrainer.Config(world_size=4, replicas=2).layout(), 4) == [0.5, 0.5, 0.5]
     zero = [
         parts(DeepSpeedTrainer.Config.model_validate({"zero_stage": stage}).layout(), 4)
         for stage in (1, 2, 3)

@@ -140,12 +140,12 @@ class Snapshot:
         """The state after `step` steps, to be copied before it changes. All ranks have to call it
         at the same time.
         """
-        rank, ranks = sharding.rank, sharding.mesh.world_size
+        rank = sharding.rank
 
         def tensors(
             folder: str, stem: str, stored: Sequence[Stored], parts: Mapping[str, Part]
         ) -> _Tensors:
-            own = {name: part.share(rank, ranks) for name, part in parts.items()}
+            own = {name: part.share() for name, part in parts.items()}
             lent: deque[Piece] = deque()
             copies: list[Piece] = []
             for one in stored:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,6 +22,7 @@ from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
 from agentrl.trainers.rank.host_buffers import HostBuffers
+from agentrl.trainers.rank.mesh_groups import MeshGroups
 from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.rank.optimizer import (
     adamw,
@@ -52,12 +52,13 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     config: FsdpTrainer.Config = spec.config
     device = join(rank_info)
     model, trainable, origin = make_model(spec)
-    _shard(model, config, device, rank_info.mesh)
+    groups = MeshGroups.of(rank_info.mesh, rank_info.rank, device)
+    _shard(model, config, device, groups)
     home = torch.device("cpu") if config.optimizer_offload else device
     _take_memory(model, home, device)
     sharding = FullyShard(
         rank_info.rank,
-        rank_info.mesh,
+        groups,
         device,
         home,
         model,
@@ -70,14 +71,14 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
 
 
 def _shard(
-    model: Predictor, config: "FsdpTrainer.Config", device: torch.device, mesh: Mesh
+    model: Predictor, config: "FsdpTrainer.Config", device: torch.device, groups: MeshGroups
 ) -> None:
     """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied
     weights stay tied.
     """
     low = in_bfloat16(config, device)
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (mesh.shard,)),
+        "mesh": groups.weights,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
         ),
@@ -125,7 +126,7 @@ class FullyShard:
     """`Sharding` with FSDP2. `home`: the device of its shards while it is awake."""
 
     rank: int
-    mesh: Mesh
+    groups: MeshGroups
     device: torch.device
     home: torch.device
     model: Predictor
@@ -133,6 +134,11 @@ class FullyShard:
     optimizer: torch.optim.Optimizer
     keep_gradients: bool
     host: HostBuffers = field(default_factory=HostBuffers)
+
+    @property
+    def mesh(self) -> Mesh:
+        """See `Sharding`."""
+        return self.groups.mesh
 
     def prepare(self) -> None:
         """See `Sharding`."""
@@ -152,10 +158,12 @@ class FullyShard:
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Sharding`. Gradients are summed over the ranks after each micro-batch, or after the
-        last one.
+        """See `Sharding`. Gradients are summed over a replica's ranks after each micro-batch, or
+        after the last one; and over the replicas after the last one.
         """
-        cast(FSDPModule, self.model).set_requires_gradient_sync(last or not self.keep_gradients)
+        root = cast(FSDPModule, self.model)
+        root.set_requires_gradient_sync(last or not self.keep_gradients)
+        root.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -167,12 +175,12 @@ class FullyShard:
         return max_of_ranks(value)
 
     def gradient_squares(self) -> Mapping[str, Tensor]:
-        """See `Sharding`. What every rank has whole counts on the first one."""
+        """See `Sharding`. What several ranks have counts on the first of them."""
         own: dict[str, Tensor | None] = {}
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
-                own[name] = gradient.to_local()
+                own[name] = gradient.to_local() if self.groups.replica == 0 else None
             elif parameter.requires_grad:
                 own[name] = gradient if self.rank == 0 else None
         return squares(own, self.device)
@@ -198,14 +206,14 @@ class FullyShard:
     def gather(
         self, names: Sequence[str], to: Collection[int], dtype: torch.dtype | None
     ) -> Mapping[str, Tensor]:
-        """See `Sharding`. Shards are converted before they are sent."""
+        """See `Sharding`. Shards are converted before they are sent, and stay in their replica."""
         tensors = model_tensors(self.trainable.model)
         whole: dict[str, Tensor] = {}
         for name in names:
             tensor = tensors[name].detach()
             if isinstance(tensor, DTensor):
                 local = in_format(tensor.to_local(), dtype)
-                found = gather_rows(local, tensor.shape, to, self.mesh.shard)
+                found = gather_rows(local, tensor.shape, to, self.groups.shards)
                 whole |= {} if found is None else {name: found}
             elif self.rank in to:
                 whole[name] = in_format(tensor, dtype)
@@ -255,7 +263,8 @@ class FullyShard:
     def _part(self, name: str, tensor: Tensor) -> Part:
         """FSDP gives each rank the same number of rows, as far as there are enough."""
         if not isinstance(tensor, DTensor):
-            return Part(tensor.shape, 0, tensor.detach(), replicated=True)
-        rows = -(-tensor.shape[0] // self.mesh.shard)
-        start = min(self.rank * rows, tensor.shape[0]) * tensor.shape[1:].numel()
-        return Part(tensor.shape, start, tensor.to_local().detach())
+            return Part(tensor.shape, 0, tensor.detach(), self.rank, self.mesh.world_size)
+        rows = -(-tensor.shape[0] // self.groups.shards.size())
+        start = min(self.groups.shard * rows, tensor.shape[0]) * tensor.shape[1:].numel()
+        own = tensor.to_local().detach()
+        return Part(tensor.shape, start, own, self.groups.replica, self.mesh.replicate)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 
 from agentrl.net.interfaces import LOOPBACK, meet_other_machines, own_address, stay_on_loopback
 from agentrl.trainers.spec import RankInfo
@@ -77,23 +78,29 @@ def sent(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_rows(local: Tensor, shape: torch.Size, to: Collection[int], ranks: int) -> Tensor | None:
-    """A tensor of this shape on the ranks `to`, whose rows are divided over all ranks: equally many
-    on each, as far as there are enough. None on the others.
+def gather_rows(
+    local: Tensor, shape: torch.Size, to: Collection[int], group: dist.ProcessGroup
+) -> Tensor | None:
+    """A tensor of this shape on the ranks `to`, whose rows are divided over the ranks of a group:
+    equally many on each, as far as there are enough. None on the others. Ranks of other groups are
+    not asked.
     """
+    ranks, inside = group.size(), [rank for rank in to if rank in get_process_group_ranks(group)]
+    if not inside:
+        return None
     rows, row = -(-shape[0] // ranks), shape[1:]
     if rows * ranks == shape[0]:
         own = local.contiguous()
     else:  # collectives need parts of one size
         own = local.new_zeros((rows, *row))
         own[: len(local)] = local
-    is_wanted = dist.get_rank() in to
-    if len(to) == 1 and not is_wanted:
-        dist.gather(own, dst=next(iter(to)))
+    is_wanted = dist.get_rank() in inside
+    if len(inside) == 1 and not is_wanted:
+        dist.gather(own, dst=inside[0], group=group)
         return None
     whole = own.new_empty((rows * ranks, *row))
-    if len(to) == 1:
-        dist.gather(own, list(whole.chunk(ranks)), dst=dist.get_rank())
+    if len(inside) == 1:
+        dist.gather(own, list(whole.chunk(ranks)), dst=dist.get_rank(), group=group)
     else:
-        dist.all_gather_into_tensor(whole, own)
+        dist.all_gather_into_tensor(whole, own, group=group)
     return whole[: shape[0]] if is_wanted else None

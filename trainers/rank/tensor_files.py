@@ -46,23 +46,25 @@ class Part:
     """The elements of a tensor that a rank has: `values`, in the rank's own memory, from element
     `start` of the whole.
 
-    `shape` is that of the whole tensor. `replicated`: all ranks have the same elements. `copied`:
-    nothing else uses the values.
+    `shape` is that of the whole tensor. `copies`: the number of ranks that have the same elements,
+    of which this is number `copy`. `copied`: nothing else uses the values.
     """
 
     shape: torch.Size
     start: int
     values: Tensor
-    replicated: bool = False
+    copy: int = 0
+    copies: int = 1
     copied: bool = False
 
-    def share(self, rank: int, ranks: int) -> "Part":
-        """What this rank writes: all of it, or an equal share if all ranks have the same."""
-        if not self.replicated:
+    def share(self) -> "Part":
+        """What this rank writes: all of it, or an equal share if other ranks have the same."""
+        if self.copies == 1:
             return self
-        size = -(-self.values.numel() // ranks)
-        own = self.values.view(-1)[rank * size : (rank + 1) * size]
-        return replace(self, start=self.start + rank * size, values=own, replicated=False)
+        size = -(-self.values.numel() // self.copies)
+        first = min(self.copy * size, self.values.numel())
+        own = self.values.view(-1)[first : first + size]
+        return replace(self, start=self.start + first, values=own, copy=0, copies=1)
 
 
 @dataclass(frozen=True, slots=True)

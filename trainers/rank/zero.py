@@ -294,7 +294,7 @@ class Zero:
         last one.
         """
         if not _is_partitioned(tensor):
-            return Part(tensor.shape, 0, tensor.detach(), replicated=True)
+            return Part(tensor.shape, 0, tensor.detach(), self.rank, self.mesh.world_size)
         size = tensor.ds_tensor.numel()
         start = min(self.rank * size, tensor.ds_numel)
         return Part(
