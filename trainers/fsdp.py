@@ -29,6 +29,11 @@ class FsdpTrainer(GroupTrainer):
         compute other samples. With as many as there are machines, weights are gathered inside of a
         machine, and between machines gradients are summed, once for each update. Divides
         `world_size`; each rank has a larger part of the model then."""
+        context_parallel: int = Field(1, ge=1)
+        """Neighbouring ranks that compute the same samples, each a slice of the tokens, and
+        exchange heads for attention: for samples whose activations are too large for one rank.
+        Divides `world_size / replicas` and the model's attention heads; weights stay divided over
+        all ranks of a replica."""
         reshard_after_forward: bool = True
         """Free a layer's gathered weights after its forward pass, and gather them again for the
         backward pass (ZeRO 3). Otherwise keep them until then (ZeRO 2), which is faster but takes
@@ -42,19 +47,27 @@ class FsdpTrainer(GroupTrainer):
         there, if the devices are GPUs."""
 
         @model_validator(mode="after")
-        def _ranks_divide_into_replicas(self) -> Self:
-            if self.world_size % self.replicas:
-                more = self.replicas * (self.world_size // self.replicas + 1)
+        def _ranks_make_a_mesh(self) -> Self:
+            each = self.replicas * self.context_parallel
+            if self.world_size % each:
+                more = each * (self.world_size // each + 1)
                 raise ValueError(
                     f"{self.world_size} ranks (world_size) cannot be divided equally into"
-                    f" {self.replicas} replicas: write world_size: {more}, or other replicas"
+                    f" {self.replicas} replicas (replicas) of groups of {self.context_parallel}"
+                    f" (context_parallel): write world_size: {more}, or other numbers of these"
                 )
             return self
 
         @property
         def mesh(self) -> Mesh:
             """The grid of the ranks."""
-            return Mesh(self.replicas, self.world_size // self.replicas)
+            context = self.context_parallel
+            return Mesh(self.replicas, self.world_size // self.replicas // context, context)
+
+        @property
+        def ranks_of_a_sample(self) -> int:
+            """See `TrainerSettings`."""
+            return self.context_parallel
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. Weights are cast before they are gathered."""

@@ -79,7 +79,7 @@ class TrainerSettings(Settings):
     """Tokens that go through the model at once, as samples end to end; attention never crosses from
     one to another. A prefix that samples share is computed once, and its repetitions count an
     eighth. A longer sample goes alone. Changes memory and speed, not the result. By default as many
-    as the longest context of the engine, at most 16,384."""
+    as the longest context of the engine, at most 16,384 for each rank that computes them."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""
@@ -152,14 +152,19 @@ class TrainerSettings(Settings):
     @property
     def tokens_at_once(self) -> int:
         """Tokens of a micro-batch."""
-        return self.micro_batch_tokens or MOST_TOKENS
+        return self.micro_batch_tokens or MOST_TOKENS * self.ranks_of_a_sample
+
+    @property
+    def ranks_of_a_sample(self) -> int:
+        """Ranks over which the tokens of a sample are cut."""
+        return 1
 
     def within(self, context: int) -> Self:
         """The same, with micro-batches for samples of up to `context` tokens where the settings say
         nothing.
         """
-        chosen = self.micro_batch_tokens or max(2, min(context, MOST_TOKENS))
-        return self.model_copy(update={"micro_batch_tokens": chosen})
+        chosen = max(2, min(context, self.tokens_at_once))
+        return self.model_copy(update={"micro_batch_tokens": self.micro_batch_tokens or chosen})
 
     def chosen(self, *, parameters: int, context: int, gpu: bool) -> Self:
         """The same, with what is chosen by the model and its devices, for a plan before the run."""

@@ -20,6 +20,7 @@ Terms are counted where they are largest at the same time.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Literal
 
 from agentrl.models.facts import ModelFacts
@@ -195,12 +196,14 @@ def trainer_footprint(
 
     Weights and gradients are float32: 4 + 4 bytes for each trained parameter, and `moment_bytes`
     for each of AdamW's two moments; each is divided by the ranks of a replica if it is sharded. A
-    micro-batch is as large as `micro_batch_tokens`, or as the longest episode, which is never cut.
+    micro-batch is as large as `micro_batch_tokens`, or as the longest episode, which is never cut
+    except over the ranks of a context.
     """
     trained = trained_parameters(facts, layout)
-    shards = max(1, ranks // layout.mesh.replicate)
+    mesh = layout.mesh
+    shards = max(1, ranks // mesh.replicate)
     part = {stage: shards if layout.shards >= stage else 1 for stage in (1, 2, 3)}
-    tokens = max(layout.micro_batch_tokens, longest)
+    tokens = -(-max(layout.micro_batch_tokens, longest) // mesh.context)
     state = {
         "weights": 4 * facts.parameters // part[3],
         "gradients": 4 * trained // part[2],
@@ -362,6 +365,17 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> i
     return _inputs_bytes(facts, layout, tokens) + products * tokens
 
 
+def exchanged(facts: ModelFacts, mesh: Mesh) -> int:
+    """Numbers of a token that a layer's attention exchanges between the ranks of a context: its
+    queries and results, and keys and values, repeated until each rank has a head of them.
+    """
+    if mesh.context == 1:
+        return 0
+    heads = facts.kv.heads
+    keys = lcm(heads.keys, mesh.context)
+    return (heads.queries + keys) * (heads.key_size + heads.value_size)
+
+
 def _inputs_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     """Bytes of the inputs of all layers, which autocast leaves in float32."""
     number = 4 if layout.precision == "autocast" else layout.number
@@ -375,8 +389,11 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     (the scores, the shares, and a gradient of each).
     """
     again = 0 if layout.recompute == "none" else kept_bytes(facts.largest, layout.precision)
+    # A context's ranks have a part of the heads, and of all of its tokens.
     pieces = 4 * 4 * facts.pieced_heads * min(QUERIES_AT_ONCE, tokens)
-    return (again + layout.number * facts.largest.working + pieces) * tokens
+    # What is sent and what is received.
+    exchange = 2 * layout.number * exchanged(facts, layout.mesh)
+    return (again + layout.number * facts.largest.working + pieces + exchange) * tokens
 
 
 def head_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:

@@ -85,6 +85,14 @@ class Mesh:
             rank = rank * size + number
         return rank
 
+    def lines(self, axis: str) -> list[list[int]]:
+        """The ranks that differ on an axis alone, in its order; all of these lines."""
+        found: dict[Coordinates, list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            found.setdefault(place._replace(**{axis: 0}), []).append(rank)
+        return list(found.values())
+
     def data_parallel_rank(self, rank: int) -> int:
         """The number of the part of a batch that a rank computes.
 

@@ -22,6 +22,7 @@ from agentrl.placement.footprint import (
     block_number,
     context_bytes,
     engine_footprint,
+    exchanged,
     tokens_cached,
     trained_parameters,
     weight_bytes,
@@ -136,12 +137,8 @@ class Stages:
         ranks = devices.of("trainer")
         speed = self._share(devices, "trainer") * self._flops(kind) * self.assume.trainer_flops
         compute = self.train_flop(work) / (len(ranks) * speed)
-        link = self._link(devices) * self.assume.links
-        communication = 0.0
-        if len(ranks) > 1:
-            apart = (len(ranks) - 1) / len(ranks)
-            communication = apart * self._traffic(self.micro_batches(work, len(ranks))) / link
-        parts = len(ranks) if layout.shards else 1
+        communication = self._communication(work, devices)
+        parts = max(1, len(ranks) // layout.mesh.replicate) if layout.shards else 1
         bandwidth = kind.bandwidth * self._share(devices, "trainer") * self.assume.engine_bandwidth
         if layout.offload and kind.is_gpu:
             bandwidth = kind.host_link * self.assume.links
@@ -167,7 +164,34 @@ class Stages:
         """
         episode = max(1.0, work.episode_tokens)
         together = max(1.0, self.trainer.micro_batch_tokens // episode)
-        return max(1.0, work.episodes / self.trainer.minibatches / ranks / together)
+        parts = ranks / self.trainer.mesh.context
+        return max(1.0, work.episodes / self.trainer.minibatches / parts / together)
+
+    def _communication(self, work: Workload, devices: DeviceMap) -> float:
+        """Seconds in which a rank sends in a step: weights and gradients inside of a replica of the
+        model, sums of gradients between replicas, and heads between the ranks of a context.
+
+        Neighbouring ranks make a replica, and in it a context.
+        """
+        facts, layout, ranks = self.facts, self.trainer, devices.of("trainer")
+        mesh, kind = layout.mesh, devices.inventory.kind
+        shards = max(1, len(ranks) // mesh.replicate)
+
+        def link(count: int) -> float:
+            """Of the slowest of each so many neighbours."""
+            groups = [ranks[i : i + count] for i in range(0, len(ranks), count)]
+            apart = any(len({rank.node for rank in group}) > 1 for group in groups)
+            return self.assume.links * (kind.network if apart else kind.link)
+
+        seconds = (shards - 1) / shards * self._traffic(self.micro_batches(work, len(ranks)))
+        seconds /= link(shards)
+        part = 4 * trained_parameters(facts, layout) / shards
+        between = 2 * (mesh.replicate - 1) / mesh.replicate * part * layout.minibatches
+        seconds += between / link(len(ranks))
+        passes = 2 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
+        each = layout.number * facts.layers * exchanged(facts, mesh) * passes
+        sent = each * work.tokens / len(ranks) * (mesh.context - 1) / mesh.context
+        return seconds + sent / link(mesh.context)
 
     def _traffic(self, micro_batches: float) -> float:
         """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3)
@@ -197,7 +221,8 @@ class Stages:
         kind = devices.inventory.kind
         if not devices.time_shared or not kind.is_gpu:
             return 0.0
-        sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
+        shards = len(devices.of("trainer")) // self.trainer.mesh.replicate
+        sharded = max(1, shards) if self.trainer.shards >= 3 else 1
         state = 4 + 2 * self.trainer.moment_bytes  # gradients are dropped
         each = (
             (0 if self.trainer.offload else state)

@@ -31,10 +31,12 @@ from agentrl.placement.footprint import (
     TrainerLayout,
     activation_bytes,
     engine_footprint,
+    exchanged,
     head_bytes,
     layer_bytes,
     trainer_footprint,
 )
+from agentrl.placement.mesh import Mesh
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
@@ -125,6 +127,21 @@ def test_ranks_hold_their_part_of_what_is_sharded(facts: ModelFacts) -> None:
     ]
     assert moments_and_copy == (4 + 4 + 4) * facts.parameters
     assert parts(LocalTrainer.Config().layout(), 1) == [1, 1, 1]
+
+
+def test_the_ranks_of_a_context_have_their_share_of_the_activations_and_what_they_exchange() -> (
+    None
+):
+    """Qwen3-8B: 32 heads of queries and 8 of keys, of 128 numbers."""
+    config = FsdpTrainer.Config(world_size=16, dtype="bfloat16", micro_batch_tokens=1 << 16)
+    whole, cut = (replace(config.layout(), mesh=mesh) for mesh in (Mesh(1, 16), Mesh(context=16)))
+    parts, alone = (trainer_footprint(QWEN3_8B, one, 16).parts for one in (cut, whole))
+    assert parts["weights"] == alone["weights"]
+    assert parts["activations"] == pytest.approx(alone["activations"] / 16, rel=0.05)
+    # Each of 16 ranks needs a head of keys, so that each of 8 is sent twice.
+    assert exchanged(QWEN3_8B, Mesh(context=16)) == (32 + 16) * 2 * 128
+    more = layer_bytes(QWEN3_8B, cut, 4096) - layer_bytes(QWEN3_8B, whole, 4096)
+    assert more == 2 * 2 * (32 + 16) * 2 * 128 * 4096
 
 
 def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:

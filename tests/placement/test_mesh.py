@@ -29,12 +29,23 @@ def test_each_part_of_a_batch_is_computed_by_as_many_ranks(mesh):
         assert mesh.coordinates(rank)[2:] == (0, 0, 0)
 
 
+@given(MESHES, st.sampled_from(Coordinates._fields))
+def test_the_lines_of_an_axis_have_each_rank_once(mesh, axis):
+    lines = mesh.lines(axis)
+    assert sorted(rank for line in lines for rank in line) == list(range(mesh.world_size))
+    for line in lines:
+        places = [mesh.coordinates(rank) for rank in line]
+        assert [getattr(place, axis) for place in places] == list(range(getattr(mesh, axis)))
+        assert len({place._replace(**{axis: 0}) for place in places}) == 1
+
+
 def test_a_worked_example():
     mesh = Mesh(replicate=2, shard=2, tensor=2)
     assert (mesh.world_size, mesh.data_parallel_size) == (8, 4)
     assert mesh.coordinates(5) == Coordinates(replicate=1, shard=0, tensor=1)
     assert mesh.data_parallel_rank(5) == 2
     assert mesh.data_parallel_leaders == (0, 2, 4, 6)
+    assert mesh.lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert (ONE_RANK.world_size, ONE_RANK.coordinates(0)) == (1, Coordinates())
 
 

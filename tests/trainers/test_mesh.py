@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from agentrl.algorithms import losses as of_tokens
+from agentrl.algorithms.grpo import Grpo
+from agentrl.arrays import Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.cluster.workers import WorkerGroup
+from agentrl.cluster.processes import start_local
+from agentrl.cluster.workers import InOwnProcess, WorkerGroup
+from agentrl.errors import ConfigError
 from agentrl.testing.trainers import LOSS, TrainerCase, check_trainer, random_batches
-from agentrl.trainers.batch_shards import shard_batch
+from agentrl.trainers.batch_shards import BatchShard, shard_batch
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.rank import fsdp as rank_fsdp
+from agentrl.trainers.rank.model import make_model
 from agentrl.trainers.rank.worker import TrainerRank
-from agentrl.trainers.spec import TrainerSpec
+from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.weights.bundle import BundlePlace
 from agentrl.weights.transports.files import WriteBuckets
 from tests.model_families import SMALL
@@ -50,9 +58,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 MESHES: Mapping[str, Mapping[str, int]] = {
     "2 replicas x 2 shards": {"world_size": 4, "replicas": 2},
     "3 replicas": {"world_size": 3, "replicas": 3},
+    "context 2": {"world_size": 2, "context_parallel": 2},
+    "context 4": {"world_size": 4, "context_parallel": 4},
+    "2 shards x context 2": {"world_size": 4, "context_parallel": 2},
+    "2 replicas x context 2": {"world_size": 4, "replicas": 2, "context_parallel": 2},
 }
 """Settings of the ranks."""
-SOON = {("2 replicas x 2 shards", "windowed, capped")}
+SOON = {("2 replicas x 2 shards", "windowed, capped"), ("context 2", "mixture with sinks")}
 """Cases whose first steps are checked among the tests that are slow, and not only long."""
 ALONE: dict[str, Any] = {"device": "cpu"}
 
@@ -63,8 +75,6 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def folder_of(kind: str) -> Path:
-        import transformers
-
         config, settings = MODELS[kind]
         folder = tmp_path_factory.mktemp("models") / kind.replace(" ", "_")
         made = getattr(transformers, config)(**{**HEADS, "vocab_size": 320, **settings})
@@ -86,10 +96,17 @@ def batch_of_lengths(lengths: Sequence[int], vocab: int = 320) -> TrainBatch:
     """Samples of these lengths, no two of which begin alike; the second half of each has loss."""
     samples = []
     for number, length in enumerate(lengths):
-        is_answer, zeros = np.arange(length) >= length // 2, np.zeros(length)
-        tokens = (np.arange(length) * 7 + number) % vocab
-        versions = np.where(is_answer, 0, -1)
-        samples.append(TrainingSample(tokens, is_answer, zeros, np.ones(length), versions, zeros))
+        is_answer, none = np.arange(length) >= length // 2, np.zeros(length)
+        samples.append(
+            TrainingSample(
+                token_ids=ints((np.arange(length) * 7 + number) % vocab),
+                loss_mask=mask(is_answer),
+                rollout_logprobs=floats(none),
+                advantages=floats(none + 1),
+                policy_versions=ints(np.where(is_answer, 0, -1)),
+                turn_ids=ints(none),
+            )
+        )
     return collate(samples)
 
 
@@ -237,8 +254,79 @@ def test_a_mesh_takes_up_what_another_has_saved(
     asyncio.run(main())
 
 
+def chosen_experts(batch: TrainBatch, layers: int) -> TrainBatch:
+    """A batch whose engine has chosen two of four experts in each layer."""
+    rows = np.random.default_rng(0).permuted(
+        np.tile(np.arange(4), (batch.num_loss_tokens * layers, 1)), axis=1
+    )
+    return replace(batch, experts_N=Ragged.of(rows[:, :2].reshape(-1, 2 * layers).tolist()))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "context 2",
+        pytest.param("2 replicas x 2 shards", marks=pytest.mark.long),
+        pytest.param("context 4", marks=pytest.mark.long),
+        pytest.param("2 shards x context 2", marks=pytest.mark.long),
+    ],
+)
+def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
+    mesh: str, processes: Processes, model_of: Any
+) -> None:
+    """With a loss whose ratio is that of a sample, and experts that are balanced and compared."""
+    model, loss = (
+        model_of("mixture"),
+        Grpo(Grpo.Config(surrogate="gspo", entropy_bonus=0.1, importance_level="sequence")).loss,
+    )
+    batches = [chosen_experts(batch, 2) for batch in batches_of(model, 3)]
+
+    async def told(make: Any) -> tuple[list[dict[str, float]], Any]:
+        case = TrainerCase(lr=1e-3, minibatches=2)
+        async with make(model, case) as trainer:
+            metrics = [
+                dict(await trainer.step(batch, loss, float(batch.num_loss_tokens)))
+                for batch in batches
+            ]
+            return metrics, await trainer.token_logprobs()
+
+    balanced = {"router_aux_loss_coef": 0.5}
+    several, alone = (
+        asyncio.run(told(make_trainer(kind, {**settings, **balanced}, **parts)))
+        for kind, settings, parts in (
+            (FsdpTrainer, MESHES[mesh], {"start": processes}),
+            (LocalTrainer, ALONE, {}),
+        )
+    )
+    for got, want in zip(several[0], alone[0], strict=True):
+        assert got.keys() == want.keys()
+        for name in got:
+            # parts of a batch are packed on their own
+            if not name.startswith("seconds") and name != "tokens_computed":
+                assert got[name] == pytest.approx(want[name], abs=1e-5, rel=1e-5), name
+        assert want["routing_difference"] > 0.1
+        assert want["router_aux_loss"] > 1
+    np.testing.assert_allclose(several[1], alone[1], atol=1e-5, rtol=0)
+
+
 class CountingRank(TrainerRank):
-    """A rank that counts the bytes that it sends."""
+    """A rank that counts the bytes that it sends, and those that it keeps for a backward pass."""
+
+    def kept(self, shard: BatchShard) -> int:
+        """Bytes of what autograd keeps of the first micro-batch, weights included."""
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        samples = self._on_device(shard[0][0])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = self.sharding.predict(samples)
+        self.sharding.backward(found.sum(), last=True)
+        self.sharding.clear()
+        return sum(kept.values())
 
     def sent(self, call: str, *args: Any) -> Counter[tuple[str, tuple[int, ...]]]:
         with SentBytes() as counting:
@@ -300,6 +388,94 @@ def test_replicas_exchange_their_part_of_the_gradients_once_for_an_update_and_no
             assert ranks == everyone or set(ranks) == {rank // 2 * 2, rank // 2 * 2 + 1}
 
 
-def test_ranks_that_do_not_divide_into_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"3 ranks .* 2 replicas: write world_size: 4"):
-        FsdpTrainer.Config(world_size=3, replicas=2)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_of_a_context_keep_their_share_of_the_activations(
+    ranks: int, processes: Processes, tmp_path: Path
+) -> None:
+    made = transformers.Qwen3Config(**{**HEADS, "vocab_size": 320, "num_key_value_heads": 4})
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
+
+    async def kept_bytes(ranks: int) -> list[int]:
+        """What 256 more tokens leave in memory on each rank."""
+        config = FsdpTrainer.Config(
+            world_size=ranks, context_parallel=ranks, micro_batch_tokens=10**4, dtype="float32"
+        )
+        found = []
+        async with counting_ranks(config, tmp_path, processes) as group:
+            for count in (8, 16):
+                (shard,) = shard_batch(batch_of_lengths([32] * count), config, parts=1)
+                found.append(await group.all("kept", shard))
+        return [more - few for few, more in zip(*found, strict=True)]
+
+    (alone,), cut = (asyncio.run(kept_bytes(n)) for n in (1, ranks))
+    assert alone > 256 * 4 * HEADS["hidden_size"]
+    for one in cut:
+        assert one == pytest.approx(alone / ranks, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "2 shards x context 2",
+        pytest.param("context 4", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_of_a_context_send_each_head_of_their_tokens_once_for_each_attention(
+    mesh: str, processes: Processes, model_of: Any
+) -> None:
+    model, passes, tokens = model_of("dense"), 3, 16
+    config = FsdpTrainer.Config(**MESHES[mesh], micro_batch_tokens=tokens, dtype="float32")
+    parts, ranks = config.mesh.data_parallel_size, config.context_parallel
+    batch = batch_of_lengths([tokens] * parts * passes)
+    shards = shard_batch(batch, config, parts=parts)
+    args = (LOSS, 1.0, batch.num_loss_tokens)
+    given = [
+        ("step", shards[config.mesh.data_parallel_rank(rank)], *args)
+        for rank in range(config.world_size)
+    ]
+
+    async def main() -> Any:
+        async with counting_ranks(config, model, processes) as group:
+            return (await group.scatter("sent", given))[0]
+
+    sent, context = asyncio.run(main()), tuple(range(ranks))
+    # queries and results, keys and values (repeated for as many heads as ranks), there and back
+    heads, keys = HEADS["num_attention_heads"], max(HEADS["num_key_value_heads"], ranks)
+    each = 4 * HEADS["head_dim"] * (2 * heads + 2 * keys)
+    times = 2 * passes * HEADS["num_hidden_layers"]
+    assert sent["alltoall_base", context] == times * each * tokens // ranks * (ranks - 1) // ranks
+    # a logprob of each loss token, for the loss
+    assert sent["allreduce", context] >= passes * 4 * tokens // 2 * 2 * (ranks - 1) // ranks
+
+
+def test_what_cannot_be_cut_is_refused_by_name(model_of: Any) -> None:
+    async def opened(sharding: str, **settings: int) -> None:
+        config = FsdpTrainer.Config(**settings, dtype="float32")
+        make: Any = TrainerSpec(sharding, config, model_of("dense"), 2, 1.0).make_rank
+        ranks = await start_local("trainer", InOwnProcess(make), config.world_size)
+        try:
+            await ranks.all("open", config.mesh, await ranks.one("reserve", True))
+        finally:
+            await ranks.stop()
+
+    with pytest.raises(ConfigError, match=r"heads of Qwen3ForCausalLM .* there are 4: .* 1, 2, 4"):
+        asyncio.run(opened(FsdpTrainer.sharding, world_size=3, context_parallel=3))
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM computes other outputs .* are cut"):
+        asyncio.run(opened(f"{__name__}:open_leaking", world_size=2, context_parallel=2))
+
+
+def open_leaking(spec: TrainerSpec, rank_info: RankInfo) -> Any:
+    """A sharding of a model whose last norm adds the state of the token before, as a convolution
+    would.
+    """
+
+    def make_leaking(*args: Any, **kwargs: Any) -> Any:
+        made = make_model(*args, **kwargs)
+        made[0].model.base_model.norm.register_forward_pre_hook(
+            lambda module, args: (args[0] + args[0].roll(1, 1),)
+        )
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_fsdp, "make_model", make_leaking)
+        return rank_fsdp.open_sharding(spec, rank_info)

@@ -32,6 +32,7 @@ from transformers import AttentionInterface
 
 from agentrl.arrays import IntArray
 from agentrl.models.attention_check import Windows, not_handed_on
+from agentrl.trainers.compute.context import ContextSlice, check_heads
 from agentrl.trainers.compute.needed import Needed
 from agentrl.trainers.compute.prefixes import SharedPrefixes
 
@@ -72,7 +73,8 @@ class Segments:
 
     If tokens are in several segments, `places_T` is where the sequence has each token of the
     segments, and `computed_S` where the segments have each token of the sequence. `needed`: the
-    tokens whose results the last layer needs, if they are few.
+    tokens whose results the last layer needs, if they are few. `context`: this rank's slice of the
+    sequence, if its tokens are cut over several ranks; the segments are those of all of it.
     """
 
     blocks: tuple[Block, ...]
@@ -81,6 +83,7 @@ class Segments:
     places_T: Tensor | None = None
     computed_S: Tensor | None = None
     needed: Needed | None = None
+    context: ContextSlice | None = None
 
     @staticmethod
     def of(
@@ -88,6 +91,7 @@ class Segments:
         device: torch.device,
         shared: SharedPrefixes | None = None,
         needed_P: IntArray | None = None,
+        context: ContextSlice | None = None,
     ) -> "Segments":
         """The segments of these lengths, end to end. They make the fewest blocks if sorted by
         length.
@@ -100,11 +104,10 @@ class Segments:
         borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         needed = None if needed_P is None else Needed.of(needed_P, lengths, blocks, device, shared)
         if shared is None or places_T is None:
-            return Segments(blocks, borders, max(lengths), needed=needed)
+            return Segments(blocks, borders, max(lengths), needed=needed, context=context)
         computed_S = torch.from_numpy(shared.computed_S).long()
-        return Segments(
-            blocks, borders, max(lengths), places_T.to(device), computed_S.to(device), needed
-        )
+        found = Segments(blocks, borders, max(lengths), needed=needed, context=context)
+        return replace(found, places_T=places_T.to(device), computed_S=computed_S.to(device))
 
 
 def attend(
@@ -135,14 +138,23 @@ def attend(
         raise not_handed_on(module)
     if windows is not None:
         windows.append(sliding_window)
+    options: dict[str, Any] = {
+        "scaling": scaling,
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "needed_only": needed_only,
+    }
+    if (context := segments.context) is not None:
+        check_heads(query.shape[1], context.group.ranks, type(module).__name__)
+        query, key, value = (context.to_heads(one) for one in (query, key, value))
+        options |= {
+            "segments": replace(segments, context=None),
+            "s_aux": None if s_aux is None else context.own_heads(s_aux),
+        }
+        out, _ = attend(module, query, key, value, attention_mask, **options)
+        return context.to_tokens(out), None
     narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
-        options: dict[str, Any] = {
-            "scaling": scaling,
-            "sliding_window": sliding_window,
-            "softcap": softcap,
-        }
-        options |= {"needed_only": needed_only}
         padded = torch.nn.functional.pad(value, (0, narrower))
         out, _ = attend(
             module, query, key, padded, attention_mask, segments=segments, s_aux=s_aux, **options

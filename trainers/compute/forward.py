@@ -21,6 +21,7 @@ from agentrl.models.attention_check import Windows
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.routing import without_router_logits
 from agentrl.trainers.compute.attention import Segments
+from agentrl.trainers.compute.context import ContextGroup, ContextSlice, OwnTokens
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
 from agentrl.trainers.packing import MicroBatch
 
@@ -38,6 +39,10 @@ class DeviceMicroBatch:
     engine chose for each, layer by layer; a row of -1 where they are unknown. `times_S`: of how
     many tokens of samples with loss tokens each one is the only copy, where the balance of experts
     is asked for; the last layer then computes all tokens.
+
+    If the tokens are cut over several ranks, those of `tokens_S`, `positions_S`, `needed_P` and
+    `times_S` are this rank's slice, and `predictors_N`, `targets_N`, `support_NS` and `experts_NE`
+    are of the loss tokens that it predicts, its `own`.
     """
 
     tokens_S: Tensor
@@ -54,12 +59,19 @@ class DeviceMicroBatch:
     needed_P: Tensor | None = None
     experts_NE: Tensor | None = None
     times_S: Tensor | None = None
+    own: OwnTokens | None = None
 
 
 def to_device(
-    micro_batch: MicroBatch, device: torch.device, *, balance: bool = False
+    micro_batch: MicroBatch,
+    device: torch.device,
+    *,
+    balance: bool = False,
+    context: ContextGroup | None = None,
 ) -> DeviceMicroBatch:
-    """Move a micro-batch to a device. `balance`: the experts' balance is wanted (`times_S`)."""
+    """Move a micro-batch to a device. `balance`: the experts' balance is wanted (`times_S`).
+    `context`: the ranks over which its tokens are cut.
+    """
 
     def move(array: Any) -> Tensor:
         # A copy; torch indexes with int64.
@@ -76,21 +88,40 @@ def to_device(
     before_N = samples.loss_mask_S.nonzero()[0] - 1
     predictors_N = before_N if shared is None else shared.places_T[before_N]
     needed_P = None if balance else ints(np.unique(predictors_N))
+    computed = slice(None) if shared is None else shared.computed_S
+    part = None if context is None else ContextSlice(context, micro_batch.computed_tokens)
+    segments = Segments.of(lengths_M.tolist(), device, shared, needed_P, part)
+    own_N: Any = slice(None)
+    own = None
+    if part is not None:
+        own_N = part.own(predictors_N)
+        own = OwnTokens(part.group, move(own_N), len(predictors_N))
+        predictors_N = predictors_N[own_N] - part.start
+        needed_P = None if balance else ints(np.unique(predictors_N))
+
+    def slice_of(values_S: Any) -> Tensor:
+        return move(values_S if part is None else part.cut(values_S))
+
     return DeviceMicroBatch(
-        tokens_S=move(samples.tokens_S if shared is None else samples.tokens_S[shared.computed_S]),
-        positions_S=move(positions_T if shared is None else positions_T[shared.computed_S]),
-        segments=Segments.of(lengths_M.tolist(), device, shared, needed_P),
+        tokens_S=slice_of(samples.tokens_S[computed]),
+        positions_S=slice_of(positions_T[computed]),
+        segments=segments,
         predictors_N=move(predictors_N),
-        targets_N=move(samples.tokens_S[samples.loss_mask_S]),
+        targets_N=move(samples.tokens_S[samples.loss_mask_S][own_N]),
         rollout_logprobs_N=move(samples.rollout_logprobs_N),
         reference_logprobs_N=move(samples.reference_logprobs_N),
         advantages_N=move(samples.advantages_N),
         samples_N=move(np.repeat(micro_batch.numbers_M, samples.loss_tokens_M)),
         weights_N=move(samples.weights_N),
-        support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
+        support_NS=move(samples.support_N.padded(-1)[own_N])
+        if len(samples.support_N.values)
+        else None,
         needed_P=None if needed_P is None else move(needed_P),
-        experts_NE=move(samples.experts_N.padded(-1)) if len(samples.experts_N.values) else None,
-        times_S=move(_times(micro_batch)) if balance else None,
+        experts_NE=move(samples.experts_N.padded(-1)[own_N])
+        if len(samples.experts_N.values)
+        else None,
+        times_S=slice_of(_times(micro_batch)) if balance else None,
+        own=own,
     )
 
 
@@ -146,13 +177,20 @@ def token_logprobs(model: Any, samples: DeviceMicroBatch, *, entropy: bool = Fal
     logprobs_N: Tensor = model.get_output_embeddings()(
         hidden_NH, samples.targets_N, samples.support_NS, entropy=entropy
     )
-    return logprobs_N
+    return _gathered(logprobs_N, samples, 1 + entropy)
 
 
 def token_values(model: Any, samples: DeviceMicroBatch) -> Tensor:
     """The output of the model's value head before each loss token, float32, shape N."""
     values_N1: Tensor = model.score(_before(model, samples)).float()
-    return values_N1[:, 0]
+    return _gathered(values_N1[:, 0], samples, 1)
+
+
+def _gathered(values: Tensor, samples: DeviceMicroBatch, rows: int) -> Tensor:
+    """Rows of numbers of all loss tokens, flat, from those of the loss tokens that this rank
+    predicts.
+    """
+    return values if samples.own is None else samples.own.gathered(values, rows)
 
 
 def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:

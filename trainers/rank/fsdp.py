@@ -18,12 +18,19 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.placement.mesh import Mesh
 from agentrl.protocols.weight_source import in_format
+from agentrl.trainers.compute.context import ContextGroup, check_heads
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.gradient_norms import squares
 from agentrl.trainers.rank.host_buffers import HostBuffers
 from agentrl.trainers.rank.mesh_groups import MeshGroups
-from agentrl.trainers.rank.model import Predictor, begin, in_bfloat16, make_model
+from agentrl.trainers.rank.model import (
+    Predictor,
+    begin,
+    check_context_parallel,
+    in_bfloat16,
+    make_model,
+)
 from agentrl.trainers.rank.optimizer import (
     adamw,
     apply,
@@ -50,8 +57,10 @@ if TYPE_CHECKING:
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     """Make the model, shard it before it has any memory, read the shards, make the optimizer."""
     config: FsdpTrainer.Config = spec.config
-    device = join(rank_info)
     model, trainable, origin = make_model(spec)
+    text = model.model.config.get_text_config()
+    check_heads(text.num_attention_heads, rank_info.mesh.context, type(model.model).__name__)
+    device = join(rank_info)
     groups = MeshGroups.of(rank_info.mesh, rank_info.rank, device)
     _shard(model, config, device, groups)
     home = torch.device("cpu") if config.optimizer_offload else device
@@ -140,11 +149,18 @@ class FullyShard:
         """See `Sharding`."""
         return self.groups.mesh
 
+    @property
+    def context(self) -> ContextGroup | None:
+        """See `Sharding`."""
+        return self.groups.context
+
     def prepare(self) -> None:
         """See `Sharding`."""
         with torch.no_grad():
             self.model(None)
         _reshard(self.model)
+        if self.context is not None:
+            check_context_parallel(self.model.model, self.predict, self.device, self.context)
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""

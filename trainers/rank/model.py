@@ -9,9 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from agentrl.arrays import floats, ints, mask
+from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_attention, check_context, check_kind
 from agentrl.models.last_layer import compute_only_needed
@@ -19,15 +22,18 @@ from agentrl.models.routing import Balance
 from agentrl.models.source import here
 from agentrl.models.weight_names import WeightNames
 from agentrl.trainers.compute.attention import ATTENTION
+from agentrl.trainers.compute.context import ContextGroup
 from agentrl.trainers.compute.forward import (
     DeviceMicroBatch,
     compute_logprobs_in,
     scaling_of,
     states_together,
+    to_device,
     token_logprobs,
     token_values,
 )
 from agentrl.trainers.compute.recomputation import recompute_blocks
+from agentrl.trainers.packing import micro_batches
 from agentrl.trainers.rank.checkpoint import quiet
 from agentrl.trainers.rank.lora import Adapters, first_factor
 from agentrl.trainers.rank.origin import (
@@ -98,6 +104,37 @@ class Predictor(nn.Module):
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `forward`."""
         raise NotImplementedError
+
+
+def check_context_parallel(
+    model: Any,
+    predict: Callable[[DeviceMicroBatch], Tensor],
+    device: torch.device,
+    context: ContextGroup,
+) -> None:
+    """Compare the outputs of a model for a short sample whose tokens are cut over ranks with those
+    of the whole sample. All ranks have to call it at the same time.
+
+    Raises:
+        ConfigError: they differ, because layers look at other tokens in other ways than by
+            attention.
+    """
+    length, vocab = 2 * context.ranks, model.config.get_text_config().vocab_size
+    tokens, none, nothing = np.arange(1, length + 1) * 7 % vocab, ints([0] * length), [0.0] * length
+    is_loss = mask(np.arange(length) > 0)
+    sample = TrainingSample(ints(tokens), is_loss, floats(nothing), floats(nothing), none, none)
+    (micro_batch,) = micro_batches(collate([sample]), length)
+    with torch.no_grad():
+        cut_N = predict(to_device(micro_batch, device, context=context))
+        whole_N = predict(to_device(micro_batch, device))
+    difference, size = float((cut_N - whole_N).norm()), float(whole_N.norm())
+    if not difference <= (1e-3 if device.type == "cpu" else 0.05) * size:
+        raise ConfigError(
+            f"{type(model).__name__} computes other outputs for a sample whose tokens are cut over"
+            f" ranks than for the whole one (they differ by {difference:.2g}, of {size:.2g}): some"
+            " of its layers look at other tokens in other ways than by attention. Write"
+            " trainer.context_parallel=1"
+        )
 
 
 class LogprobPredictor(Predictor):

@@ -53,6 +53,7 @@ class OneDevice:
     optimizer: torch.optim.Optimizer
     rank: int = 0
     mesh: Mesh = ONE_RANK
+    context: None = None
     host: HostBuffers = field(default_factory=HostBuffers)
 
     def prepare(self) -> None:

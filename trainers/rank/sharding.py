@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.placement.mesh import Mesh
+from agentrl.trainers.compute.context import ContextGroup
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
 from agentrl.trainers.rank.tensor_files import Part
@@ -33,6 +34,11 @@ class Sharding(Protocol):
     @property
     def mesh(self) -> Mesh:
         """The grid of all ranks."""
+        ...
+
+    @property
+    def context(self) -> ContextGroup | None:
+        """The ranks over which the tokens of a micro-batch are cut; None for this one alone."""
         ...
 
     @property

@@ -247,7 +247,11 @@ class TrainerRank:
         return bool(self._spec.config.old_logprobs == "engine")
 
     def _predicted(self, micro_batch: MicroBatch) -> Tensor:
-        return self.sharding.predict(to_device(micro_batch, self.sharding.device))
+        return self.sharding.predict(self._on_device(micro_batch))
+
+    def _on_device(self, micro_batch: MicroBatch, *, balance: bool = False) -> DeviceMicroBatch:
+        device, context = self.sharding.device, self.sharding.context
+        return to_device(micro_batch, device, balance=balance, context=context)
 
     def _old_logprobs(
         self, micro_batches: Sequence[MicroBatch], tally: "_Tally"
@@ -260,7 +264,7 @@ class TrainerRank:
         found: list[Tensor | None] = []
         with tally.phase("old_logprobs"), torch.no_grad():
             for micro_batch in micro_batches:
-                samples = to_device(micro_batch, self.sharding.device)
+                samples = self._on_device(micro_batch)
                 found.append(self.sharding.predict(samples))
                 self._compare_routing(samples, float(micro_batch.counts), tally)
         return found
@@ -281,7 +285,7 @@ class TrainerRank:
             exact = self._spec.head == "policy" and uses_entropy(loss)
             totals_2E = self._balance_totals(micro_batches)
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
-                samples = to_device(micro_batch, self.sharding.device, balance=self._balances)
+                samples = self._on_device(micro_batch, balance=self._balances)
                 predicted, sums_2E = _parted(
                     self.sharding.predict(samples, entropy=exact), samples, entropy=exact
                 )
@@ -299,6 +303,7 @@ class TrainerRank:
                 )
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)
+                told = weight * self._tells
                 part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
                 whole = part
                 if sums_2E is not None:
@@ -314,9 +319,9 @@ class TrainerRank:
                 self.sharding.backward(
                     whole * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1
                 )
-                tally.add(part.detach(), output.metrics, weight)
+                tally.add(part.detach() * self._tells, output.metrics, told)
                 if old_N is not None or tally.before_updates:
-                    tally.compare((before_N - samples.rollout_logprobs_N).abs(), weight)
+                    tally.compare((before_N - samples.rollout_logprobs_N).abs(), told)
                 known_N = (
                     torch.full_like(before_N, torch.nan)
                     if entropies_N is None
@@ -325,6 +330,13 @@ class TrainerRank:
                 tally.logprobs.append(
                     torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N])
                 )
+
+    @property
+    def _tells(self) -> float:
+        """0 for a rank that computes a part of the same samples as another one, which tells of
+        their loss tokens; else 1.
+        """
+        return float(self.sharding.rank in self.sharding.mesh.data_parallel_leaders)
 
     @property
     def _balances(self) -> bool:
@@ -336,14 +348,15 @@ class TrainerRank:
 
         None if nothing is balanced, or if a single pass computes all of the minibatch.
         """
+        mesh = self.sharding.mesh
         if not self._balances or (
-            len(micro_batches) == 1 and self.sharding.mesh.data_parallel_size == 1
+            len(micro_batches) == 1 and mesh.data_parallel_size * mesh.context == 1
         ):
             return None
         found: list[Tensor] = []
         with torch.no_grad():
             for micro_batch in micro_batches:
-                samples = to_device(micro_batch, self.sharding.device, balance=True)
+                samples = self._on_device(micro_batch, balance=True)
                 _, sums_2E = _parted(self.sharding.predict(samples), samples, entropy=False)
                 assert sums_2E is not None
                 found.append(sums_2E * float(micro_batch.counts))
@@ -364,7 +377,7 @@ class TrainerRank:
         chosen_NLK = self._routing.chosen_experts(
             samples.predictors_N, len(samples.tokens_S), samples.needed_P
         )
-        if chosen_NLK is not None and chosen_NLK[0].numel() == samples.experts_NE.shape[1]:
+        if chosen_NLK is not None and chosen_NLK.shape[1:].numel() == samples.experts_NE.shape[1]:
             known_N = samples.experts_NE[:, 0] >= 0
             share_N = differing(
                 chosen_NLK[known_N], samples.experts_NE[known_N].reshape(-1, *chosen_NLK.shape[1:])
@@ -414,7 +427,7 @@ def _parted(
     """The outputs of a predictor for the loss tokens, and `Balance.sums` if wanted."""
     if samples.times_S is None:
         return predicted, None
-    count = len(samples.targets_N) * (1 + entropy)
+    count = len(samples.weights_N) * (1 + entropy)
     outputs, sums = predicted[:count], predicted[count:]
     return outputs.reshape(2, -1) if entropy else outputs, sums.reshape(2, -1)
 

@@ -129,6 +129,7 @@ class Zero:
     device: torch.device
     engine: Any
     trainable: TrainableParameters
+    context: None = None
 
     @property
     def rank(self) -> int:
