@@ -6,13 +6,15 @@ import asyncio
 import json
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,16 @@ from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
+from agentrl.weights import plan
 from agentrl.weights import store as store_module
 from agentrl.weights.bundle import BundlePlace, Update, WeightBundle, weight_shapes
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.publisher import Published, WeightPublisher, checksum
 from agentrl.weights.store import WeightStore
+from agentrl.weights.transports import live
 from agentrl.weights.transports.files import WriteBuckets, bundle_of
-from tests.processes import still_alive
+from tests.processes import PATIENCE_SECONDS, hit, still_alive
 from tests.properties import examples
 
 Weights = Mapping[str, Tensor]
@@ -251,6 +255,7 @@ class Truth:
     """Plain forward passes of any weights of one model."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._model = plain_model(folder)
         self.versions: dict[int, Weights] = {
             0: {name: p.detach().clone() for name, p in self._model.named_parameters()}
@@ -329,17 +334,20 @@ class Breaks(Mapping[str, Tensor]):
         return len(self.weights)
 
 
+TRANSPORTS = ["shared_memory", "direct", "stream", "handles"]
+"""One of each kind."""
+
+
 class Faulty(LocalEngine):
     """An engine that does something of the test's at the beginning of a phase, or in the middle of
     loading.
     """
 
-    on_stage: Callable[[WeightBundle], None] = staticmethod(lambda bundle: None)
+    on_stage: Callable[[Weights], None] = staticmethod(lambda weights: None)
     on_commit: Callable[[], None] = staticmethod(lambda: None)
 
     async def stage_weights(self, weights: Weights, version: int) -> None:
         await asyncio.sleep(0)
-        assert isinstance(weights, WeightBundle)
         self.on_stage(weights)
         await super().stage_weights(weights, version)
 
@@ -352,6 +360,13 @@ class Faulty(LocalEngine):
         model = self._entered()
         load, half = model.load_weights, RuntimeError("the device is gone")
         model.load_weights = lambda weights: load(Breaks(weights, half, times=1))  # type: ignore[method-assign]
+        load_arrivals = model.load_arrivals
+
+        def two_of(arrivals: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            yield from islice(arrivals, 2)
+            raise half
+
+        model.load_arrivals = lambda arrivals: load_arrivals(two_of(arrivals))  # type: ignore[method-assign]
 
 
 @dataclass
@@ -364,6 +379,7 @@ class Cluster:
     publisher: WeightPublisher
     trainer: Given
     place: Path
+    transport: str
 
     async def publish(self, version: int) -> Published:
         self.trainer.now = self.truth.new(version)
@@ -377,11 +393,14 @@ class Cluster:
                 with pytest.raises(EngineDeadError):
                     await engine.generate(GenerateRequest("r", (7,), SamplingParams(max_tokens=1)))
 
-    def versions_kept(self) -> list[int]:
-        """Of all that lies where weights are published."""
-        return [
+    def keeps_only(self, version: int) -> bool:
+        """True if nothing but this version lies where weights are published: not even that by
+        `direct`.
+        """
+        found = [
             json.loads(path.read_text())["version"] for path in self.place.glob("*/*/manifest.json")
         ]
+        return found == ([] if self.transport == "direct" else [version])
 
 
 def test_a_large_model_has_more_time_to_be_loaded_unless_the_settings_say_how_much(
@@ -398,15 +417,17 @@ def test_a_large_model_has_more_time_to_be_loaded_unless_the_settings_say_how_mu
 
 
 @asynccontextmanager
-async def cluster(model: Path, place: Path, **changes: object):  # type: ignore[no-untyped-def]
+async def cluster(  # type: ignore[no-untyped-def]
+    model: Path, place: Path, transport: str = "shared_memory", folder: Path | None = None
+):
     """All of it, with version 1 published."""
     config = LocalEngine.Config(max_batch=4, max_context=64)
     engines = [Faulty(config, model) for _ in range(2)]
-    settings = WeightsConfig.model_validate(
-        {"transport": "shared_memory", "bucket_mib": 1, "attempts": 2, **changes}
+    settings = WeightsConfig(
+        transport=transport, folder=folder, bucket_mib=1, attempts=2, deadline=PATIENCE_SECONDS
     )
     async with Router(engines) as router, WeightPublisher(router, config=settings) as publisher:
-        made = Cluster(Truth(model), engines, router, publisher, Given(), place)
+        made = Cluster(Truth(model), engines, router, publisher, Given(), place, transport)
         await made.publish(1)
         await made.assert_all_serve(1)
         yield made
@@ -423,7 +444,8 @@ def failing(error: Exception, times: int) -> Callable[..., None]:
     return fail
 
 
-def flip_a_byte(bundle: WeightBundle) -> None:
+def flip_a_byte(bundle: Weights) -> None:
+    assert isinstance(bundle, WeightBundle)
     path = bundle.folder / bundle.manifest.buckets[-1].file
     content = bytearray(path.read_bytes())
     content[-7] ^= 4
@@ -450,20 +472,19 @@ def fault(name: str, made: Cluster, version: int, *, times: int) -> None:
         raise AssertionError(name)
 
 
+OF_FILES = ["a bucket cannot be written", "the name is taken", "a byte is flipped on the way"]
 BEFORE_THE_COMMIT = [
-    "a bucket cannot be written",
-    "the name is taken",
-    "a byte is flipped on the way",
-    "the second engine cannot stage",
+    *((name, "shared_memory") for name in OF_FILES),
+    *(("the second engine cannot stage", transport) for transport in TRANSPORTS),
 ]
 
 
-@pytest.mark.parametrize("name", BEFORE_THE_COMMIT)
+@pytest.mark.parametrize(("name", "transport"), BEFORE_THE_COMMIT)
 def test_a_fault_before_the_commit_is_retried_and_one_that_stays_leaves_the_old_version_everywhere(
-    name: str, lively_dir: Path, shared_memory: Path
+    name: str, transport: str, lively_dir: Path, shared_memory: Path
 ) -> None:
     async def main() -> None:
-        async with cluster(lively_dir, shared_memory) as made:
+        async with cluster(lively_dir, shared_memory, transport) as made:
             fault(name, made, 2, times=2)
             where = {"a byte": r"stage on engine \d of 2: ", "the sec": "stage on engine 1 of 2: "}
             said = r"version 2 .* after 2 attempts .* the previous version\. The last error: .*"
@@ -473,21 +494,28 @@ def test_a_fault_before_the_commit_is_retried_and_one_that_stays_leaves_the_old_
             with pytest.raises(WeightsError, match=said):
                 await made.publish(2)
             await made.assert_all_serve(1)
-            assert made.versions_kept() == [1]
+            assert made.keeps_only(1)
             fault(name, made, 3, times=1)
             assert (await made.publish(3)).attempts == 2
             await made.assert_all_serve(3)
-            assert made.versions_kept() == [3]
+            assert made.keeps_only(3)
 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_engine_that_fails_to_commit_serves_nobody_and_the_others_go_on(
-    lively_dir: Path, shared_memory: Path
+    transport: str, lively_dir: Path, shared_memory: Path
 ) -> None:
     async def main() -> None:
-        async with cluster(lively_dir, shared_memory) as made:
+        async with cluster(lively_dir, shared_memory, transport) as made:
             made.engines[1].dies_in_the_middle_of_loading()
+            if transport == "stream":  # who has not all weights yet is lost with it
+                with suppress(EngineDeadError):
+                    await made.publish(2)
+                has_all = made.engines[0].policy_version == 2
+                await made.assert_all_serve(2, alive=[0] if has_all else [])
+                return
             await made.publish(2)
             await made.assert_all_serve(2, alive=[0])
             await made.publish(3)
@@ -500,33 +528,41 @@ def test_an_engine_that_fails_to_commit_serves_nobody_and_the_others_go_on(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_trainer_that_dies_while_it_gives_its_weights_changes_nothing(
-    lively_dir: Path, shared_memory: Path
+    transport: str, lively_dir: Path, shared_memory: Path
 ) -> None:
     async def main() -> None:
-        async with cluster(lively_dir, shared_memory) as made:
+        async with cluster(lively_dir, shared_memory, transport) as made:
             made.trainer.instead = failing(WorkerDiedError("trainer", 1, "killed"), 1)  # type: ignore[assignment]
             with pytest.raises(WorkerDiedError, match="trainer 1 died"):
                 await made.publish(2)
-            made.trainer.instead = lambda: Breaks(
-                made.truth.new(2), WorkerDiedError("trainer", 0, "killed"), 1
-            )
-            with pytest.raises(WorkerDiedError, match="trainer 0 died"):
-                await made.publish(2)
+            if transport != "direct":  # which reads nothing
+                made.trainer.instead = lambda: Breaks(
+                    made.truth.new(2), WorkerDiedError("trainer", 0, "killed"), 1
+                )
+                with pytest.raises(WorkerDiedError, match="trainer 0 died"):
+                    await made.publish(2)
             await made.assert_all_serve(1)
-            assert made.versions_kept() == [1]
+            assert made.keeps_only(1)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("phase", "served"), [("gather", 1), ("write", 1), ("stage", 1), ("commit", 2)]
+    ("phase", "served", "transport"),
+    [
+        ("gather", 1, "shared_memory"),
+        ("write", 1, "shared_memory"),
+        *(("stage", 1, transport) for transport in TRANSPORTS),
+        *(("commit", 2, transport) for transport in TRANSPORTS),
+    ],
 )
 def test_a_publisher_that_is_cancelled_leaves_one_version_everywhere(
-    phase: str, served: int, lively_dir: Path, shared_memory: Path
+    phase: str, served: int, transport: str, lively_dir: Path, shared_memory: Path
 ) -> None:
     async def main() -> None:
-        async with cluster(lively_dir, shared_memory) as made:
+        async with cluster(lively_dir, shared_memory, transport) as made:
             loop, weights = asyncio.get_running_loop(), made.truth.new(2)
 
             def cancel(*args: object) -> None:
@@ -557,7 +593,7 @@ def test_a_publisher_that_is_cancelled_leaves_one_version_everywhere(
             made.engines[1].on_stage = lambda bundle: None
             await made.publish(3)
             await made.assert_all_serve(3)
-            assert made.versions_kept() == [3]
+            assert made.keeps_only(3)
 
     asyncio.run(main())
 
@@ -601,7 +637,7 @@ def test_where_memory_cannot_be_written_auto_takes_the_disk(
 ) -> None:
     async def main() -> None:
         async with cluster(lively_dir, shared_memory, transport="auto", folder=tmp_path) as made:
-            assert made.versions_kept() == [1]
+            assert made.keeps_only(1)
             broken = Breaks(made.truth.new(2), OSError(28, "No space left on device"), 1)
             made.trainer.instead = lambda: broken
             await made.publish(2)
@@ -683,7 +719,7 @@ def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(
                 await made.assert_all_serve(version)
                 seen.add(checksum(published.weights))
                 assert checksum(published.weights) == checksum(made.truth.versions[version])
-                assert made.versions_kept() == [version]
+                assert made.keeps_only(version)
                 assert published.metrics()["weights/bytes"] > sum(
                     w.nbytes for w in published.weights.values()
                 )
@@ -742,6 +778,110 @@ def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(
             await truth.assert_serves(first, 8)
             with pytest.raises(EngineDeadError):
                 await second.generate(GenerateRequest("r", (7,), SamplingParams(max_tokens=1)))
+
+    asyncio.run(main())
+
+
+def core_of(engine: Any) -> int:
+    """The process of a vLLM engine that loads weights."""
+    manager = engine._llm.engine_core.resources.engine_manager
+    return int(manager.processes[0].pid)
+
+
+@dataclass
+class VllmRun:
+    """Two vLLM engines that are replaced, and a publisher."""
+
+    truth: Truth
+    config: Any
+    made: dict[int, Any] = field(default_factory=dict)
+    trainer: Given = field(default_factory=Given)
+
+    def engine(self, number: int) -> Any:
+        from agentrl.engines.vllm import VllmEngine
+
+        self.made[number] = VllmEngine(self.config, self.truth.folder)
+        return self.made[number]
+
+    async def publish_and_check(
+        self, router: Router, publisher: WeightPublisher, version: int
+    ) -> None:
+        """Both engines, or their replacements, then serve this version."""
+        self.trainer.now = self.truth.new(version)
+        await publisher.publish(self.trainer, version)  # type: ignore[arg-type]
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while router.worker_count().alive < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        for engine in self.made.values():
+            await self.truth.assert_serves(engine, version)
+
+
+def cannot_join(engine: Any) -> None:
+    tell = engine._tell_workers
+
+    async def refuse(llm: Any, method: str, shipment: Any) -> None:
+        if method == "join":
+            raise WeightsError("no way to the trainer")
+        await tell(llm, method, shipment)
+
+    engine._tell_workers = refuse
+
+
+def is_hit(engine: Any, number: signal.Signals) -> None:
+    """Send it a signal when the bucket after the first one is about to be sent."""
+    core = engine._llm.engine_core.resources.engine_manager.processes[0].pid
+
+    def seal(bucket: plan.BucketPlan, buffer: Tensor, label: str) -> None:
+        if label.endswith("/1") and live.seal is seal:  # type: ignore[attr-defined]
+            live.seal = plan.seal  # type: ignore[attr-defined]
+            hit(core, number)
+        plan.seal(bucket, buffer, label)
+
+    live.seal = seal  # type: ignore[attr-defined]
+
+
+LOST = {
+    "cannot join": cannot_join,
+    "dies": partial(is_hit, number=signal.SIGKILL),
+    "stands still": partial(is_hit, number=signal.SIGSTOP),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+@pytest.mark.parametrize("fault", LOST)
+def test_a_vllm_engine_that_is_lost_during_an_update_is_replaced_and_no_weights_are_mixed(
+    fault: str,
+    lively_dir: Path,
+    shared_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from agentrl.engines.vllm import VllmEngine
+
+    config = VllmEngine.Config(max_batch=4, max_context=64, kv_cache_gib=0.1, memory_fraction=0.3)
+    run = VllmRun(Truth(lively_dir), config)
+    monkeypatch.setattr(live, "seal", plan.seal)
+    if fault != "stands still":  # else the end of a process, or its leave, must do
+        monkeypatch.setattr(live, "_LEASE_SECONDS", 10 * PATIENCE_SECONDS)
+
+    async def main() -> None:
+        settings = WeightsConfig(
+            transport="stream", bucket_mib=1, attempts=1, deadline=PATIENCE_SECONDS
+        )
+        engines = [run.engine(0), run.engine(1)]
+        async with (
+            Router(
+                engines, factory=run.engine, lease=30, update_seconds=PATIENCE_SECONDS
+            ) as router,
+            WeightPublisher(router, config=settings) as publisher,
+        ):
+            await run.publish_and_check(router, publisher, 1)
+            LOST[fault](engines[1])
+            await run.publish_and_check(router, publisher, 2)
+            assert run.made[1] is not engines[1]
+            if fault == "cannot join":
+                assert run.made[0] is engines[0]
+            await run.publish_and_check(router, publisher, 3)
 
     asyncio.run(main())
 
