@@ -102,6 +102,24 @@ def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("transport", ["stream", "handles"])
+def test_a_run_survives_the_death_and_the_hanging_of_who_sends_and_who_reads_live_weights(
+    transport: str, tmp_path: Path, table: Table
+) -> None:
+    cells = [
+        [Cell(component, "updating weights", kind)]
+        for component in ("engine", "trainer rank")
+        for kind in (KILL, STOP)
+    ]
+    overrides = (f"weights.transport={transport}", "weights.bucket_mib=1", "cluster.engines=2")
+    with Running(tmp_path / "run", overrides) as run:
+        begin(run)
+        play(cells, run, table)
+        run.end()
+        finish(run)
+
+
+@pytest.mark.chaos
 def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(
     tmp_path: Path, table: Table
 ) -> None:
