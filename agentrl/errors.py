@@ -168,6 +168,9 @@ class DeadlineError(RolloutError):
         self.phase = phase
         self.seconds = seconds
 
+    def __reduce__(self) -> tuple[type["DeadlineError"], tuple[Layer, str, float]]:
+        return type(self), (self.layer, self.phase, self.seconds)
+
 
 class RetriesExhaustedError(AgentRLError):
     """More tasks failed after all retries than the run allows."""

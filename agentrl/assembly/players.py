@@ -1,16 +1,21 @@
-"""The players of a run's episodes: its environments or program, and each role's policy."""
+"""The players of a run's episodes: its environments or program, and each role's policy; in this
+process, or in rollout workers.
+"""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from agentrl import plugins
 from agentrl.cluster.workers import Cluster
+from agentrl.config.loading import validate_config
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
-from agentrl.engines.router import Router
 from agentrl.gateway.address import SCHEME as AGENT_SCHEME
 from agentrl.gateway.address import scheme as agent_scheme
 from agentrl.gateway.containment import check_containment
@@ -22,12 +27,16 @@ from agentrl.hosting.factory import env_factory
 from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
-from agentrl.net.interfaces import own_address
+from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.protocols import Engine, EngineSettingsOffers, Renderer
 from agentrl.remote.env_worker import EnvWorker, env_workers, worker_limits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner, Role, ScriptedPolicy
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.workers.host import MakeRunner
+from agentrl.rollout.workers.messages import PlayedPolicy
+from agentrl.rollout.workers.pool import RolloutWorkers
 from agentrl.scoring.config import name_of
 from agentrl.settings.sampling import SamplingParams
 
@@ -81,7 +90,7 @@ async def env_host(
 
 @asynccontextmanager
 async def episode_player(
-    config: RunConfig, cluster: Cluster, renderer: TemplateRenderer
+    config: RunConfig, cluster: Cluster | None, renderer: TemplateRenderer
 ) -> AsyncIterator[
     Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]
 ]:
@@ -167,7 +176,7 @@ def engine_policy(
 
 
 def other_roles(
-    config: RunConfig, model: Path, renderer: TemplateRenderer, frozen: Mapping[FrozenRoute, Router]
+    config: RunConfig, model: Path, renderer: TemplateRenderer, frozen: Mapping[FrozenRoute, Engine]
 ) -> dict[str, Role]:
     """The roles of the agents that the policy does not play."""
     roles = {}
@@ -187,3 +196,60 @@ def other_roles(
             )
             roles[agent] = Role(served, own, config.rollout.context, trained=False)
     return roles
+
+
+def rollout_workers(config: RunConfig, cluster: Cluster, model: Path) -> RolloutWorkers:
+    """The rollout workers of a run, not yet entered."""
+    deadlines = config.rollout.deadlines
+    # An environment in the worker's process may block its event loop for as long as it may take.
+    blocked = max(deadlines.reset, deadlines.step, deadlines.tool)
+    return RolloutWorkers(
+        cluster.start_one,
+        # A config does not pickle, as classes of settings are made for its plug-ins.
+        partial(worker_parts, config.to_yaml(), model),
+        config.rollout.workers,
+        host=own_address() if cluster.spans_machines else LOOPBACK,
+        silence=cluster.config.lease + blocked,
+        restarts=cluster.config.restarts,
+    )
+
+
+def frozen_names(config: RunConfig) -> Iterator[tuple[FrozenRoute, str]]:
+    """The engines of frozen agents, with the names by which workers ask them."""
+    routes = dict.fromkeys(
+        route for route in config.env.agents.values() if isinstance(route, FrozenRoute)
+    )
+    for number, route in enumerate(routes):
+        yield route, f"frozen {number}"
+
+
+@asynccontextmanager
+async def worker_parts(
+    settings: str, model: Path, engine: Callable[[str], Engine]
+) -> AsyncIterator[MakeRunner]:
+    """What a worker plays with, from a config as YAML: environments or the gateway, the renderer,
+    and the agents that the policy does not play. `engine` finds an engine of the controller by its
+    name.
+
+    Raises:
+        ConfigError: see `episode_player`.
+    """
+    config = validate_config(yaml.safe_load(settings)).config
+    # It imports what knows the families of models, which takes seconds the first time.
+    renderer = await asyncio.to_thread(renderer_of, model, config.model)
+    frozen = {route: engine(name) for route, name in frozen_names(config)}
+    others = other_roles(config, model, renderer, frozen)
+    async with episode_player(config, None, renderer) as player:
+
+        def policy_of(name: str, sampling: SamplingParams, *, trained: bool) -> EnginePolicy:
+            return engine_policy(config, engine(name), model, renderer, sampling, trained=trained)
+
+        def make_runner(policy: PlayedPolicy) -> EpisodeRunner:
+            served = policy_of(policy.engine, policy.sampling, trained=policy.trained)
+            if not policy.opponent:
+                return player(served, others)
+            opposed = policy_of(policy.opponent, config.rollout.sampling, trained=False)
+            role = Role(opposed, renderer, config.rollout.context, trained=False)
+            return player(served, {**others, **dict.fromkeys(policy.opposing, role)})
+
+        yield make_runner

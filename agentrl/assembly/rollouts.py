@@ -1,21 +1,29 @@
 """The parts that play and score episodes: `assemble_rollouts`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.assembly.engines import engine_router, frozen_engines
 from agentrl.assembly.placed import PlacedCluster
-from agentrl.assembly.players import engine_policy, episode_player, other_roles
+from agentrl.assembly.players import (
+    engine_policy,
+    episode_player,
+    frozen_names,
+    other_roles,
+    rollout_workers,
+)
 from agentrl.cluster.workers import Cluster
 from agentrl.config.run_config import RunConfig
-from agentrl.conversation.renderer import renderer_of
+from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.engines.router import Router
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.workers.messages import PlayedPolicy
+from agentrl.rollout.workers.pool import WorkerRunner
 from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
@@ -32,13 +40,17 @@ class RolloutAssembly:
     config: RunConfig
     model: Path
     engine: Router
-    runner: EnvEpisodeRunner | AgentEpisodeRunner
+    runner: EnvEpisodeRunner | AgentEpisodeRunner | WorkerRunner
     reward: RewardPipeline
     frozen: Mapping[FrozenRoute, Router]
 
-    def evaluating(self, how: EvaluationSampling) -> EnvEpisodeRunner | AgentEpisodeRunner:
+    def evaluating(
+        self, how: EvaluationSampling
+    ) -> EnvEpisodeRunner | AgentEpisodeRunner | WorkerRunner:
         """The same runner, sampling as an evaluation does."""
         sampling = how.sampling(self.config.rollout.sampling)
+        if isinstance(self.runner, WorkerRunner):
+            return self.runner.asking(self.engine, sampling)
         policy = engine_policy(
             self.config, self.engine, self.model, self.runner.renderer, sampling, trained=False
         )
@@ -52,24 +64,49 @@ async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Rollo
     # It imports what knows the families of models, which takes seconds the first time.
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     async with (
-        episode_player(
-            config, cluster, renderer
-        ) as player,  # first, so that its errors come before a model is loaded
+        # First, so that its errors come before a model is loaded.
+        _runner_factory(placed, model, renderer) as make_runner,
         engine_router(config, cluster, model) as engine,
         reward_of(config, _rules(config, cluster)) as reward,
         frozen_engines(config, cluster, model) as frozen,
     ):
-        policy = engine_policy(
-            config, engine, model, renderer, config.rollout.sampling, trained=True
-        )
-        yield RolloutAssembly(
-            config,
-            model,
-            engine,
-            player(policy, other_roles(config, model, renderer, frozen)),
-            reward,
-            frozen,
-        )
+        yield RolloutAssembly(config, model, engine, make_runner(engine, frozen), reward, frozen)
+
+
+@asynccontextmanager
+async def _runner_factory(
+    placed: PlacedCluster, model: Path, renderer: TemplateRenderer
+) -> AsyncIterator[
+    Callable[
+        [Router, Mapping[FrozenRoute, Router]],
+        EnvEpisodeRunner | AgentEpisodeRunner | WorkerRunner,
+    ]
+]:
+    """What makes the runner of the episodes, in this process or on rollout workers, from the
+    policy's engine and those of frozen agents.
+    """
+    config, sampling = placed.config, placed.config.rollout.sampling
+    if config.rollout.workers:
+        async with rollout_workers(config, placed.cluster, model) as workers:
+
+            def on_workers(engine: Router, frozen: Mapping[FrozenRoute, Router]) -> WorkerRunner:
+                for route, name in frozen_names(config):
+                    workers.engines.name_of(frozen[route], name)
+                name = workers.engines.name_of(engine)
+                policy = PlayedPolicy(name, sampling, trained=True)
+                return WorkerRunner(workers, policy, renderer)
+
+            yield on_workers
+        return
+    async with episode_player(config, placed.cluster, renderer) as player:
+
+        def here(
+            engine: Router, frozen: Mapping[FrozenRoute, Router]
+        ) -> EnvEpisodeRunner | AgentEpisodeRunner:
+            policy = engine_policy(config, engine, model, renderer, sampling, trained=True)
+            return player(policy, other_roles(config, model, renderer, frozen))
+
+        yield here
 
 
 def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipeline:

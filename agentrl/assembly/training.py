@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.estimation.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import freeze_gc
+from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.placement.time_share import DeviceSharing
 from agentrl.protocols import (
     Algorithm,
@@ -39,7 +40,7 @@ from agentrl.protocols import (
     Trainer,
     TrainerSettingsOffers,
 )
-from agentrl.rollout.episode import EnvEpisodeRunner, Role
+from agentrl.rollout.episode import Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.runs.checkpoint import Checkpoints
@@ -256,7 +257,7 @@ def _self_play(
     rollouts: RolloutAssembly, engines: Sequence[Router], model: Path, matches: Matches
 ) -> SelfPlay:
     config, runner, rules = rollouts.config, rollouts.runner, matches.config
-    if not isinstance(runner, EnvEpisodeRunner):
+    if isinstance(runner, AgentEpisodeRunner):
         raise ConfigError(
             f"recipe=self_play needs an environment of several agents, and {config.env.name} is a"
             " program"

@@ -395,6 +395,38 @@ def contained_programs_run_in_processes(run: ConfiguredRun) -> str:
     )
 
 
+# Rollout workers
+
+
+def workers_have_environments_of_their_own(run: ConfiguredRun) -> str:
+    workers, served = run.config.rollout.workers, run.config.cluster.settings.env_workers
+    if not workers or not served:
+        return ""
+    return (
+        f"rollout.workers={workers} have environments of their own, and"
+        f" cluster.env_workers={served} are for those that the controller plays: leave one of both"
+        " out"
+    )
+
+
+def workers_have_gateways_of_their_own(run: ConfiguredRun) -> str:
+    config, gateway = run.config, run.config.gateway
+    if not config.rollout.workers or not config.env.is_agent:
+        return ""
+    if config.env.name == "agent:remote":
+        why = "agents elsewhere (env=agent:remote) get their tasks at one address"
+    elif gateway.port:
+        why = f"gateway.port={gateway.port} is one port"
+    elif gateway.url:
+        why = "gateway.url is one address"
+    else:
+        return ""
+    return (
+        f"{why}, and each of the rollout.workers={config.rollout.workers} has a gateway of its own:"
+        " leave rollout.workers out"
+    )
+
+
 # Groups and batches
 
 
@@ -788,6 +820,10 @@ RULES = (
     ),
     CompatibilityRule(("env", "gateway.network"), contained_programs_are_started_here),
     CompatibilityRule(("env.isolation", "gateway.network"), contained_programs_run_in_processes),
+    CompatibilityRule(
+        ("rollout.workers", "cluster.env_workers"), workers_have_environments_of_their_own
+    ),
+    CompatibilityRule(("rollout.workers", "gateway", "env"), workers_have_gateways_of_their_own),
     CompatibilityRule(("rollout.group_size", "algorithm"), members_have_others_to_compare_with),
     CompatibilityRule(
         ("rollout", "algorithm", _NORMALIZE), episodes_have_others_to_be_normalised_with

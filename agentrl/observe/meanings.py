@@ -381,6 +381,14 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "set_aside/<role>": (
             "Requests that two of them died of: they count as failed, and are not tried again."
         ),
+        "rollout_workers/cores": (
+            "Cores that the rollout workers have used since the last step, all together; their"
+            " environments' own processes are not counted. Only with `rollout.workers`."
+        ),
+        "rollout_workers/most_live": "Episodes that the busiest of them plays.",
+        "rollout_workers/lost_episodes": (
+            "Episodes that failed since the last step because their worker died."
+        ),
         "loop/longest_gap_seconds": (
             "The longest time that the controller's event loop was blocked."
         ),

@@ -157,6 +157,11 @@ class RolloutConfig(Settings):
     min_live_episodes: int | None = Field(None, gt=0)
     """Where that limit starts, and its lower bound. By default as many as all engines that are
     alive serve at once (engines x `engine.max_batch`), and at least 128."""
+    workers: int = Field(0, ge=0)
+    """Processes that play the episodes, with `cluster=ray` on its machines in turn. Each has
+    environments, a renderer and a tokenizer of its own; engines, rewards and the ledger stay with
+    the controller. With 0, the controller plays the episodes, on one core. Whatever the number is,
+    the same episodes are played (docs/scaling.md)."""
     retries: Retries = Retries()
     max_failed_tasks: int = Field(16, ge=0)
     """Tasks that may fail permanently before the run ends."""

@@ -12,7 +12,7 @@ while no episode is played against it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.config import OpponentsConfig
 from agentrl.rollout.episode import EnvEpisodeRunner, Role
 from agentrl.rollout.results import Games, Results
+from agentrl.rollout.runner import RunnerOffers
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.workers.pool import WorkerRunner
 from agentrl.trajectory import Group, Trajectory
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.snapshots import Snapshots
@@ -133,7 +135,7 @@ class SelfPlay:
 
     matches: Matches
     seed: int
-    runner: EnvEpisodeRunner
+    runner: EnvEpisodeRunner | WorkerRunner
     opponents: Sequence[Opponent]
     snapshots: Snapshots
     model: Path
@@ -153,12 +155,9 @@ class SelfPlay:
             return await self.runner.play(assignment, report)
         opponent, seats = rng.choice(self._met), self.matches.own
         own = seats[(rng.randrange(len(seats)) + assignment.member) % len(seats)]
-        others = {
-            **self.runner.others,
-            **{agent: opponent.role for agent in self.matches.agents if agent != own},
-        }
+        runner = _against(opponent, self.runner, set(self.matches.agents) - {own})
         async with opponent.game() as version:
-            played = await replace(self.runner, others=others).play(assignment, report)
+            played = await runner.play(assignment, report)
         return [replace(trajectory, opponent=version) for trajectory in played]
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -168,8 +167,11 @@ class SelfPlay:
         self.results.add(games.tallies())
 
     def metrics(self) -> Mapping[str, float]:
-        """The policy's success against each opponent in the last batch, by version and by seat."""
-        return self._metrics
+        """The policy's success against each opponent in the last batch, by version and by seat; and
+        the metrics of the runner, if it has some.
+        """
+        measure = RunnerOffers.of(self.runner).metrics
+        return {**self._metrics, **(measure() if measure is not None else {})}
 
     def state(self) -> Mapping[str, Any]:
         """The results against each version. See `Stateful`."""
@@ -237,3 +239,12 @@ class SelfPlay:
         self._met = [staying.get(version) or next(free) for version in drawn]
         for version, opponent in zip(drawn, self._met, strict=True):
             opponent.wanted = version
+
+
+def _against(
+    opponent: Opponent, runner: EnvEpisodeRunner | WorkerRunner, agents: Collection[str]
+) -> EnvEpisodeRunner | WorkerRunner:
+    """The runner of episodes in which an opponent plays these agents."""
+    if isinstance(runner, WorkerRunner):
+        return runner.against(opponent.engine, agents)
+    return replace(runner, others={**runner.others, **dict.fromkeys(agents, opponent.role)})

@@ -286,7 +286,7 @@ class Rollouts:
             "the rewards": self._groups.reward.metrics(),
         }
         if self._runner_offers.metrics is not None:
-            parts["the opponents"] = self._runner_offers.metrics()
+            parts["the runner"] = self._runner_offers.metrics()
         measure_tasks = TaskSourceOffers.of(self._tasks).metrics
         if self._curriculum is not None and measure_tasks is not None:
             parts["the curriculum"] = measure_tasks()

@@ -230,6 +230,24 @@ ROWS = [
         ),
     ),
     Row(
+        "workers_have_environments_of_their_own",
+        "rollout.workers=2 cluster.env_workers=3",
+        "rollout.workers=2",
+        (
+            "rollout.workers=2 have environments of their own, and cluster.env_workers=3 are for"
+            " those that the controller plays: leave one of both out"
+        ),
+    ),
+    Row(
+        "workers_have_gateways_of_their_own",
+        "rollout.workers=2 env=agent:json:dumps gateway.port=8000",
+        "rollout.workers=2 env=agent:json:dumps",
+        (
+            "gateway.port=8000 is one port, and each of the rollout.workers=2 has a gateway of its"
+            " own: leave rollout.workers out"
+        ),
+    ),
+    Row(
         "members_have_others_to_compare_with",
         "rollout.group_size=1",
         "rollout.group_size=2",

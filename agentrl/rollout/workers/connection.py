@@ -1,0 +1,191 @@
+"""`WorkerConnection`: the controller's side of one rollout worker."""
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from agentrl.cluster.ray_prompts import HeldPrompts
+from agentrl.errors import WorkerDiedError, as_exception
+from agentrl.flow import Flow, elapsed, now
+from agentrl.rollout.assignment import Assignment, Report, TokensSampled, TurnsPlayed
+from agentrl.rollout.workers.link import WorkerLink
+from agentrl.rollout.workers.messages import (
+    Answered,
+    Ask,
+    Cancel,
+    Cancelled,
+    Play,
+    Played,
+    PlayedPolicy,
+    Progress,
+    Pulse,
+    Raised,
+    Ready,
+    Refused,
+    Resend,
+    Sampled,
+    Welcome,
+    Withdrawn,
+    portable,
+)
+from agentrl.rollout.workers.progress import ProgressReader
+from agentrl.rollout.workers.served_engines import ServedEngines
+from agentrl.trajectory import Trajectory
+
+ROLE = "rollout"
+"""The role of rollout workers, in displays and in the names of their processes."""
+_CANCEL_SECONDS = 30.0
+"""How long a worker may take to end a cancelled episode. Its slot is taken meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class _Episode:
+    """An episode that the worker plays."""
+
+    report: Report
+    ended: asyncio.Future[bytes]
+    """Its pickled trajectories."""
+    progress: ProgressReader = field(default_factory=ProgressReader)
+
+
+class WorkerConnection:
+    """A worker that is connected by a link. `flow` owns the requests that it makes of the engines.
+    `became_ready` is called when it plays.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        link: WorkerLink,
+        engines: ServedEngines,
+        flow: Flow,
+        became_ready: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self.link = link
+        self.is_ready = False
+        self.last_pulse = now()
+        """When its event loop gave a sign of life, in seconds of loop time."""
+        self.cpu_seconds = 0.0
+        """CPU time of its process so far."""
+        self._engines = engines
+        self._flow = flow
+        self._became_ready = became_ready
+        self._episodes: dict[int, _Episode] = {}
+        self._numbers = count()
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._prompts: dict[str, HeldPrompts] = {}
+        link.send(Welcome(elapsed()))
+        for facts in engines.introduce():
+            link.send(facts)
+
+    @property
+    def plays(self) -> bool:
+        """True if it can be given an episode."""
+        return self.is_ready and self.link.is_open
+
+    @property
+    def live(self) -> int:
+        """Episodes that it plays."""
+        return len(self._episodes)
+
+    async def play(
+        self, policy: PlayedPolicy, assignment: Assignment, report: Report
+    ) -> tuple[Trajectory, ...]:
+        """Have the worker play an episode. If this is cancelled, it returns when the worker has
+        ended the episode.
+
+        Raises:
+            WorkerDiedError: the worker has died, or does not end the episode.
+            Exception: what the episode has raised, except for failures of a rollout.
+        """
+        number = next(self._numbers)
+        ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._episodes[number] = _Episode(report, ended)
+        self.link.send(Play(number, policy, pickle.dumps(assignment)))
+        try:
+            # Waited for and not awaited: a cancelled caller waits for the same end.
+            await asyncio.wait({ended})
+        except asyncio.CancelledError:
+            self.link.send(Cancel(number))
+            await asyncio.wait({ended}, timeout=_CANCEL_SECONDS)
+            if ended.done() and not ended.cancelled():
+                ended.exception()  # nobody else retrieves it
+            raise
+        finally:
+            del self._episodes[number]
+        if ended.cancelled():
+            raise WorkerDiedError(ROLE, self.rank, "it has given the episode up")
+        played: tuple[Trajectory, ...] = pickle.loads(ended.result())
+        return played
+
+    def lose(self, why: WorkerDiedError) -> int:
+        """End the connection: the episodes of the worker raise `why`. Returns how many."""
+        self.link.close()
+        for call in self._calls.values():
+            call.cancel()
+        lost = [episode for episode in self._episodes.values() if not episode.ended.done()]
+        for episode in lost:
+            episode.ended.set_exception(why)
+        return len(lost)
+
+    def take(self, message: Any) -> None:
+        """Take a message of the worker."""
+        match message:
+            case Ask():
+                self._calls[message.call] = self._flow.start(
+                    self._answer(message), name=f"worker {self.rank}"
+                )
+            case Withdrawn(call):
+                if call in self._calls:
+                    self._calls[call].cancel()
+            case Pulse(cpu_seconds):
+                self.last_pulse, self.cpu_seconds = now(), cpu_seconds
+            case Ready():
+                self.is_ready, self.last_pulse = True, now()
+                self._became_ready()
+            case Sampled(tokens):
+                for number, sampled in tokens.items():
+                    self._report(number, TokensSampled(sampled))
+            case Progress() | Played() | Raised() | Cancelled():
+                # An episode that nobody waits for any more has been cancelled.
+                if (episode := self._episodes.get(message.number)) is not None:
+                    _take_news(episode, message)
+
+    def _report(self, number: int, report: TokensSampled) -> None:
+        if (episode := self._episodes.get(number)) is not None:
+            episode.report(report)
+
+    async def _answer(self, ask: Ask) -> None:
+        """Ask an engine, and send what it answers or raises."""
+        prompts = self._prompts.setdefault(ask.engine, HeldPrompts())
+        request = prompts.whole(ask.request) if ask.is_cut else ask.request
+        try:
+            if request is None:
+                self.link.send(Resend(ask.call))
+                return
+            completion = await self._engines[ask.engine].generate(request)
+            prompts.answered(request, completion, was_cut=ask.is_cut)
+            self.link.send(Answered(ask.call, completion))
+        except Exception as error:  # the worker raises it
+            self.link.send(Refused(ask.call, portable(error, "the controller")))
+        finally:
+            self._calls.pop(ask.call, None)
+
+
+def _take_news(episode: _Episode, news: Progress | Played | Raised | Cancelled) -> None:
+    """Take what a worker tells of an episode."""
+    ended = episode.ended
+    match news:
+        case Progress(_, changes):
+            segments = episode.progress.segments(pickle.loads(changes))
+            episode.report(TurnsPlayed(segments))
+        case Played(_, trajectories) if not ended.done():
+            ended.set_result(trajectories)
+        case Raised(_, error) if not ended.done():
+            ended.set_exception(as_exception(error))
+        case Cancelled():
+            ended.cancel()

@@ -1,0 +1,205 @@
+"""`RolloutWorker`: plays episodes in a process of its own, for a controller.
+
+It has an event loop, renderer, tokenizer and environments of its own, and no ledger, slots, rewards
+or weights: it gets assignments, asks the controller's engines, and returns trajectories.
+"""
+
+import asyncio
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.flow import Flow, elapsed, run_steadily
+from agentrl.protocols import Engine
+from agentrl.rollout.assignment import Assignment, MemberReport, Report, TokensSampled, TurnsPlayed
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.workers.link import Door, WorkerLink, connect
+from agentrl.rollout.workers.messages import (
+    Cancel,
+    Cancelled,
+    Play,
+    Played,
+    PlayedPolicy,
+    Progress,
+    Pulse,
+    Raised,
+    Ready,
+    Sampled,
+    Stop,
+    Welcome,
+    portable,
+)
+from agentrl.rollout.workers.progress import ProgressSender
+from agentrl.rollout.workers.remote_engine import EngineCalls
+from agentrl.trajectory import Trajectory
+
+PULSE_SECONDS = 1.0
+"""Between two signs of life of a worker's event loop."""
+_SAMPLED_SECONDS = 0.1
+"""Between two reports of the tokens that were sampled."""
+_SAME_CLOCK_SECONDS = 1.0
+"""Clocks that differ by less are those of one machine, seen through a message."""
+_OOM_SCORE = 500
+"""The kernel kills a worker before the controller, whose loss ends the run, and after code in a
+sandbox.
+"""
+
+MakeRunner = Callable[[PlayedPolicy], EpisodeRunner]
+"""Makes what plays the episodes of a policy."""
+OpenParts = Callable[[Callable[[str], Engine]], AbstractAsyncContextManager[MakeRunner]]
+"""Opens the parts of a worker, given the engines by name. It is pickled to the worker."""
+
+
+class RolloutWorker:
+    """The worker of a rank."""
+
+    def __init__(self, parts: OpenParts, rank: int) -> None:
+        self._parts = parts
+        self._rank = rank
+
+    def serve(self, door: Door) -> None:
+        """Play for the controller behind the door, until it ends the connection.
+
+        Raises:
+            ConfigError: the parts cannot be made.
+            OSError: the controller cannot be reached.
+        """
+        _prefer_to_kill()
+        run_steadily(self.play_for(door))
+
+    async def play_for(self, door: Door) -> None:
+        """`serve`, on the running event loop."""
+        calls = EngineCalls()
+        async with AsyncExitStack() as opened:
+            # First, so that errors of the parts come before anything is asked of the controller.
+            make_runner = await opened.enter_async_context(self._parts(calls.engine))
+            playing = _Playing(self._rank, calls, make_runner)
+            link = await connect(door, self._rank, playing.take)
+            calls.send = link.send
+            try:
+                await playing.play_over(link)
+                await opened.aclose()
+            finally:
+                link.close()  # the controller waits for this, when it ends the worker
+
+
+@dataclass(eq=False, slots=True)
+class _Playing:
+    """The episodes that a worker plays."""
+
+    rank: int
+    calls: EngineCalls
+    make_runner: MakeRunner
+    flow: Flow = field(default_factory=lambda: Flow("episodes"))
+    link: WorkerLink | None = None
+    episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    runners: dict[PlayedPolicy, EpisodeRunner] = field(default_factory=dict)
+    sampled: Counter[int] = field(default_factory=Counter)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    ahead: float = 0.0
+    """Seconds by which the clock of this machine is ahead of the controller's."""
+
+    async def play_over(self, link: WorkerLink) -> None:
+        """Play for the controller until the link ends, or it says so; then cancel what is played.
+
+        Raises:
+            Exception: what ended the link, if it was a defect of this side.
+        """
+        self.link = link
+        link.closed.add_done_callback(lambda _: self.stopped.set())
+        async with self.flow:
+            link.send(Ready())
+            self.flow.start(self._give_signs_of_life(), name="pulse")
+            await self.stopped.wait()
+            self.flow.cancel()
+
+    def take(self, message: Any) -> None:
+        """Take a message of the controller."""
+        if self.calls.take(message):
+            return
+        match message:
+            case Play(number, policy, assignment):
+                playing = self._play(number, policy, assignment)
+                self.episodes[number] = self.flow.start(playing, name=str(number))
+            case Cancel(number):
+                if number in self.episodes:
+                    self.episodes[number].cancel()
+            case Welcome(there):
+                ahead = elapsed() - there
+                self.ahead = ahead if abs(ahead) > _SAME_CLOCK_SECONDS else 0.0
+            case Stop():
+                self.stopped.set()
+
+    async def _play(self, number: int, policy: PlayedPolicy, pickled: bytes) -> None:
+        """Play an episode, and send its end, whatever that is."""
+        try:
+            assignment: Assignment = pickle.loads(pickled)
+            played = await self._runner(policy).play(assignment, self._reporter(number))
+            if self.ahead:
+                played = [_earlier(trajectory, self.ahead) for trajectory in played]
+            self._send_sampled()
+            self._send(Played(number, pickle.dumps(tuple(played), pickle.HIGHEST_PROTOCOL)))
+        except asyncio.CancelledError:
+            self._send_sampled()
+            self._send(Cancelled(number))
+            raise
+        except Exception as error:  # the controller raises it
+            self._send(Raised(number, portable(error, f"rollout worker {self.rank}")))
+        finally:
+            self.episodes.pop(number, None)
+
+    def _runner(self, policy: PlayedPolicy) -> EpisodeRunner:
+        if policy not in self.runners:
+            self.runners[policy] = self.make_runner(policy)
+        return self.runners[policy]
+
+    def _reporter(self, number: int) -> Report:
+        progress = ProgressSender()
+
+        def report(what: MemberReport) -> None:
+            match what:
+                case TokensSampled(tokens):
+                    self.sampled[number] += tokens
+                case TurnsPlayed(segments):
+                    self._send(Progress(number, pickle.dumps(progress.changes(segments))))
+
+        return report
+
+    async def _give_signs_of_life(self) -> None:
+        due = elapsed()
+        while True:
+            self._send_sampled()
+            if elapsed() >= due:
+                self._send(Pulse(time.process_time()))
+                due = elapsed() + PULSE_SECONDS
+            await asyncio.sleep(_SAMPLED_SECONDS)
+
+    def _send_sampled(self) -> None:
+        if self.sampled:
+            self._send(Sampled(dict(self.sampled)))
+            self.sampled.clear()
+
+    def _send(self, message: Any) -> None:
+        assert self.link is not None
+        self.link.send(message)
+
+
+def _earlier(trajectory: Trajectory, seconds: float) -> Trajectory:
+    """The trajectory with the times of a clock that is so far behind."""
+    turns = tuple(replace(turn, asked=turn.asked - seconds) for turn in trajectory.turns)
+    return replace(trajectory, turns=turns, started=trajectory.started - seconds)
+
+
+def _prefer_to_kill() -> None:
+    """Let the kernel kill this process, and those that it starts, before the controller when memory
+    is short.
+    """
+    path = Path(f"/proc/{os.getpid()}/oom_score_adj")
+    with suppress(OSError, ValueError):  # a container may not allow it
+        path.write_text(str(max(_OOM_SCORE, int(path.read_text()))))

@@ -1,0 +1,180 @@
+"""What the controller and a rollout worker send each other.
+
+    controller ── Play, Cancel ─▶ worker      an episode, from its assignment to its trajectories
+               ◀─ Sampled, Progress, Played, Raised, Cancelled ──
+    controller ◀─ Ask, Withdrawn ── worker    a request to an engine of the controller
+               ── Answered, Refused, Resend ─▶
+    controller ── Serves, ClockHeld, ClockReleased ─▶ worker      an engine and its clock
+    controller ◀─ Ready, Pulse ── worker      that it plays, and a sign of life of its event loop
+    controller ── Welcome, Stop ─▶ worker
+
+Assignments and trajectories travel as bytes of their own: they are unpickled by the task that waits
+for them, and a defect in one harms no other.
+"""
+
+import pickle
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from agentrl.protocols import GenerateRequest
+from agentrl.settings.sampling import SamplingParams
+from agentrl.trajectory import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedPolicy:
+    """The policy of an episode: an engine of the controller, and how it samples."""
+
+    engine: str
+    """The name of the engine among those that the controller serves (`Serves`)."""
+    sampling: SamplingParams
+    trained: bool
+    """Its answers are trained on (`EnginePolicy.trained`)."""
+    opponent: str = ""
+    """The engine that plays `opposing` agents, in self-play; "" if there is none."""
+    opposing: tuple[str, ...] = ()
+
+
+class Play(NamedTuple):
+    """Play an episode."""
+
+    number: int
+    policy: PlayedPolicy
+    assignment: bytes
+    """The pickled `Assignment`."""
+
+
+class Cancel(NamedTuple):
+    """Cancel an episode; `Cancelled` follows when nothing of it runs any more."""
+
+    number: int
+
+
+class Answered(NamedTuple):
+    """The completion of a request."""
+
+    call: int
+    completion: Completion
+
+
+class Refused(NamedTuple):
+    """A request failed with this error."""
+
+    call: int
+    error: BaseException
+
+
+class Resend(NamedTuple):
+    """A request was sent without the tokens that the controller should hold, and it does not hold
+    them.
+    """
+
+    call: int
+
+
+class Serves(NamedTuple):
+    """The controller serves an engine by this name."""
+
+    engine: str
+    max_context: int
+    held: bool
+    """Its clock stands still."""
+
+
+class ClockHeld(NamedTuple):
+    """The clock of an engine stands still from now on."""
+
+    engine: str
+
+
+class ClockReleased(NamedTuple):
+    """The clock of an engine goes on."""
+
+    engine: str
+
+
+class Welcome(NamedTuple):
+    """The first message to a worker."""
+
+    elapsed: float
+    """The controller's clock, by which times in trajectories are told (`agentrl.flow.elapsed`)."""
+
+
+class Stop(NamedTuple):
+    """End: close the environments and leave."""
+
+
+class Ready(NamedTuple):
+    """The worker has made its parts, and plays."""
+
+
+class Pulse(NamedTuple):
+    """A sign of life of the worker's event loop."""
+
+    cpu_seconds: float
+    """CPU time of the worker's process so far."""
+
+
+class Sampled(NamedTuple):
+    """Tokens that were sampled in episodes since the last message of this kind."""
+
+    tokens: Mapping[int, int]
+
+
+class Progress(NamedTuple):
+    """What an episode has played so far (`TurnsPlayed`), as a pickled `SegmentChanges`."""
+
+    number: int
+    changes: bytes
+
+
+class Played(NamedTuple):
+    """An episode has ended: its pickled trajectories."""
+
+    number: int
+    trajectories: bytes
+
+
+class Raised(NamedTuple):
+    """An episode has raised what is no failure of a rollout: wrong settings, or a defect."""
+
+    number: int
+    error: BaseException
+
+
+class Cancelled(NamedTuple):
+    """Nothing of a cancelled episode runs any more."""
+
+    number: int
+
+
+class Ask(NamedTuple):
+    """A request to an engine of the controller."""
+
+    call: int
+    engine: str
+    request: GenerateRequest
+    is_cut: bool
+    """Its prompt is without the tokens that the controller holds (`HeldPrompts`)."""
+
+
+class Withdrawn(NamedTuple):
+    """Nobody waits for the answer to a request any more."""
+
+    call: int
+
+
+def portable(error: BaseException, where: str) -> BaseException:
+    """The error as another process can raise it, with a note of the frames that it came from there.
+
+    One that cannot be pickled becomes a RuntimeError with its text.
+    """
+    frames = "".join(traceback.format_exception(error))
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:  # pickle raises whatever the error's own code raises
+        copy = RuntimeError(f"{type(error).__name__}: {error}")
+    copy.add_note(f"raised in {where}:\n{frames}")
+    return copy

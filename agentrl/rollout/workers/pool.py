@@ -1,0 +1,273 @@
+"""`RolloutWorkers`: the processes that play episodes for the controller.
+
+    Member ─▶ WorkerRunner ─▶ RolloutWorkers ──Play──▶ worker: environments, renderer, tokenizer
+                                    ▲                    │
+                        engines ◀───┴────── requests ────┘  and at the end, trajectories
+
+An episode is played by one worker from its beginning to its end. The worker with the fewest
+episodes gets the next one. Which one that is changes nothing, because all seeds of an episode are
+in its assignment. A worker that dies, or gives no sign of life, is replaced; its episodes fail, and
+are played again as after any failure (`agentrl/rollout/attempts.py`).
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+from agentrl.cluster.supervised import RESTARTS, Supervised
+from agentrl.cluster.worker_registry import WorkerCount, register_workers
+from agentrl.cluster.workers import LEASE_SECONDS, StartWorker, Worker
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.errors import WorkerDiedError
+from agentrl.flow import Flow, elapsed, now, waiting_for
+from agentrl.net.interfaces import LOOPBACK
+from agentrl.protocols import Engine
+from agentrl.rollout.assignment import Assignment, Report, ignore_reports
+from agentrl.rollout.workers.connection import ROLE, WorkerConnection
+from agentrl.rollout.workers.host import OpenParts, RolloutWorker
+from agentrl.rollout.workers.link import Door, WorkerLink, open_door
+from agentrl.rollout.workers.messages import PlayedPolicy, Stop
+from agentrl.rollout.workers.served_engines import ServedEngines
+from agentrl.settings.sampling import SamplingParams
+from agentrl.trajectory import Failed, Trajectory
+
+STOP_SECONDS = 10.0
+"""How long a worker may take to close its environments before it is killed."""
+_FIRST_ATTEMPTS = 3
+"""The run fails when this many workers of a rank die before any episode has been played."""
+
+
+class RolloutWorkers:
+    """The rollout workers of a run. An async context manager: entering it starts them, and returns
+    when all can play; leaving it ends them.
+
+    `start` starts a worker's process, and `parts` are opened there. `host`: the address of this
+    machine at which workers reach it. `silence`: after so many seconds in which its event loop
+    stands still, a worker is given up. `restarts`: how often in a row the worker of a rank may be
+    replaced with no episode played in between.
+
+    Raises:
+        ConfigError: the parts of a worker cannot be opened.
+        WorkerDiedError: the workers of a rank keep dying.
+    """
+
+    def __init__(
+        self,
+        start: StartWorker,
+        parts: OpenParts,
+        count: int,
+        *,
+        host: str = LOOPBACK,
+        silence: float = LEASE_SECONDS,
+        restarts: int = RESTARTS,
+    ) -> None:
+        self._start = start
+        self._make = partial(RolloutWorker, parts)
+        self._host = host
+        self._silence = silence
+        self._supervised = [
+            Supervised(f"rollout worker {rank}", "an episode played", allowed=restarts)
+            for rank in range(count)
+        ]
+        self._connections: dict[int, WorkerConnection] = {}
+        self.engines = ServedEngines(self._broadcast)
+        """The engines that the workers may ask."""
+        self._changed = asyncio.Event()
+        self._has_played = False
+        self._lost = 0
+        self._ended_cpu_seconds = 0.0
+        self._measured = (0.0, 0.0)
+        self._open = AsyncExitStack()
+        self._flow = Flow("rollout workers")
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opened:
+            opened.callback(self.engines.close)
+            opened.enter_context(register_workers(self.worker_count))
+            door = await opened.enter_async_context(open_door(self._host, self._admit))
+            opened.push_async_exit(self._end_all)
+            await self._flow.__aenter__()
+            for rank in range(len(self._supervised)):
+                self._flow.start(self._keep(rank, door), name=str(rank))
+            while sum(one.plays for one in self._connections.values()) < len(self._supervised):
+                self._changed.clear()
+                await self._changed.wait()
+            self._measured = (elapsed(), self._cpu_seconds())
+            self._open = opened.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._open.__aexit__(*exc)
+
+    async def _end_all(self, *exc: Any) -> None:
+        self._flow.cancel()
+        await self._flow.__aexit__(*exc)
+
+    def worker_count(self) -> WorkerCount:
+        """The number of workers that play. Any thread may ask."""
+        alive = sum(one.plays for one in list(self._connections.values()))
+        restarts = sum(worker.restarts for worker in self._supervised)
+        return WorkerCount(ROLE, alive, len(self._supervised), restarts)
+
+    async def play(
+        self, policy: PlayedPolicy, assignment: Assignment, report: Report
+    ) -> tuple[Trajectory, ...]:
+        """Have an episode played. It has failed if its worker dies."""
+        worker = await self._least_busy()
+        began = elapsed()
+        try:
+            played = await worker.play(policy, assignment, report)
+        except WorkerDiedError as error:
+            status, seconds = Failed("environment", str(error)), elapsed() - began
+            return (
+                Trajectory(assignment.id, assignment.task, (), status, (), seconds, started=began),
+            )
+        self._has_played = True
+        self._supervised[worker.rank].progress()
+        return played
+
+    def metrics(self) -> dict[str, float]:
+        """Of the time since the last call."""
+        cpu, at = self._cpu_seconds(), elapsed()
+        before_at, before_cpu = self._measured
+        self._measured = at, cpu
+        lost, self._lost = self._lost, 0
+        live = [one.live for one in self._connections.values()] or [0]
+        return {
+            "rollout_workers/cores": max(0.0, cpu - before_cpu) / max(1e-9, at - before_at),
+            "rollout_workers/lost_episodes": float(lost),
+            "rollout_workers/most_live": float(max(live)),
+        }
+
+    def _cpu_seconds(self) -> float:
+        return self._ended_cpu_seconds + sum(one.cpu_seconds for one in self._connections.values())
+
+    async def _least_busy(self) -> WorkerConnection:
+        """The worker with the fewest episodes; waits while none can play."""
+        while True:
+            ready = [one for one in self._connections.values() if one.plays]
+            if ready:
+                return min(ready, key=lambda one: (one.live, one.rank))
+            self._changed.clear()
+            with waiting_for("all rollout workers are being started again"):
+                await self._changed.wait()
+
+    def _broadcast(self, message: Any) -> None:
+        for connection in self._connections.values():
+            connection.link.send(message)
+
+    def _admit(self, rank: int, link: WorkerLink) -> Callable[[Any], None]:
+        """Take a worker that has connected, in the place of the last one of its rank."""
+        connection = WorkerConnection(rank, link, self.engines, self._flow, self._changed.set)
+        self._connections[rank] = connection
+        return connection.take
+
+    async def _keep(self, rank: int, door: Door) -> None:
+        """Keep a worker of this rank running: start another whenever it dies."""
+        start = partial(self._start, ROLE, self._make, rank)
+        supervised = self._supervised[rank]
+        while True:
+            try:
+                if self._has_played:
+                    worker = await supervised.start_again(start, WorkerDiedError)
+                else:
+                    worker = await start()
+                try:
+                    await self._serve(worker, rank, door)
+                finally:
+                    await worker.stop()
+            except WorkerDiedError as error:
+                if not self._has_played and supervised.restarts == _FIRST_ATTEMPTS - 1:
+                    raise
+                await supervised.recover(error, partial(_give_up, rank, error))
+
+    async def _serve(self, worker: Worker, rank: int, door: Door) -> None:
+        """Let a worker play until it dies, or until the run ends.
+
+        Raises:
+            WorkerDiedError: it has died.
+            ConfigError: it cannot open its parts.
+        """
+        why = WorkerDiedError(ROLE, rank, "its run has ended")
+        try:
+            async with Flow(f"rollout worker {rank}") as flow:
+                flow.start(_until_it_ends(worker, rank, door), name="serve")
+                flow.start(self._watch(rank), name="watch")
+        except WorkerDiedError as error:
+            why = error
+            raise
+        except asyncio.CancelledError:
+            await self._let_close(rank)
+            raise
+        finally:
+            self._lose(rank, why)
+
+    async def _watch(self, rank: int) -> None:
+        """Watch whether the event loop of a worker moves.
+
+        Raises:
+            WorkerDiedError: it has stood still for too long: an environment blocks it.
+        """
+        while True:
+            await asyncio.sleep(self._silence / 4)
+            connection = self._connections.get(rank)
+            if connection is not None and now() - connection.last_pulse > self._silence:
+                raise WorkerDiedError(
+                    ROLE,
+                    rank,
+                    f"its event loop stood still for {self._silence:.0f} s: an environment blocks"
+                    " it (`isolation: process` gives it a process of its own)",
+                )
+
+    async def _let_close(self, rank: int) -> None:
+        """Have a worker close its environments."""
+        if (connection := self._connections.get(rank)) is not None:
+            connection.link.send(Stop())
+            await asyncio.wait({connection.link.closed}, timeout=STOP_SECONDS)
+
+    def _lose(self, rank: int, why: WorkerDiedError) -> None:
+        if (connection := self._connections.pop(rank, None)) is not None:
+            self._ended_cpu_seconds += connection.cpu_seconds
+            self._lost += connection.lose(why)
+
+
+async def _until_it_ends(worker: Worker, rank: int, door: Door) -> None:
+    await worker.call("serve", door)
+    raise WorkerDiedError(ROLE, rank, "its connection to the controller ended")
+
+
+def _give_up(rank: int, error: WorkerDiedError, reason: str) -> WorkerDiedError:
+    return WorkerDiedError(ROLE, rank, f"{error.why}; it was {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRunner:
+    """`EpisodeRunner` whose episodes are played by rollout workers, with this policy."""
+
+    workers: RolloutWorkers
+    policy: PlayedPolicy
+    renderer: TemplateRenderer
+    """The model's, as the workers have it."""
+
+    async def play(
+        self, assignment: Assignment, report: Report = ignore_reports
+    ) -> Sequence[Trajectory]:
+        """See `EpisodeRunner`."""
+        return await self.workers.play(self.policy, assignment, report)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the workers since the last call."""
+        return self.workers.metrics()
+
+    def asking(self, engine: Engine, sampling: SamplingParams) -> "WorkerRunner":
+        """The same runner for episodes that are not trained on, which asks this engine."""
+        name = self.workers.engines.name_of(engine)
+        return replace(self, policy=PlayedPolicy(name, sampling, trained=False))
+
+    def against(self, opponent: Engine, agents: Collection[str]) -> "WorkerRunner":
+        """The same runner for episodes in which another engine plays these agents."""
+        name, opposing = self.workers.engines.name_of(opponent), tuple(sorted(agents))
+        return replace(self, policy=replace(self.policy, opponent=name, opposing=opposing))

@@ -1,0 +1,65 @@
+"""The turns of episodes that go on, on their way to the controller: only what is new is sent.
+
+worker:      ProgressSender.changes(segments) ─▶ SegmentChanges
+controller:  ProgressReader.segments(changes) ─▶ the segments as they were
+"""
+
+from dataclasses import dataclass, replace
+
+from agentrl.trajectory import Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChanges:
+    """Segments without the turns that have been sent before."""
+
+    segments: tuple[Trajectory, ...]
+    known: tuple[int, ...]
+    """Of each segment, how many of the turns sent before come first."""
+
+
+class ProgressSender:
+    """What has been sent of an episode."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[Turn, ...]] = {}
+
+    def changes(self, segments: tuple[Trajectory, ...]) -> SegmentChanges:
+        """The segments without the turns that have been sent before. A turn that has changed since
+        then is sent again.
+        """
+        known = tuple(
+            _equal(self._sent.get(segment.agent, ()), segment.turns) for segment in segments
+        )
+        self._sent = {segment.agent: segment.turns for segment in segments}
+        return SegmentChanges(
+            tuple(
+                replace(segment, turns=segment.turns[count:])
+                for segment, count in zip(segments, known, strict=True)
+            ),
+            known,
+        )
+
+
+class ProgressReader:
+    """What has arrived of an episode."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Turn, ...]] = {}
+
+    def segments(self, changes: SegmentChanges) -> tuple[Trajectory, ...]:
+        """The segments with all of their turns."""
+        whole = tuple(
+            replace(segment, turns=self._seen.get(segment.agent, ())[:count] + segment.turns)
+            for segment, count in zip(changes.segments, changes.known, strict=True)
+        )
+        self._seen = {segment.agent: segment.turns for segment in whole}
+        return whole
+
+
+def _equal(before: tuple[Turn, ...], after: tuple[Turn, ...]) -> int:
+    """How many turns at the beginning are the same objects."""
+    return next(
+        (at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old is not new),
+        min(len(before), len(after)),
+    )

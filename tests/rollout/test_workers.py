@@ -1,0 +1,361 @@
+"""Rollout workers: on the event loop of the test, in processes, and as actors of Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.cluster.processes import ProcessWorker
+from agentrl.cluster.workers import StartWorker
+from agentrl.engines.router import Router
+from agentrl.errors import ConfigError, EngineError, WorkerDiedError
+from agentrl.ledger.ledger import Ledger
+from agentrl.plugins import NoSettings
+from agentrl.protocols import Engine, GenerateRequest
+from agentrl.rollout.assignment import Assignment, MemberReport, TokensSampled, TurnsPlayed
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.scheduler import Rollouts
+from agentrl.rollout.workers.host import OpenParts
+from agentrl.rollout.workers.link import Door, WorkerLink, connect, open_door
+from agentrl.rollout.workers.messages import PlayedPolicy
+from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
+from agentrl.rollout.workers.progress import ProgressReader, ProgressSender
+from agentrl.settings.sampling import SamplingParams
+from agentrl.tasks.seeded import SeededTasks
+from agentrl.testing import ScriptedEngine
+from agentrl.testing.workers import InlineWorkers
+from agentrl.trajectory import Failed, Group, Score, Task, Terminated, Trajectory
+from tests.processes import PATIENCE_SECONDS
+from tests.rollout.worker_parts import ASKED, RENDERER, dice_parts, no_parts, noted_parts
+
+SAMPLING = SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids)
+POLICY = PlayedPolicy("policy", SAMPLING, trained=True)
+PLACES = ["inline", "processes", pytest.param("ray", marks=pytest.mark.slow)]
+
+
+def start_at(place: str, **options: Any) -> StartWorker:
+    """What starts workers at a place."""
+    if place == "inline":
+        return InlineWorkers(serve="play_for")
+    if place == "processes":
+        return partial(ProcessWorker.start, **options)
+    from agentrl.cluster.ray_actors import RayWorkers
+    from tests.cluster.shared_ray import join_shared_ray
+
+    join_shared_ray()
+    return RayWorkers(**options).one
+
+
+def says(request: GenerateRequest) -> bytes:
+    """An answer that depends on the request's seed and prompt."""
+    return f"throw {request.seed % 1000} after {len(request.prompt_ids)}".encode()
+
+
+def scripted(**options: Any) -> ScriptedEngine:
+    return ScriptedEngine.replying(says, **options)
+
+
+@asynccontextmanager
+async def workers_at(
+    place: str,
+    count: int,
+    engine: Engine | None = None,
+    *,
+    parts: OpenParts = dice_parts,
+    silence: float = PATIENCE_SECONDS,
+    **options: Any,
+) -> AsyncIterator[RolloutWorkers]:
+    """Workers that play `Dice` with a scripted engine."""
+    engine = engine or scripted()
+    start = start_at(place, **options)
+    async with engine, RolloutWorkers(start, parts, count, silence=silence) as workers:
+        workers.engines.name_of(engine, "policy")
+        yield workers
+
+
+def episode(seed: int = 3, **options: Any) -> Assignment:
+    return Assignment(f"train-{seed}/0/0", Task("dice", seed, options, f"train-{seed}"), seed=seed)
+
+
+async def play(workers: RolloutWorkers, assignment: Assignment) -> Trajectory:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        (played,) = await workers.play(POLICY, assignment, lambda report: None)
+    return played
+
+
+async def eventually(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not happened():  # noqa: ASYNC110  nothing signals it
+            await asyncio.sleep(0.02)
+
+
+class Sum:
+    """The reward: what the environment paid."""
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        return Score(trajectory.env_return, {"env": trajectory.env_return})
+
+
+def without_times(trajectory: Trajectory) -> Trajectory:
+    turns = tuple(
+        replace(turn, generate_seconds=0.0, env_seconds=0.0, asked=0.0) for turn in trajectory.turns
+    )
+    return replace(trajectory, turns=turns, seconds=0.0, started=0.0)
+
+
+def timeless(group: Group) -> Group:
+    scores = tuple(replace(score, scoring_spans=()) for score in group.scores)
+    return replace(group, trajectories=tuple(map(without_times, group.trajectories)), scores=scores)
+
+
+async def trained(runner: EpisodeRunner, engine: Engine, ledger: Ledger) -> list[list[Group]]:
+    """The batches of three steps."""
+    config = RolloutConfig(groups_per_step=4, group_size=3)
+    rollouts = Rollouts(
+        config,
+        tasks=SeededTasks(NoSettings(), "dice", 7),
+        runner=runner,
+        reward=Sum(),
+        engine=engine,
+        ledger=ledger,
+        seed=7,
+        groups=12,
+    )
+    batches = []
+    async with rollouts:
+        for step in range(3):
+            batches.append(await rollouts.next_batch())
+            async with rollouts.new_weights(step + 1):
+                await engine.update_weights({}, step + 1)
+    return [list(map(timeless, batch)) for batch in batches]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_workers_play_train_and_record_what_one_process_does(place, tmp_path):
+    async def alone(ledger: Ledger) -> list[list[Group]]:
+        async with scripted() as engine, dice_parts(lambda name: engine) as make_runner:
+            return await trained(make_runner(POLICY), engine, ledger)
+
+    async def on_workers(ledger: Ledger) -> list[list[Group]]:
+        engine = scripted()
+        async with workers_at(place, 2, engine) as workers:
+            runner = WorkerRunner(workers, POLICY, RENDERER)
+            batches = await trained(runner, engine, ledger)
+            assert workers.metrics()["rollout_workers/lost_episodes"] == 0
+        return batches
+
+    ledgers = [Ledger(tmp_path / "alone.sqlite"), Ledger(tmp_path / "workers.sqlite")]
+    expected = asyncio.run(alone(ledgers[0]))
+    assert asyncio.run(on_workers(ledgers[1])) == expected
+    assert expected[2][0].trajectories[0].turns[0].completion.policy_versions[0] == 2
+    assert len(list(ledgers[0].outcomes())) == 12
+    assert list(ledgers[0].outcomes()) == list(ledgers[1].outcomes())
+    for ledger in ledgers:
+        ledger.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_of_an_episode_comes_back_as_it_is(place):
+    async def main() -> None:
+        def refuses(request: GenerateRequest) -> Exception | None:
+            return EngineError("no place") if request.session.startswith("train-5") else None
+
+        async with workers_at(place, 1, scripted(fail=refuses)) as workers:
+            raised = await play(workers, episode(raises=True))
+            assert isinstance(raised.status, Failed)
+            assert raised.status.layer == "environment"
+            assert "the dice are gone" in raised.status.error
+            assert "worker_parts.py:" in raised.status.error  # the user's own frame
+            assert len(raised.turns) == 2
+            refused = await play(workers, episode(5))
+            assert refused.status == Failed("engine", "no place")
+            assert (await play(workers, episode())).status == Terminated()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wrong_settings_are_raised_with_their_frames(place):
+    async def main() -> None:
+        async with workers_at(place, 1) as workers:
+            unlucky = replace(POLICY, sampling=SamplingParams(max_tokens=13))
+            with pytest.raises(ConfigError, match="bad luck") as caught:
+                await workers.play(unlucky, episode(), lambda report: None)
+            assert "make_runner" in caught.value.__notes__[0]
+            assert (await play(workers, episode())).status == Terminated()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parts_that_cannot_be_opened_end_the_start(place):
+    async def main() -> None:
+        async with workers_at(place, 2, parts=no_parts):
+            raise AssertionError("they have started")
+
+    with pytest.raises(ConfigError, match="did you mean 'dice'"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cancelled_episode_ends_in_its_worker_too(place):
+    async def main() -> None:
+        async with workers_at(place, 1) as workers:
+            begun = asyncio.Event()
+            playing = asyncio.get_running_loop().create_task(
+                workers.play(POLICY, episode(hangs=True), lambda report: begun.set())
+            )
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await begun.wait()
+            playing.cancel()
+            await asyncio.wait({playing}, timeout=PATIENCE_SECONDS)
+            assert playing.cancelled()
+            assert workers.metrics()["rollout_workers/most_live"] == 0
+            assert (await play(workers, episode())).status == Terminated()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_is_killed_or_stopped_costs_its_episodes_and_is_replaced(
+    place, how, tmp_path
+):
+    async def main() -> None:
+        async with workers_at(place, 2, lease=4.0) as workers:
+            once = str(tmp_path / "once")
+            fatal = episode(3, once=once, how=how)
+            beside = [episode(seed) for seed in (4, 5, 6, 7)]
+            async with asyncio.TaskGroup() as group:
+                first = group.create_task(play(workers, fatal))
+                others = [group.create_task(play(workers, one)) for one in beside]
+            died = first.result().status
+            assert isinstance(died, Failed)
+            assert died.layer == "environment"
+            assert "rollout" in died.error
+            assert "died" in died.error
+            assert not died.final  # it is played again
+            assert {type(one.result().status) for one in others} <= {Terminated, Failed}
+            assert (await play(workers, fatal)).status == Terminated()
+            assert workers.metrics()["rollout_workers/lost_episodes"] >= 1
+            await eventually(lambda: workers.worker_count().alive == 2)
+            assert workers.worker_count().restarts == 1
+
+    asyncio.run(main())
+    if place == "processes":
+        assert not Path(f"/proc/{(tmp_path / 'once').read_text()}").exists()
+
+
+def test_a_worker_whose_event_loop_is_blocked_is_given_up(tmp_path):
+    async def main() -> None:
+        async with workers_at("processes", 1, silence=4.0) as workers:
+            once = str(tmp_path / "once")
+            blocked = episode(3, once=once, how="block")
+            status = (await play(workers, blocked)).status
+            assert isinstance(status, Failed)
+            assert "an environment blocks it" in status.error
+            assert (await play(workers, blocked)).status == Terminated()
+
+    asyncio.run(main())
+
+
+def test_workers_that_keep_dying_end_the_run():
+    class Dead(InlineWorkers):
+        async def __call__(self, role: str, make: Any, rank: int) -> Any:
+            worker = await super().__call__(role, make, rank)
+            worker.kill()
+            return worker
+
+    async def main() -> None:
+        async with scripted() as engine, RolloutWorkers(Dead(), dice_parts, 1):
+            raise AssertionError(f"they have started with {engine}")
+
+    with pytest.raises(WorkerDiedError, match="it was killed"):
+        asyncio.run(main())
+
+
+def test_the_clock_of_an_engine_stands_still_in_the_workers_too():
+    async def main() -> None:
+        sleeps = Router([scripted()])
+        async with workers_at("inline", 1, sleeps, parts=noted_parts) as workers:
+            await play(workers, episode())
+            clock = ASKED[-1].clock
+            assert clock is not None
+            assert not clock.is_held
+            with sleeps.clock.held():
+                await play(workers, episode())
+                assert clock.is_held
+            await play(workers, episode())
+            assert not clock.is_held
+
+    asyncio.run(main())
+
+
+def test_nobody_enters_without_the_token():
+    async def main() -> None:
+        taken: list[Any] = []
+        admitted: list[int] = []
+
+        def admit(rank: int, link: WorkerLink) -> Any:
+            admitted.append(rank)
+            return taken.append
+
+        async with open_door("127.0.0.1", admit) as door:
+            wrong = await connect(Door(door.host, door.port, bytes(32)), 0, taken.append)
+            wrong.send("let me in")
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await wrong.closed
+            right = await connect(door, 1, taken.append)
+            right.send("hello")
+            right.send("again")
+            await eventually(lambda: len(taken) == 2)
+            right.close()
+        assert admitted == [1]
+        assert taken == ["hello", "again"]
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.integers(0, 3), max_size=6))
+def test_segments_arrive_whole_though_only_new_turns_are_sent(growths):
+    turns = asyncio.run(_some_turns())
+    sender, reader = ProgressSender(), ProgressReader()
+    played: list[Any] = []
+    for grown in growths:
+        if played:
+            played[-1] = replace(played[-1], reward=played[-1].reward + 1)  # it earned more later
+        played += turns[:grown]
+        segment = Trajectory("e", Task("dice", 0, {}, "t"), tuple(played), Terminated())
+        changes = sender.changes((segment,))
+        assert len(changes.segments[0].turns) <= grown + 1
+        assert reader.segments(changes) == (segment,)
+
+
+async def _some_turns() -> tuple[Any, ...]:
+    async with scripted() as engine, dice_parts(lambda name: engine) as make_runner:
+        (played,) = await make_runner(POLICY).play(episode(3), lambda report: None)
+    return played.turns
+
+
+def test_an_episode_reports_its_tokens_and_turns_while_it_is_played():
+    async def main() -> None:
+        async with workers_at("inline", 1) as workers:
+            assignment = replace(episode(3), reports_turns=True)
+            (played,) = await workers.play(POLICY, assignment, reports.append)
+        sampled = sum(report.tokens for report in reports if isinstance(report, TokensSampled))
+        assert sampled == played.num_tokens
+        shown = [report.segments for report in reports if isinstance(report, TurnsPlayed)]
+        assert [len(parts[0].turns) for parts in shown if parts] == [0, 1, 2, 3]
+        assert shown[-1] == ()
+        assert shown[-2][0].turns == played.turns[:3]
+
+    reports: list[MemberReport] = []
+    asyncio.run(main())
