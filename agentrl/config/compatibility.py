@@ -399,7 +399,8 @@ def contained_programs_run_in_processes(run: ConfiguredRun) -> str:
 
 
 def workers_have_environments_of_their_own(run: ConfiguredRun) -> str:
-    workers, served = run.config.rollout.workers, run.config.cluster.settings.env_workers
+    workers = run.config.rollout.workers
+    served = ClusterOffers.of(run.config.cluster.settings).env_workers
     if not workers or not served:
         return ""
     return (

@@ -16,7 +16,7 @@ SETTINGS = """
 steps: 2
 reward: tests.rollout.worker_parts:letters
 rollout:
-  {groups_per_step: 2, group_size: 3, budget: {turns: 4}, sampling: {max_tokens: 6}}
+  {groups_per_step: 2, group_size: 4, budget: {turns: 4}, sampling: {max_tokens: 6}}
 engine: {max_batch: 1, prefix_cache: false}
 trainer: {lr: 1e-3}
 checkpoint: {every: 2}

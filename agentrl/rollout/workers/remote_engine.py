@@ -1,12 +1,12 @@
 """`RemoteEngine`: in a rollout worker, an engine of the controller."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.ray_prompts import SentPrompts
-from agentrl.errors import EngineDeadError
+from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import PausableClock
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.rollout.workers.messages import (
@@ -20,6 +20,9 @@ from agentrl.rollout.workers.messages import (
     Withdrawn,
 )
 from agentrl.trajectory import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RemoteEngine(Engine):
@@ -68,6 +71,22 @@ class RemoteEngine(Engine):
         self._prompts.answered(request, completion)
         return completion
 
+    async def interrupt(self) -> None:
+        """The controller does this.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError("a rollout worker does not interrupt engines: its controller does")
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """The controller does this.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError("a rollout worker does not update engines: its controller does")
+
     def stats(self) -> EngineStats:
         """Not known here."""
         return EngineStats(0, 0, 0, 0, 0)
@@ -98,7 +117,8 @@ class EngineCalls:
             EngineError: see `Engine.generate`.
         """
         call = next(self._numbers)
-        answer = self._waiting[call] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
+        self._waiting[call] = answer
         self.send(Ask(call, engine, request, is_cut))
         try:
             return await answer

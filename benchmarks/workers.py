@@ -1,0 +1,230 @@
+"""What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
+
+    python benchmarks/workers.py [--episodes 512] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
+
+The engine answers at once, in the controller; scheduler, ledger, renderer and link are the real
+ones. The first table has turns per second with environments that compute for `--burn` milliseconds
+a step, for each number of workers, and the CPU time of the controller. The second has the CPU time
+of the controller for an episode of so many `--turns`, without workers and with most of them.
+
+All rows are of one run on one machine; the ratios mean something only if as many cores are free as
+there are processes. CPU times mean something on a busy machine too.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.arrays import floats, ints
+from agentrl.cluster.processes import ProcessWorker
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.flow import run_steadily
+from agentrl.hosting.pool import EnvPool
+from agentrl.ledger.ledger import Ledger
+from agentrl.models.tiny import create_tiny_model
+from agentrl.plugins import NoSettings
+from agentrl.protocols import Engine, EngineStats, GenerateRequest
+from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.budget import Budget
+from agentrl.rollout.config import Deadlines, RolloutConfig
+from agentrl.rollout.engine_policy import EnginePolicy
+from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.runner import EpisodeRunner
+from agentrl.rollout.scheduler import Rollouts
+from agentrl.rollout.workers.messages import PlayedPolicy
+from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
+from agentrl.settings.sampling import SamplingParams
+from agentrl.tasks.seeded import SeededTasks
+from agentrl.trajectory import Completion
+
+GROUP = 8
+ANSWER_TOKENS = 100
+SAMPLING = SamplingParams(max_tokens=512, temperature=1.0)
+OBSERVATION = "The door is locked. You see a key, a lamp and a letter on the table. " * 8
+
+
+class InstantEngine(Engine):
+    """Answers every request in the next iteration of the loop, with the same tokens."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = ints(token_ids)
+        self.serve(0)
+
+    @property
+    def policy_version(self) -> int:
+        """That of its answers."""
+        return int(self._answer.policy_versions[0])
+
+    @property
+    def max_context(self) -> int:
+        """More than any episode needs."""
+        return 65536
+
+    def serve(self, version: int) -> None:
+        """Answer as this version."""
+        size = len(self._token_ids)
+        versions = ints(np.full(size, version))
+        self._answer = Completion(self._token_ids, floats(np.zeros(size)), versions, "stop")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Answer."""
+        await asyncio.sleep(0)
+        return self._answer
+
+    async def interrupt(self) -> None:
+        """Nothing is ever live."""
+
+    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        """Answer as this version."""
+        self.serve(version)
+
+    def stats(self) -> EngineStats:
+        """It is never busy."""
+        return EngineStats(0, 0, 0, 0, 0)
+
+
+class Room:
+    """Plays a number of turns, and computes in each."""
+
+    def __init__(self, turns: int, burn: float) -> None:
+        self._turns = turns
+        self._burn = burn
+
+    async def reset(self, *, seed: int, options: object) -> tuple[str, dict[str, object]]:
+        """Begin."""
+        self._left = self._turns
+        return OBSERVATION, {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        """Compute for `burn` seconds of CPU time."""
+        until = time.thread_time() + self._burn
+        while time.thread_time() < until:
+            pass
+        self._left -= 1
+        return OBSERVATION, 1.0, self._left == 0, False, {}
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+@asynccontextmanager
+async def parts(
+    model: Path, turns: int, burn: float, engine: Callable[[str], Engine]
+) -> AsyncIterator[Callable[[PlayedPolicy], EpisodeRunner]]:
+    """What a worker plays with, and the controller if there are none."""
+    renderer = TemplateRenderer.of_model(model)
+    envs = EnvPool({"room": partial(Room, turns, burn)}, Deadlines())
+
+    def make_runner(policy: PlayedPolicy) -> EpisodeRunner:
+        served = EnginePolicy(engine(policy.engine), policy.sampling, 600.0)
+        return EnvEpisodeRunner(served, renderer, envs, Budget(turns=turns), 3600.0)
+
+    yield make_runner
+    await envs.close()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A batch."""
+
+    turns_per_second: float
+    cpu_ms_per_episode: float
+    """Of the controller."""
+
+
+async def measure(model: Path, workers: int, episodes: int, turns: int, burn: float) -> Measured:
+    """Play a batch of episodes."""
+    renderer = TemplateRenderer.of_model(model)
+    words = "I take the key, and I try to open the door with it. "
+    token_ids = list(renderer.answer_ids(words * 40))[:ANSWER_TOKENS]
+    engine = InstantEngine(token_ids)
+    opened = partial(parts, model, turns, burn)
+    policy = PlayedPolicy("policy", SAMPLING, trained=True)
+    if not workers:
+        async with opened(lambda name: engine) as make_runner:
+            return await play(make_runner(policy), engine, episodes, turns)
+    start = partial(ProcessWorker.start, lease=600.0)
+    async with RolloutWorkers(start, opened, workers, silence=600.0) as pool:
+        pool.engines.name_of(engine, "policy")
+        runner = WorkerRunner(pool, policy, renderer)
+        return await play(runner, engine, episodes, turns)
+
+
+async def play(runner: EpisodeRunner, engine: InstantEngine, episodes: int, turns: int) -> Measured:
+    """Play a batch with the real scheduler, after a small one."""
+    config = RolloutConfig(groups_per_step=episodes // GROUP, group_size=GROUP)
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.sqlite")
+        rollouts = Rollouts(
+            config,
+            tasks=SeededTasks(NoSettings(), "room", seed=1),
+            runner=runner,
+            reward=EnvironmentReward(EnvironmentReward.Config()),
+            engine=engine,
+            ledger=ledger,
+            seed=0,
+            groups=2 * config.groups_per_step,
+        )
+        async with rollouts:
+            await rollouts.next_batch()  # warm: imports, caches, connections
+            cpu, wall = time.process_time(), time.perf_counter()
+            async with rollouts.new_weights(1):
+                await engine.update_weights({}, 1)
+            await rollouts.next_batch()
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        ledger.close()
+    return Measured(episodes * turns / wall, 1000 * cpu / episodes)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=512)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--burn", type=float, nargs="+", default=[0.0, 5.0])
+    parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
+    chosen = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        create_tiny_model(model)
+        by_workers = Table("ms a step", "workers", "turns/s", "ratio", "controller: CPU-ms a turn")
+        for burn in chosen.burn:
+            first = 0.0
+            for workers in chosen.workers:
+                found = run_steadily(measure(model, workers, chosen.episodes, 8, burn / 1000))
+                first = first or found.turns_per_second
+                by_workers.add_row(
+                    f"{burn:g}",
+                    str(workers),
+                    f"{found.turns_per_second:.0f}",
+                    f"{found.turns_per_second / first:.2f}",
+                    f"{found.cpu_ms_per_episode / 8:.3f}",
+                )
+        console.print(by_workers)
+        by_turns = Table("turns", "workers", "controller: CPU-ms an episode", "a turn")
+        for turns in chosen.turns:
+            for workers in (0, max(chosen.workers)):
+                found = run_steadily(measure(model, workers, chosen.episodes // 2, turns, 0.0))
+                by_turns.add_row(
+                    str(turns),
+                    str(workers),
+                    f"{found.cpu_ms_per_episode:.2f}",
+                    f"{found.cpu_ms_per_episode / turns:.3f}",
+                )
+        console.print(by_turns)
+
+
+if __name__ == "__main__":
+    main()
