@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from agentrl.hosting.wrappers import Wrapper as Wrapper
     from agentrl.protocols import Algorithm as Algorithm
     from agentrl.protocols import AlgorithmOffers as AlgorithmOffers
+    from agentrl.protocols import Command as Command
     from agentrl.protocols import Curriculum as Curriculum
     from agentrl.protocols import Engine as Engine
     from agentrl.protocols import EngineOffers as EngineOffers
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from agentrl.protocols import Reward as Reward
     from agentrl.protocols import RewardOffers as RewardOffers
     from agentrl.protocols import Rule as Rule
+    from agentrl.protocols import Sandbox as Sandbox
+    from agentrl.protocols import SandboxProvider as SandboxProvider
+    from agentrl.protocols import SandboxSpec as SandboxSpec
     from agentrl.protocols import Stateful as Stateful
     from agentrl.protocols import StepResult as StepResult
     from agentrl.protocols import TaskSource as TaskSource
@@ -54,7 +58,8 @@ if TYPE_CHECKING:
     from agentrl.protocols import Trainer as Trainer
     from agentrl.recipes.lineage import verified_lineage as verified_lineage
     from agentrl.runs.train import train as train
-    from agentrl.sandbox.pool import Sandbox as Sandbox
+    from agentrl.sandbox.pool import ProgramSandbox as ProgramSandbox
+    from agentrl.sandbox.providers import open_provider as open_provider
     from agentrl.sandbox.settings import SandboxConfig as SandboxConfig
     from agentrl.settings.base import Settings as Settings
     from agentrl.trajectory import Failed as Failed
@@ -83,13 +88,14 @@ _HOMES = {
     "agentrl.errors": "AgentRLError ConfigError EnvError",
     "agentrl.hosting.wrappers": "Wrapper",
     "agentrl.protocols": (
-        "Algorithm AlgorithmOffers Curriculum Engine EngineOffers Enumerable Env GroupReward"
-        " LossOutput LossTokens Reward RewardOffers Rule Stateful StepResult TaskSource Tracker"
-        " Trainer"
+        "Algorithm AlgorithmOffers Command Curriculum Engine EngineOffers Enumerable Env"
+        " GroupReward LossOutput LossTokens Reward RewardOffers Rule Sandbox SandboxProvider"
+        " SandboxSpec Stateful StepResult TaskSource Tracker Trainer"
     ),
     "agentrl.recipes.lineage": "verified_lineage",
     "agentrl.runs.train": "train",
-    "agentrl.sandbox.pool": "Sandbox",
+    "agentrl.sandbox.pool": "ProgramSandbox",
+    "agentrl.sandbox.providers": "open_provider",
     "agentrl.sandbox.settings": "SandboxConfig",
     "agentrl.settings.base": "Settings",
     "agentrl.trajectory": (

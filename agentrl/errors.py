@@ -8,6 +8,8 @@
     │   │                          `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   │   ├── OutageError        the environment's server cannot be reached; episodes wait for it
+    │   │   ├── SandboxError       a sandbox was lost, or did not start: nothing that was run in it
+    │   │   │                      is to blame
     │   │   ├── EnvProcessDiedError the process that an environment had of its own died
     │   │   └── LethalTaskError    servers or processes of the environment died of a task:
     │   │                          it is set aside
@@ -120,6 +122,12 @@ class LethalRequestError(EngineError):
     """Engines died of a request twice. It is set aside: a failure, which is not tried again."""
 
     final = True
+
+
+class SandboxError(EnvError):
+    """What a sandbox stands on has failed. It says nothing about what was run there, and is never a
+    result of it.
+    """
 
 
 class EnvProcessDiedError(EnvError):

@@ -42,6 +42,7 @@ GROUPS = (
     "rewards",
     "engines",
     "renderers",
+    "sandboxes",
     "trainers",
     "algorithms",
     "recipes",
@@ -229,7 +230,8 @@ def _module_of(path: Path) -> ModuleType:
 
 def _singular(kind: str) -> str:
     """The name for one plug-in of a kind: "task source" for "task_sources"."""
-    return kind[:-1].replace("_", " ")
+    one = kind.removesuffix("s") if not kind.endswith("xes") else kind.removesuffix("es")
+    return one.replace("_", " ")
 
 
 def _public(found: ModuleType) -> list[str]:

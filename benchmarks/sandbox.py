@@ -21,7 +21,7 @@ from rich.table import Table
 
 from agentrl.flow import Flow
 from agentrl.sandbox.outcome import Ran
-from agentrl.sandbox.pool import BACKENDS, Sandbox
+from agentrl.sandbox.pool import BACKENDS, ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig
 
 SQUARE = "print(int(input()) ** 2)"
@@ -95,7 +95,7 @@ def memory(jails: int) -> float:
 async def sandboxed(name: str, config: SandboxConfig, program: str, seconds: float) -> Row:
     """The row of a sandbox."""
     begun = time.perf_counter()
-    async with Sandbox(config) as sandbox:
+    async with ProgramSandbox(config) as sandbox:
 
         async def run() -> None:
             outcome = await sandbox.run(program, "12")

@@ -19,7 +19,7 @@ from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import OwnerOnly
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.sandbox.shared import borrow, give_back
 from agentrl.settings.base import Settings
@@ -77,7 +77,7 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._sandbox: Sandbox | None = None
+        self._sandbox: ProgramSandbox | None = None
         self._limits = SandboxLimits()
         self._kept: list[str] = []
         self.printed = ""

@@ -14,7 +14,7 @@ from agentrl.errors import ConfigError, LethalContentError, RewardError
 from agentrl.rewards.fenced_blocks import blocks_in
 from agentrl.rewards.outputs import Comparison, same_output
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.settings.base import Settings
 from agentrl.trajectory import Score, Task, Trajectory
@@ -128,7 +128,7 @@ class CodeTests:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._sandbox = Sandbox(config.sandbox)
+        self._sandbox = ProgramSandbox(config.sandbox)
 
     async def __aenter__(self) -> Self:
         await self._sandbox.__aenter__()

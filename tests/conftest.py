@@ -15,7 +15,7 @@ from tests.properties import FAST, FULL
 
 # The process that hands tests out runs none: what is imported here, it waits for, and so does every
 # other.
-pytest_plugins = ["agentrl.testing.fixtures"]
+pytest_plugins = ["agentrl.testing.fixtures", "tests.docker_engine"]
 
 # Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a
 # test of 2 s.

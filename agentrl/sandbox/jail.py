@@ -47,7 +47,7 @@ class Jail:
     `dead`.
     """
 
-    def __init__(self, backend: str, config: SandboxConfig) -> None:
+    def __init__(self, backend: str, config: SandboxConfig, disk: int = 0) -> None:
         self.dead = False
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
@@ -65,6 +65,7 @@ class Jail:
             "preload": config.preload,
             "paths": config.paths,
             "group": self._group,
+            "disk": disk,
         }
         code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
         self._process = subprocess.Popen(
@@ -79,13 +80,14 @@ class Jail:
         theirs.close()
 
     @classmethod
-    async def start(cls, backend: str, config: SandboxConfig) -> Self:
-        """Start a jail and wait until it is ready.
+    async def start(cls, backend: str, config: SandboxConfig, disk: int = 0) -> Self:
+        """Start a jail and wait until it is ready. `disk`: bytes of a folder that its programs have
+        in common; with 0, each has a new one.
 
         Raises:
             JailError: the machine does not support `backend`; says what it lacks.
         """
-        jail = cls(backend, config)
+        jail = cls(backend, config, disk)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 jail._reader, jail._writer = await asyncio.open_connection(sock=jail._socket)
@@ -108,23 +110,27 @@ class Jail:
 
     async def run(self, order: Order) -> Outcome:
         """Run one program. Cancelling kills the jail and all that the program has started."""
+        reply = await self.reply_to(order)
+        if isinstance(reply, SandboxLost):
+            return reply
+        wrote = {"stdout": reply["stdout"], "stderr": reply["stderr"], "seconds": reply["seconds"]}
+        return LimitHit(reply["hit"], **wrote) if reply["hit"] else Ran(exit=reply["exit"], **wrote)
+
+    async def reply_to(self, order: Order) -> Mapping[str, Any] | SandboxLost:
+        """Run one program, and return its supervisor's report. Cancelling kills the jail."""
         try:
             async with asyncio.timeout(order.wall + _GRACE_SECONDS):
-                return await self._run(order)
+                assert self._writer is not None
+                self._writer.write(order.pack())
+                await self._writer.drain()
+                reply = await self._receive()
+                await self._reader.readexactly(len(DONE))
+                return reply
         except (OSError, EOFError, ValueError, TimeoutError) as error:
             return SandboxLost(self._last_words(error))
         except BaseException:
             self.kill()
             raise
-
-    async def _run(self, order: Order) -> Outcome:
-        assert self._writer is not None
-        self._writer.write(order.pack())
-        await self._writer.drain()
-        reply = await self._receive()
-        await self._reader.readexactly(len(DONE))
-        wrote = {"stdout": reply["stdout"], "stderr": reply["stderr"], "seconds": reply["seconds"]}
-        return LimitHit(reply["hit"], **wrote) if reply["hit"] else Ran(exit=reply["exit"], **wrote)
 
     async def _receive(self) -> Mapping[str, Any]:
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))

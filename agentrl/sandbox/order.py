@@ -29,6 +29,11 @@ class Order:
     processes: int
     disk: int
     output: int
+    encoding: str = "utf-8"
+    """How `stdin` becomes bytes, and output becomes text: with latin-1, each byte one character."""
+    cut: bool = False
+    """True if output beyond the limit is left out, and the run goes on; the limit is then one for
+    each of stdout and stderr."""
 
     def pack(self) -> bytes:
         """The order as bytes."""

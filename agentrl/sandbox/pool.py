@@ -49,7 +49,7 @@ print(*[name for name, attempt in attempts.items() if breaks_out(attempt)], sep=
 """
 
 
-class Sandbox:
+class ProgramSandbox:
     """Runs untrusted Python programs.
 
     Each run is a newly forked process in a new, empty folder; when it ends, everything that it
@@ -57,7 +57,7 @@ class Sandbox:
     machine supports, logs its name, and tests that it isolates; leaving ends every run. It belongs
     to the event loop on which it was entered.
 
-        async with Sandbox(SandboxConfig()) as sandbox:
+        async with ProgramSandbox(SandboxConfig()) as sandbox:
             outcome = await sandbox.run("print(int(input()) ** 2)", stdin="12")
             # Ran(stdout="144\\n", exit=0, ...)
     """
@@ -105,7 +105,7 @@ class Sandbox:
         """
         if not self.backend:
             raise RuntimeError(
-                "the sandbox is not running: write `async with Sandbox(config) as sandbox`"
+                "the sandbox is not running: write `async with ProgramSandbox(config) as sandbox`"
             )
         order = Order(program, stdin, **(limits or self.config.limits).model_dump())
         if self._losses and self._losses[_digest(order)] >= LETHAL_DEATHS:

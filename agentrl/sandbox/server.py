@@ -38,6 +38,7 @@ from typing import Any
 
 from agentrl.sandbox import kernel
 from agentrl.sandbox.cgroup import ControlGroup
+from agentrl.sandbox.cut_output import CutOutput
 from agentrl.sandbox.filter import is_clone
 from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
@@ -62,12 +63,16 @@ def main(
     preload: Sequence[str],
     paths: Sequence[str],
     group: Sequence[str],
+    disk: int,
 ) -> None:
-    """Serve runs on the socket that is file descriptor 0 until its other end is closed."""
+    """Serve runs on the socket that is file descriptor 0 until its other end is closed.
+
+    `disk`: with 0, each run has a new folder; else all have one, of so many bytes.
+    """
     # With the default action, unlike with Python's handler, SIGINT does not reach the first process
     # of a namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    walls = WALLS[backend](readable, scratch, ControlGroup(group))
+    walls = WALLS[backend](readable, scratch, ControlGroup(group), disk)
     channel = socket.socket(fileno=0)
     try:
         walls.enter()
@@ -177,8 +182,9 @@ class _Run:
         self.exit: int | None = None
         self.hit = ""
         self.begun = time.monotonic()
-        self.input = memoryview(order.stdin.encode(errors="replace"))
-        self.output = {self.stdout: bytearray(), self.stderr: bytearray()}
+        self.input = memoryview(order.stdin.encode(order.encoding, errors="replace"))
+        self.output = {self.stdout: CutOutput(order.output), self.stderr: CutOutput(order.output)}
+        self.written = 0
         self.poll = select.poll()
         for fd, events in (
             (self.stdin, select.POLLOUT),
@@ -212,9 +218,11 @@ class _Run:
             os.close(fd)
         self.hit = self.hit or self._limit_exceeded()
         stdout, stderr = (
-            self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr)
+            self.output[fd].kept().decode(self.order.encoding, errors="replace")
+            for fd in (self.stdout, self.stderr)
         )
         return {
+            "cut": [self.output[fd].cut for fd in (self.stdout, self.stderr)],
             "hit": self.hit,
             "exit": self.exit,
             "stdout": stdout,
@@ -288,9 +296,10 @@ class _Run:
                     with suppress(KeyError):
                         self.poll.unregister(fd)
                     return
-                room = self.order.output - sum(map(len, self.output.values()))
-                self.output[fd] += part[:room]
-                if len(part) > room:
+                room = self.order.output - self.written
+                self.written += len(part)
+                self.output[fd].add(part if self.order.cut else part[: max(room, 0)])
+                if len(part) > room and not self.order.cut:
                     self.hit = self.hit or "output"
                     return
 

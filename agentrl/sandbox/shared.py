@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig
 
 
 @dataclass(eq=False)
 class _Entry:
-    sandbox: Sandbox
+    sandbox: ProgramSandbox
     users: int = 0
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -22,7 +22,7 @@ _entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, _Entr
 )
 
 
-async def borrow(config: SandboxConfig) -> Sandbox:
+async def borrow(config: SandboxConfig) -> ProgramSandbox:
     """The running event loop's sandbox for this config, started at the first call. Each `borrow`
     needs a `give_back`.
 
@@ -30,7 +30,7 @@ async def borrow(config: SandboxConfig) -> Sandbox:
         ConfigError: the machine cannot isolate.
     """
     entries = _entries.setdefault(asyncio.get_running_loop(), {})
-    entry = entries.setdefault(config, _Entry(Sandbox(config)))
+    entry = entries.setdefault(config, _Entry(ProgramSandbox(config)))
     async with entry.starting:
         if not entry.sandbox.backend:
             await entry.sandbox.__aenter__()
@@ -38,7 +38,7 @@ async def borrow(config: SandboxConfig) -> Sandbox:
     return entry.sandbox
 
 
-async def give_back(sandbox: Sandbox) -> None:
+async def give_back(sandbox: ProgramSandbox) -> None:
     """Return a borrowed sandbox. Returning it for the last time ends it."""
     entries = _entries.get(asyncio.get_running_loop(), {})
     entry = entries.get(sandbox.config)

@@ -28,6 +28,10 @@ MAX_FILES = 10_000
 """The number of files and folders that a run may have."""
 
 
+MAX_KEPT_FILES = 100_000
+"""The number of those in a folder that several runs share."""
+
+
 class Walls(ABC):
     """A server calls `enter`; for each run, a supervisor `enclose`, `begin`, `confine` in its
     child, and `end`.
@@ -36,10 +40,13 @@ class Walls(ABC):
     counts_threads = False
     """True if each new thread needs a permission, because no limit of the kernel counts them."""
 
-    def __init__(self, readable: Sequence[str], scratch: str, group: ControlGroup) -> None:
+    def __init__(
+        self, readable: Sequence[str], scratch: str, group: ControlGroup, disk: int = 0
+    ) -> None:
         """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the
-        server is ready.
+        server is ready. `disk`: bytes of the one folder of all runs; 0 for a new one each.
         """
+        self.disk = disk
         self.readable = readable
         self.scratch = scratch
         self.group = group
@@ -128,6 +135,8 @@ class Namespaces(Walls):
         # separately.
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         kernel.map_to_self(uid, gid)
+        if self.disk:
+            self._mount_folder(self.disk, MAX_KEPT_FILES)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -167,9 +176,13 @@ class Namespaces(Walls):
 
     def begin(self, order: Order) -> str:
         """Mount a file system in memory, with its own limits."""
-        sizes = f"mode=0700,size={order.disk},nr_inodes={MAX_FILES}"
-        kernel.mount("tmpfs", self._FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
+        if not self.disk:
+            self._mount_folder(order.disk, MAX_FILES)
         return self._FOLDER
+
+    def _mount_folder(self, size: int, files: int) -> None:
+        sizes = f"mode=0700,size={size},nr_inodes={files}"
+        kernel.mount("tmpfs", self._FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
 
     def confine(self, folder: str, order: Order) -> None:
         """No capabilities, a system call filter, and first to be killed when memory is short."""
@@ -191,7 +204,8 @@ class Namespaces(Walls):
 
     def end(self, folder: str) -> None:
         """Unmount the file system."""
-        kernel.unmount(folder)
+        if not self.disk:
+            kernel.unmount(folder)
 
 
 class Landlock(Walls):
@@ -201,6 +215,8 @@ class Landlock(Walls):
 
     def enter(self) -> None:
         """Check that Landlock is available; the server itself is not confined."""
+        if self.disk:
+            raise OSError("a folder that several runs share needs namespaces")
         if kernel.landlock_version() < 3:
             raise OSError(
                 f"Landlock has version {kernel.landlock_version()}, but 3 is needed (Linux 6.2)"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agentrl.testing.judge_server import JudgeServer as JudgeServer
     from agentrl.testing.rewards import check_reward as check_reward
     from agentrl.testing.rewards import trajectory as trajectory
+    from agentrl.testing.sandboxes import FakeSandboxes as FakeSandboxes
     from agentrl.testing.staleness_rules import check_staleness_rule as check_staleness_rule
     from agentrl.testing.tokenizer import ByteTokenizer as ByteTokenizer
     from agentrl.testing.trainers import check_trainer as check_trainer
@@ -29,6 +30,7 @@ _HOMES = {
     "agentrl.testing.envs": "check_env",
     "agentrl.testing.judge_server": "JudgeReply JudgeServer",
     "agentrl.testing.rewards": "check_reward trajectory",
+    "agentrl.testing.sandboxes": "FakeSandboxes",
     "agentrl.testing.staleness_rules": "check_staleness_rule",
     "agentrl.testing.tokenizer": "ByteTokenizer",
     "agentrl.testing.trainers": "check_trainer",

@@ -24,14 +24,14 @@ from agentrl.envs.python_tool import (
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import StepResult
 from agentrl.sandbox.outcome import Outcome, SandboxLost
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig
 from agentrl.sandbox.shared import borrow, give_back
 from agentrl.testing import check_env
 from agentrl.trajectory import ToolCall
 from tests.processes import still_alive
 
-_REAL_RUN = Sandbox.run
+_REAL_RUN = ProgramSandbox.run
 
 
 async def reset(env: PythonTool, seed: int, **options: Any) -> str:
@@ -117,10 +117,10 @@ def test_a_lost_sandbox_is_asked_again_once_and_then_fails_the_episode(
     async def main(env: PythonTool) -> None:
         losses = [SandboxLost("gone")]
 
-        async def lossy(self: Sandbox, *arguments: Any, **named: Any) -> Outcome:
+        async def lossy(self: ProgramSandbox, *arguments: Any, **named: Any) -> Outcome:
             return losses.pop() if losses else await _REAL_RUN(self, *arguments, **named)
 
-        monkeypatch.setattr(Sandbox, "run", lossy)
+        monkeypatch.setattr(ProgramSandbox, "run", lossy)
         assert await python(env, "print(1)") == "1"
         losses += [SandboxLost("gone")] * 2
         with pytest.raises(EnvError, match="lost twice: gone"):

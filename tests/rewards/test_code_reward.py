@@ -11,7 +11,7 @@ from agentrl.rewards import code_tests
 from agentrl.rewards.code_tests import CodeTests, program_in
 from agentrl.rewards.outputs import same_output
 from agentrl.sandbox.outcome import Outcome, SandboxLost
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
@@ -226,7 +226,7 @@ def test_a_lost_sandbox_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatc
     async def lost(*_: object) -> Outcome:
         return SandboxLost("gone")
 
-    monkeypatch.setattr(Sandbox, "run", lost)
+    monkeypatch.setattr(ProgramSandbox, "run", lost)
     with pytest.raises(RewardError, match="the sandbox was lost: gone"):
         scores([answer("print(9)", SQUARE)])
 

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.sandbox import cgroup
 from agentrl.sandbox.order import Order
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from tests.processes import PATIENCE_SECONDS
 
@@ -91,7 +91,7 @@ def test_no_group_is_left_by_a_sandbox_that_ends_in_a_run_or_whose_driver_is_kil
     config = SandboxConfig(backend=backend, size=1)  # type: ignore[arg-type]
 
     async def main() -> tuple[str, ...]:
-        async with Sandbox(config) as sandbox:
+        async with ProgramSandbox(config) as sandbox:
             await sandbox.run("print(1)")
             (jail,) = sandbox._jails
             assert all(map(os.path.isdir, jail._group))
@@ -103,10 +103,10 @@ def test_no_group_is_left_by_a_sandbox_that_ends_in_a_run_or_whose_driver_is_kil
     assert not any(map(os.path.exists, mine))
     code = f"""
 import asyncio
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig
 async def main():
-    async with Sandbox(SandboxConfig(backend={backend!r}, size=1)) as sandbox:
+    async with ProgramSandbox(SandboxConfig(backend={backend!r}, size=1)) as sandbox:
         print(*next(iter(sandbox._jails))._group, sep="\\n", end="\\n\\n", flush=True)
         await sandbox.run("import time; time.sleep(1000)")
 asyncio.run(main())

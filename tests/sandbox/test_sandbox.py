@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.sandbox import cgroup, jail, pool
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
-from agentrl.sandbox.pool import BACKENDS, Sandbox
+from agentrl.sandbox.pool import BACKENDS, ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from tests.processes import still_alive, title
 from tests.sandbox.hostile import KINDS
@@ -33,9 +33,9 @@ each_backend = pytest.mark.parametrize(
 )
 
 
-def run(test: Callable[[Sandbox], Awaitable[None]], config: SandboxConfig) -> None:
+def run(test: Callable[[ProgramSandbox], Awaitable[None]], config: SandboxConfig) -> None:
     async def main() -> None:
-        async with Sandbox(config) as sandbox:
+        async with ProgramSandbox(config) as sandbox:
             started.extend(jails())
             await test(sandbox)
 
@@ -59,7 +59,7 @@ def ran(outcome: Outcome) -> str:
 
 @each_backend
 def test_a_program_reads_stdin_writes_stdout_and_has_an_exit_status(backend: str) -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run("print(int(input()) ** 2)", "12")) == "144\n"
         assert (
             ran(await sandbox.run("import sys; print(len(sys.stdin.read()))", "é" * 300_000))
@@ -106,7 +106,7 @@ with tempfile.NamedTemporaryFile("w+") as file:
 sys.stdout.write("no newline")
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run(program)) == "kept True\nno newlinethread\nlast\n"
 
     run(main, SandboxConfig(backend=backend, size=1))
@@ -130,7 +130,7 @@ if __name__ == "__main__":
     print(child.stdout, end="")
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run(program)) == "16\n[0, 1, 4, 9]\n5\n"
 
     run(main, SandboxConfig(backend="namespaces", size=1))
@@ -144,7 +144,7 @@ def test_the_limit_that_was_hit_is_named_and_what_was_written_is_kept(backend: s
         "output": ("while True: print('x' * 1000)", SandboxLimits(output=1 << 16)),
     }
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         for limit, (program, limits) in programs.items():
             begun = now()
             outcome = await sandbox.run(f"print('begun', flush=True)\n{program}", limits=limits)
@@ -176,7 +176,7 @@ time.sleep({seconds})
 print("done")
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run(program.format(shared=100, own=1, seconds=0.2))) == "done\n"
         outcome = await sandbox.run(program.format(shared=1, own=60, seconds=9))
         assert isinstance(outcome, LimitHit)
@@ -223,7 +223,7 @@ time.sleep(0.5)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_files_that_have_no_name_count_as_disk_for_as_long_as_they_are_held(backend: str) -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         for how in ("unlinked", "without_a_name", "mapped"):
             outcome = await sandbox.run(UNNAMED.replace("HOW", how).replace("FILES", "40"))
             if backend == "namespaces":
@@ -253,7 +253,7 @@ except RuntimeError as error:
 ended.set()
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         for _ in range(2):
             assert ran(await sandbox.run(program)) == "81\n11 can't start new thread\n"
 
@@ -280,7 +280,7 @@ other.commit()
 print(one.execute("select x from t").fetchall())
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run(program)) == "held\n[(1,)]\n"
 
     run(main, SandboxConfig(backend=backend, size=1))
@@ -300,7 +300,7 @@ if os.fork() == 0:
 os.wait()
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run(program)) == "held\n"
 
     run(main, SandboxConfig(backend="namespaces", size=1))
@@ -331,7 +331,7 @@ else:
             pass
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         outcomes = await sandbox.run_all([(program, "send"), (program, "receive")])
         assert [ran(outcome) for outcome in outcomes] == ["", ""]
 
@@ -342,7 +342,7 @@ else:
 def test_buffers_of_sockets_count_as_memory(means: str, seed: int) -> None:
     limits = SandboxLimits(wall=60, cpu=60, memory=64 << 20)
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         outcome = await sandbox.run(KINDS["socket_buffers"].write(Random(seed)))
         assert isinstance(outcome, LimitHit), outcome
         assert outcome.which == "memory"
@@ -354,7 +354,7 @@ def test_buffers_of_sockets_count_as_memory(means: str, seed: int) -> None:
 def test_the_cpu_time_of_children_that_nobody_waits_for_counts(means: str, seed: int) -> None:
     limits = SandboxLimits(wall=3600 if means == "control group" else 1, cpu=0.5)
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         outcome = await sandbox.run(KINDS["hidden_cpu"].write(Random(seed)))
         assert isinstance(outcome, LimitHit), outcome
         # With the filter the children stay, count as processes, and no more can be started.
@@ -378,7 +378,7 @@ asyncio.run(main())
 print(multiprocessing.get_context("fork").Process(target=print, args=("e",)).run())
 """
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run(program.replace("WAIT", wait))).splitlines() == [
             r"b'a\nb\n'",
             r"b'c\n'",
@@ -392,7 +392,7 @@ print(multiprocessing.get_context("fork").Process(target=print, args=("e",)).run
 
 @each_backend
 def test_a_program_finds_nothing_of_earlier_ones_in_its_memory(backend: str) -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         secret = f"# LOOT-0123abcd {'x' * 50_000}\nimport sys; print(sys.stdin.read())"
         for seed in range(4):
             for _ in range(3):
@@ -408,7 +408,7 @@ def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(
 ) -> None:
     fork = "os.fork()\n" if backend == "namespaces" else ""
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         async with Flow("test") as flow:
             task = flow.start(sandbox.run(f"import os, time\n{fork}time.sleep(100)"), name="run")
             # the server, its supervisor and the program; with namespaces, two that wait for them,
@@ -423,7 +423,7 @@ def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(
 
 
 def test_a_jail_that_dies_is_a_loss_and_no_result_and_is_replaced() -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         async with Flow("test") as flow:
             task = flow.start(sandbox.run("import time; time.sleep(100)"), name="run")
             await asyncio.sleep(0.1)
@@ -435,7 +435,7 @@ def test_a_jail_that_dies_is_a_loss_and_no_result_and_is_replaced() -> None:
 
 
 def test_a_program_that_two_jails_were_lost_of_is_set_aside_and_others_run() -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         lethal = "import time; time.sleep(100)"
         for number in range(4):
             async with Flow("test") as flow:
@@ -457,12 +457,12 @@ def test_a_program_that_two_jails_were_lost_of_is_set_aside_and_others_run() -> 
 
 def test_a_sandbox_that_is_closed_during_a_run_loses_it_and_can_be_entered_again() -> None:
     async def main() -> None:
-        sandbox = Sandbox(SandboxConfig(size=1))
+        sandbox = ProgramSandbox(SandboxConfig(size=1))
         async with Flow("test") as flow, sandbox:
             task = flow.start(sandbox.run("import time; time.sleep(100)"), name="run")
             await asyncio.sleep(0.1)
         assert task.result() == SandboxLost("the sandbox was closed during the run")
-        with pytest.raises(RuntimeError, match="async with Sandbox"):
+        with pytest.raises(RuntimeError, match="async with ProgramSandbox"):
             await sandbox.run("print(1)")
         async with sandbox:
             assert ran(await sandbox.run("print(1)")) == "1\n"
@@ -476,7 +476,7 @@ def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(
 ) -> None:
     monkeypatch.setattr(jail, "_GRACE_SECONDS", 0.2)
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         for process in jails():
             process.suspend()
         assert isinstance(
@@ -487,7 +487,7 @@ def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(
 
 
 def test_a_child_that_cannot_be_confined_is_a_loss_and_no_result() -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         outcome = await sandbox.run("print(1)")
         assert isinstance(outcome, SandboxLost), outcome
         assert "could not be confined: ValueError" in outcome.error
@@ -501,10 +501,10 @@ def test_a_child_that_cannot_be_confined_is_a_loss_and_no_result() -> None:
 def test_the_driver_dying_ends_its_jails(backend: str) -> None:
     code = f"""
 import asyncio
-from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.pool import ProgramSandbox
 from agentrl.sandbox.settings import SandboxConfig
 async def main():
-    async with Sandbox(SandboxConfig(backend={backend!r}, size=1)) as sandbox:
+    async with ProgramSandbox(SandboxConfig(backend={backend!r}, size=1)) as sandbox:
         print("started", flush=True)
         await sandbox.run("import time; time.sleep(1000)")
 asyncio.run(main())
@@ -524,7 +524,7 @@ def test_the_strongest_backend_is_chosen_and_logged_and_without_any_it_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def enter(config: SandboxConfig) -> str:
-        async with Sandbox(config) as sandbox:
+        async with ProgramSandbox(config) as sandbox:
             return sandbox.backend
 
     with caplog.at_level(logging.INFO):
@@ -562,7 +562,7 @@ def test_walls_that_do_not_hold_are_found_at_the_start(monkeypatch: pytest.Monke
     monkeypatch.setattr(jail, "_START", "import sys; sys.path.insert(0, {source!r}); " + hole)
 
     async def main() -> None:
-        async with Sandbox(SandboxConfig(backend="landlock", size=1)):
+        async with ProgramSandbox(SandboxConfig(backend="landlock", size=1)):
             pass
 
     with pytest.raises(ConfigError, match=r"landlock does not hold on this machine.*open a socket"):
@@ -575,7 +575,7 @@ def test_extra_folders_can_be_imported_from_and_nothing_else_of_them_is_writable
     tmp_path.chmod(0o755)
     (tmp_path / "extra_of_ours.py").write_text("X = 5")
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         assert ran(await sandbox.run("import extra_of_ours; print(extra_of_ours.X)")) == "5\n"
         outcome = await sandbox.run(f"open({str(tmp_path / 'x')!r}, 'w')")
         assert isinstance(outcome, Ran)
@@ -635,7 +635,7 @@ def escape(kind: str, program: str, outcome: Outcome, busy: bool = False) -> str
 def test_hostile_programs_that_end_by_themselves_are_contained(
     backend: str, targets: dict[str, str]
 ) -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         for kind in (name for name, kind in KINDS.items() if kind.quick):
             program = program_of(kind, Random(kind), targets)
             assert not (found := escape(kind, program, await sandbox.run(program))), found
@@ -681,7 +681,7 @@ def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> lis
     seconds: list[float] = []
     outcomes: Counter[str] = Counter()
 
-    async def worker(sandbox: Sandbox) -> None:
+    async def worker(sandbox: ProgramSandbox) -> None:
         while waiting:
             kind, program = waiting.pop()
             begun = now()
@@ -690,7 +690,7 @@ def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> lis
             outcomes[type(outcome).__name__] += 1
             found.extend(filter(None, [escape(kind, program, outcome, busy=True)]))
 
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         await sandbox.run_all([("import time; time.sleep(0.5)", "")] * sandbox.config.size)
         first = {process.pid for process in jails()}
         async with Flow("test") as flow:
@@ -710,12 +710,12 @@ def seconds_of_hostile(backend: str, count: int, targets: dict[str, str]) -> lis
 
 
 def test_the_probe_of_the_start_is_one_that_an_open_machine_fails() -> None:
-    async def main(sandbox: Sandbox) -> None:
+    async def main(sandbox: ProgramSandbox) -> None:
         with pytest.raises(ConfigError, match="does not hold"):
             await sandbox._probe(next(iter(sandbox._jails)))
 
     async def unsafe() -> None:
-        sandbox = Sandbox(SandboxConfig(size=1))
+        sandbox = ProgramSandbox(SandboxConfig(size=1))
         sandbox.backend = "unsafe"
         await sandbox._start()
         try:

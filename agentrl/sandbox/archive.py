@@ -1,0 +1,133 @@
+"""Archives of files that an agent has made, which may hold anything.
+
+A tar can name paths outside of the folder that it is unpacked in, and links that lead there: a
+"solution" that is a link to the file of the expected results. So an archive is written again with
+what is harmless.
+"""
+
+import io
+import posixpath
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+LARGEST_ARCHIVE = 256 << 20
+"""Bytes that the files of an archive may have together."""
+
+
+def checked_archive(archive: bytes) -> bytes:
+    """The archive with its folders, files and harmless links only: the rest is left out.
+
+    A link is harmless if it leads to a path of the archive's own folder, and through no other link.
+    Owners, special bits of modes, devices and pipes are left out; a hard link becomes a copy.
+
+    Raises:
+        ValueError: it is no archive, has a path outside of its folder or below a link, or more than
+            `LARGEST_ARCHIVE` bytes.
+    """
+    written = io.BytesIO()
+    try:
+        with (
+            tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as read,
+            tarfile.open(fileobj=written, mode="w") as new,
+        ):
+            _copy(read, new)
+    except (tarfile.TarError, EOFError, KeyError, OSError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"this is no archive: {type(error).__name__}: {error}") from error
+    return written.getvalue()
+
+
+def _copy(read: tarfile.TarFile, new: tarfile.TarFile) -> None:
+    members = read.getmembers()
+    links = {_inside(member.name) for member in members if member.issym()}
+    total = 0
+    for member in members:
+        path = _inside(member.name)
+        if any(above in links for above in _above(path)):
+            raise ValueError(f"the archive has a file below a link: {member.name!r:.200}")
+        entry = tarfile.TarInfo(path)
+        entry.mtime = max(0, int(member.mtime))
+        entry.mode = member.mode & 0o777
+        if member.isdir():
+            entry.type = tarfile.DIRTYPE
+            entry.mode |= 0o700
+            if path != ".":
+                new.addfile(entry)
+        elif member.issym():
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), member.linkname))
+            if _is_inside(target) and not links.intersection([target, *_above(target)]):
+                entry.type, entry.linkname = tarfile.SYMTYPE, member.linkname
+                new.addfile(entry)
+        elif member.isfile() or member.islnk():
+            content = read.extractfile(member)
+            if content is None or path in links:
+                continue
+            data = content.read(LARGEST_ARCHIVE + 1 - total)
+            total += len(data)
+            if total > LARGEST_ARCHIVE:
+                raise ValueError(f"the archive's files have more than {LARGEST_ARCHIVE} bytes")
+            entry.size = len(data)
+            new.addfile(entry, io.BytesIO(data))
+
+
+def _inside(name: str) -> str:
+    path = posixpath.normpath(name)
+    if not _is_inside(path) or ".." in name.split("/"):
+        raise ValueError(f"the archive has a path outside of its folder: {name!r:.200}")
+    return path
+
+
+def _is_inside(path: str) -> bool:
+    return not (path.startswith(("/", "../")) or path == "..")
+
+
+def _above(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:at]) for at in range(1, len(parts))]
+
+
+def archive_of(files: Mapping[str, bytes | str]) -> bytes:
+    """A tar of these files, by their relative paths."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as new:
+        for path, content in files.items():
+            data = content.encode() if isinstance(content, str) else content
+            entry = tarfile.TarInfo(path)
+            entry.size, entry.mode = len(data), 0o755 if data.startswith(b"#!") else 0o644
+            new.addfile(entry, io.BytesIO(data))
+    return written.getvalue()
+
+
+def files_of(archive: bytes) -> dict[str, bytes]:
+    """The regular files of an archive, by their relative paths.
+
+    Raises:
+        ValueError: as `checked_archive`.
+    """
+    with tarfile.open(fileobj=io.BytesIO(checked_archive(archive))) as read:
+        return {
+            member.name: content.read()
+            for member in read.getmembers()
+            if member.isfile() and (content := read.extractfile(member)) is not None
+        }
+
+
+def archive_of_folder(folder: Path) -> bytes:
+    """A tar of a folder of this machine.
+
+    Raises:
+        OSError: there is no such folder, or a file of it cannot be read.
+    """
+    if not folder.is_dir():
+        raise NotADirectoryError(f"there is no folder {str(folder)!r}")
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as new:
+        for path in sorted(folder.rglob("*")):
+            new.add(path, arcname=str(path.relative_to(folder)), recursive=False, filter=_nobodys)
+    return written.getvalue()
+
+
+def _nobodys(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry

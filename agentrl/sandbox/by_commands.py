@@ -1,0 +1,122 @@
+"""What sandboxes have in common in which a shell runs: files are read and written by commands.
+
+So a path means what it means to the commands, links included, and nothing of this machine is ever
+opened by a path that a sandbox has made up.
+"""
+
+import asyncio
+import posixpath
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agentrl.protocols import Command, EndedBy, Executed, SandboxSnapshot
+from agentrl.sandbox.archive import checked_archive
+from agentrl.sandbox.cut_output import CutOutput
+
+FILE_SECONDS = 60.0
+"""Seconds in which a file must be read or written."""
+_NO_FILE, _NO_REGULAR_FILE = 41, 42
+_READ = f'[ -e "$1" ] || exit {_NO_FILE}; [ -f "$1" ] || exit {_NO_REGULAR_FILE}; head -c "$2" "$1"'
+_WRITE = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
+_UNPACK = 'mkdir -p "$1" && tar -x -o -f - -C "$1"'
+_PACK = f'[ -d "$1" ] || exit {_NO_FILE}; tar -c -f - -C "$1" . | head -c "$2"'
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a command has left, in bytes."""
+
+    exit: int
+    stdout: CutOutput
+    stderr: CutOutput
+    ended_by: EndedBy
+    seconds: float
+
+    @property
+    def executed(self) -> Executed:
+        """The same as text."""
+        return Executed(
+            self.exit, self.stdout.text(), self.stderr.text(), self.ended_by, self.seconds
+        )
+
+
+class CommandSandbox(ABC):
+    """A `Sandbox` made of one method that executes, one that keeps, and one that ends."""
+
+    folder: str
+
+    @abstractmethod
+    async def _execute(self, command: Command) -> Output:
+        """Run a command, in an absolute folder.
+
+        Raises:
+            SandboxError: the sandbox is lost, closed, or does not answer.
+        """
+
+    @abstractmethod
+    async def snapshot(self) -> SandboxSnapshot:
+        """See `Sandbox`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """See `Sandbox`."""
+
+    async def run(self, command: Command) -> Executed:
+        """See `Sandbox`."""
+        return (await self._execute(replace(command, folder=self._path(command.folder)))).executed
+
+    async def read(self, path: str, most: int = 1 << 20) -> bytes:
+        """See `Sandbox`."""
+        return await self._content(_READ, path, most)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """See `Sandbox`."""
+        output = await self._script(_WRITE, [self._path(path)], content)
+        if output.exit or output.ended_by != "itself":
+            raise OSError(f"{path!r} could not be written: {_reason(output)}")
+
+    async def upload(self, archive: bytes, folder: str = ".") -> None:
+        """See `Sandbox`."""
+        harmless = await asyncio.to_thread(checked_archive, archive)
+        output = await self._script(_UNPACK, [self._path(folder)], harmless)
+        if output.exit or output.ended_by != "itself":
+            raise OSError(f"an archive could not be unpacked in {folder!r}: {_reason(output)}")
+
+    async def download(self, folder: str = ".", most: int = 64 << 20) -> bytes:
+        """See `Sandbox`."""
+        return await self._content(_PACK, folder, most)
+
+    async def _content(self, script: str, path: str, most: int) -> bytes:
+        output = await self._script(script, [self._path(path), str(most + 1)], output=most + 1)
+        if output.exit == _NO_FILE:
+            raise FileNotFoundError(f"{path!r} does not exist")
+        if output.exit == _NO_REGULAR_FILE:
+            raise OSError(f"{path!r} is not a file")
+        content = output.stdout.kept()
+        if len(content) > most or output.stdout.cut:
+            raise OSError(f"{path!r} has more than {most} bytes")
+        if output.exit or output.ended_by != "itself":
+            raise OSError(f"{path!r} could not be read: {_reason(output)}")
+        return content
+
+    async def _script(
+        self, script: str, arguments: Sequence[str], stdin: bytes = b"", output: int = 4096
+    ) -> Output:
+        return await self._execute(
+            Command(
+                ["/bin/sh", "-c", script, "sh", *arguments],
+                stdin=stdin,
+                deadline=FILE_SECONDS,
+                output=output,
+                folder=self.folder,
+            )
+        )
+
+    def _path(self, path: str) -> str:
+        return posixpath.join(self.folder, path) if path else self.folder
+
+
+def _reason(output: Output) -> str:
+    ended = "" if output.ended_by == "itself" else f"ended by its limit of {output.ended_by}; "
+    return f"{ended}{output.stderr.text().strip()[-500:] or f'exit status {output.exit}'}"
