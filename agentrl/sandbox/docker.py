@@ -462,7 +462,10 @@ class DockerSandbox(CommandSandbox):
         """
         await self._check_running()
         async with self._provider.calling("see what a container uses"):
-            (stats,) = await self._container.stats(stream=False)
+            found = await self._container.stats(stream=False)
+        if not found:  # it ended since
+            raise SandboxError("the container ended while a command ran in it")
+        stats = found[0]
         if stats["pids_stats"].get("current", 0) >= 0.9 * self._resources.processes:
             return "processes"
         if stats["memory_stats"].get("usage", 0) >= 0.9 * self._resources.memory:
