@@ -111,15 +111,14 @@ class OwnTokens:
     numbers_O: Tensor
     count: int
 
-    def gathered(self, values: Tensor, rows: int) -> Tensor:
-        """The values of all loss tokens, from those that each rank has; `rows` of them, flat.
+    def gathered(self, values: Tensor) -> Tensor:
+        """The values of all loss tokens, (..., N), from those that each rank has, (..., O).
 
         They are the same on each rank, and so is a loss of them. Its gradient goes to the rank's
         own values only: those of all ranks together are the whole gradient.
         """
-        own_RO = values.reshape(rows, len(self.numbers_O))
-        empty_RN = own_RO.new_zeros(rows, self.count)
-        return _sum(empty_RN.index_copy(1, self.numbers_O, own_RO).flatten(), self.group)
+        empty = values.new_zeros(*values.shape[:-1], self.count)
+        return _sum(empty.index_copy(-1, self.numbers_O, values), self.group)
 
 
 def _exchange(by_rank: Tensor, group: ContextGroup) -> Tensor:

@@ -177,20 +177,18 @@ def token_logprobs(model: Any, samples: DeviceMicroBatch, *, entropy: bool = Fal
     logprobs_N: Tensor = model.get_output_embeddings()(
         hidden_NH, samples.targets_N, samples.support_NS, entropy=entropy
     )
-    return _gathered(logprobs_N, samples, 1 + entropy)
+    return _gathered(logprobs_N, samples)
 
 
 def token_values(model: Any, samples: DeviceMicroBatch) -> Tensor:
     """The output of the model's value head before each loss token, float32, shape N."""
     values_N1: Tensor = model.score(_before(model, samples)).float()
-    return _gathered(values_N1[:, 0], samples, 1)
+    return _gathered(values_N1[:, 0], samples)
 
 
-def _gathered(values: Tensor, samples: DeviceMicroBatch, rows: int) -> Tensor:
-    """Rows of numbers of all loss tokens, flat, from those of the loss tokens that this rank
-    predicts.
-    """
-    return values if samples.own is None else samples.own.gathered(values, rows)
+def _gathered(values: Tensor, samples: DeviceMicroBatch) -> Tensor:
+    """The values of all loss tokens, from those of the loss tokens that this rank predicts."""
+    return values if samples.own is None else samples.own.gathered(values)
 
 
 def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
