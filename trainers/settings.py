@@ -38,6 +38,11 @@ class LoraSettings(Settings):
     """The layers that get adapters, by the ends of their names, as [q_proj, v_proj]; or all linear
     ones except the head; of a mixture of experts, those of attention."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The targets that are named; none for all."""
+        return () if self.targets == "all-linear" else self.targets
+
 
 class TrainerSettings(Settings):
     """AdamW, a learning rate schedule, packing and accumulation."""
@@ -193,5 +198,6 @@ class TrainerSettings(Settings):
             recompute=self.activation_checkpointing or "none",
             activation_offload=self.activation_offload,
             lora_rank=self.lora.rank if self.lora else 0,
+            lora_targets=self.lora.names if self.lora else (),
             moment_bytes=_MOMENT_BYTES[self.moments],
         )

@@ -11,12 +11,12 @@ from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.engine_logs import with_log_of
 from agentrl.cluster.worker_registry import register_workers
 from agentrl.cluster.workers import Cluster, EngineFactory
-from agentrl.config.components import component_like, in_dtype_of, with_adapters_of
+from agentrl.config.components import in_dtype_of, with_adapters_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.estimation.teacher import Teacher, TeacherConfig
-from agentrl.plugins import Component
+from agentrl.planner.run_facts import engine_of_teacher
 from agentrl.protocols import EngineSettingsOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
@@ -139,11 +139,6 @@ async def opponent_engines(
             engine_router(placed.config, placed.cluster, model, "opponent") for _ in range(count)
         ]
         yield [await stack.enter_async_context(engine) for engine in served]
-
-
-def engine_of_teacher(config: RunConfig, teacher: TeacherConfig) -> Component:
-    """The settings of the teacher's engine, as the config has them."""
-    return component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 from agentrl.assembly.devices import device_sharing, open_cluster
 from agentrl.assembly.engines import (
     asked_teacher,
-    engine_of_teacher,
     evaluation_engine,
     opponent_engines,
     places_of,
@@ -22,7 +21,6 @@ from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
 from agentrl.assembly.scaling import EngineScaling
 from agentrl.assembly.trainers import make_advisors, make_trainer
 from agentrl.config.compatibility import check_stage
-from agentrl.config.components import in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -31,14 +29,12 @@ from agentrl.estimation.teacher import TeacherConfig
 from agentrl.flow import freeze_gc
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.placement.time_share import DeviceSharing
+from agentrl.planner.run_facts import sent_weights
 from agentrl.protocols import (
     Algorithm,
     Curriculum,
-    EngineOffers,
-    EngineSettingsOffers,
     LatestCheckpoint,
     Trainer,
-    TrainerSettingsOffers,
 )
 from agentrl.rollout.episode import Role
 from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
@@ -54,7 +50,7 @@ from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import WeightPublisher
 from agentrl.weights.snapshots import Snapshots
 from agentrl.weights.transport import Transport
-from agentrl.weights.transports.choice import Placed, auto
+from agentrl.weights.transports.choice import auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,7 @@ async def assemble_training(
             [trainer, *advisors.all],
             [rollouts.engine, *(engine for engine, _ in others), *opponents],
         )
-        weights = config.weights.for_model(model).in_format_of(_formats(config, teacher))
+        weights = sent_weights(config).config.for_model(model)
         weights = weights.over_machines(placed.cluster.spans_machines)
         async with device_sharing(placed, engines, trainers) as sharing:
             followers = tuple((engine, refresh) for engine, refresh in others if refresh)
@@ -208,7 +204,7 @@ async def assemble_training(
                 followers,
                 weights,
                 listener,
-                _transport(placed, weights, teacher) if weights.transport == "auto" else None,
+                _transport(placed, weights) if weights.transport == "auto" else None,
             ) as publisher:
                 freeze_gc()
                 yield TrainingAssembly(
@@ -229,28 +225,10 @@ async def assemble_training(
                 )
 
 
-def _transport(
-    placed: PlacedCluster, weights: WeightsConfig, teacher: TeacherConfig | None
-) -> Transport:
+def _transport(placed: PlacedCluster, weights: WeightsConfig) -> Transport:
     """The transport that `weights.transport=auto` stands for."""
-    config, plan = placed.config, placed.plan
-    devices = None if plan is None else plan.devices
-    served = [config.engine, *([engine_of_teacher(config, teacher)] if teacher else [])]
-    where = Placed(
-        on_gpus=devices is not None and devices.inventory.kind.is_gpu,
-        shares_devices=devices is not None
-        and bool({*devices.devices("engine")} & {*devices.devices("trainer")}),
-        reads_arrivals=all(EngineOffers.of(engine.factory).reads_arrivals for engine in served),
-        low_rank=TrainerSettingsOffers.of(config.trainer.settings).lora is not None,
-    )
-    return auto(weights, where)
-
-
-def _formats(config: RunConfig, teacher: TeacherConfig | None) -> list[str | None]:
-    """The number formats of all engines that get the run's weights."""
-    served = [config.engine, *([engine_of_teacher(config, teacher)] if teacher else [])]
-    of_trainer = [in_dtype_of(engine, config.trainer) for engine in served]
-    return [EngineSettingsOffers.of(engine.settings).dtype for engine in of_trainer]
+    devices = None if placed.plan is None else placed.plan.devices
+    return auto(weights, sent_weights(placed.config).placed(devices))
 
 
 def _self_play(

@@ -6,6 +6,8 @@ therefore counted, not estimated, and the same walk over its modules counts the 
 training keeps.
 """
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +82,9 @@ class ModelFacts:
     """FLOP that a token takes for each token before it."""
     inner: int
     """The most numbers of a token inside of an MLP."""
-    linear_ends: int
-    """Inputs and outputs of all linear layers."""
+    linear_ends: Mapping[str, int]
+    """Inputs and outputs of all linear layers that can have adapters, by the ends of their
+    names."""
     kv: KvShape
     """The KV cache."""
     kept: Kept
@@ -109,6 +112,11 @@ class ModelFacts:
         if not self.experts:
             return 0
         return round((self.blocks - self.active) / (1 - self.chosen / self.experts))
+
+    def ends_of(self, targets: Collection[str] = ()) -> int:
+        """Inputs and outputs of the linear layers whose names end so; of all if none is named."""
+        ends = {target.rpartition(".")[2] for target in targets} or self.linear_ends.keys()
+        return sum(size for name, size in self.linear_ends.items() if name in ends)
 
     def read(self, tokens: float) -> float:
         """Parameters that a decoding step of so many tokens reads: of experts, those that at least
@@ -185,7 +193,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         max_positions=longest_context(config),
         attention=2 * len(layers) * heads.queries * (heads.key_size + heads.value_size),
         inner=max(layer.inner for layer in layers),
-        linear_ends=sum(layer.linear_ends for layer in layers),
+        linear_ends=sum((layer.linear_ends for layer in layers), Counter()),
         kv=_kv_shape(config, len(layers)),
         kept=sum(kept, Kept()),
         largest=max(kept, key=lambda one: one.matrices + one.norms),

@@ -3,6 +3,7 @@
 A layer is read on torch's meta device, where tensors have shapes and no memory.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -114,7 +115,11 @@ class Layer:
             - stacked
             + (stacked * self.chosen // self.experts if self.experts else 0)
         )
-        self.linear_ends = sum(one.in_features + one.out_features for _, one in self._linears)
+        self.linear_ends = Counter[str]()
+        for name, one in linears:
+            # Adapters of a mixture of experts are those of attention.
+            if not self.experts or "mlp" not in name.split("."):
+                self.linear_ends[name.rpartition(".")[2]] += one.in_features + one.out_features
 
     def _stacked_parameters(self) -> Iterator[Any]:
         return (p for one in self._experts for p in one.parameters(recurse=False) if p.ndim == 3)

@@ -75,6 +75,16 @@ class Assumptions(Settings):
     """Share of memory bandwidth in decoding."""
     links: float = Field(0.7, gt=0, le=1)
     """Share of the bandwidth of links between devices, nodes and hosts."""
+    file_writing: float = Field(1.2e9, gt=0)
+    """Bytes/s at which a process writes new weights into files in memory, and hashes them. Measured
+    on CPUs: 0.6 to 2.3 GB/s to write, 8 GB/s to hash.
+    """
+    file_reading: float = Field(3e9, gt=0)
+    """Bytes/s at which a process checks such files, or copies them to its device."""
+    updates: float = Field(1.0, gt=0)
+    """Speed of an update of the engines' weights, as a share of what these rates allow."""
+    switches: float = Field(1.0, gt=0)
+    """Speed of a switch between roles that take turns, as a share of what the links allow."""
     engine_step_seconds: float = Field(0.002, ge=0)
     """Overhead of an engine step on a GPU: scheduling and launches."""
     all_reduce_seconds: float = Field(1e-5, ge=0)

@@ -97,6 +97,8 @@ class TrainerLayout:
     """Gradients and optimizer, and sharded weights, are in the host's memory."""
     lora_rank: int = 0
     """The rank of low-rank updates, if only those are trained."""
+    lora_targets: tuple[str, ...] = ()
+    """The ends of the names of the layers that have them; all if there are none."""
     activation_offload: bool = False
     """The inputs of layers are kept in the host's memory."""
     moment_bytes: float = 4
@@ -313,10 +315,21 @@ def process_parts(
 
 
 def trained_parameters(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Parameters with a gradient. Low-rank updates of all linear layers of a block have r (inputs +
-    outputs) each.
+    """Parameters with a gradient. Low-rank updates of a linear layer have r (inputs + outputs)."""
+    return (
+        layout.lora_rank * facts.ends_of(layout.lora_targets)
+        if layout.lora_rank
+        else facts.parameters
+    )
+
+
+def unit_numbers(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """Parameters of the most that is sent to the engines at once: the largest tensor, the
+    embedding; of a mixture of experts a layer, whose tensors have other names in a folder.
     """
-    return layout.lora_rank * facts.linear_ends if layout.lora_rank else facts.parameters
+    if layout.lora_rank:
+        return layout.lora_rank * max(facts.inner, facts.hidden)
+    return max(facts.embedding, facts.block) if facts.experts else facts.embedding
 
 
 def _gathered_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:

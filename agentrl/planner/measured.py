@@ -28,6 +28,7 @@ _NEEDED = (
     "prompt_tokens",
     "turns",
 )
+_PHASES = ("weights/seconds_write", "weights/seconds_stage", "weights/seconds_commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class Measured:
     rollout: float
     train: float
     weights: float
+    """In turns, with the switch back."""
+    update: float
+    """The update alone."""
     work: Workload
 
 
@@ -64,6 +68,7 @@ def read_measurements(folder: Path) -> Measured:
         )
     rows = rows[1:] or rows
     means = {key: fmean(row[key] for row in rows) for key in _NEEDED}
+    update = fmean(sum(row.get(phase, 0.0) for phase in _PHASES) for row in rows)
     episodes = config.rollout.groups_per_step * config.rollout.group_size
     return Measured(
         config,
@@ -71,6 +76,7 @@ def read_measurements(folder: Path) -> Measured:
         means["seconds/rollout"],
         means["seconds/train"],
         means["seconds/weights"],
+        update,
         Workload(
             episodes,
             means["turns"],
@@ -101,7 +107,7 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
             "trainer_flops": was.trainer_flops
             * stages.train(measurements.work, devices).total
             / measurements.train,
-            "links": was.links * stages.update_seconds(devices) / max(measurements.weights, 1e-6),
+            **_speeds_of_updates(measurements, stages, devices),
         }
     )
     # Else rollouts overlap with training, and only the rest was measured.
@@ -120,6 +126,24 @@ def with_measured(config: RunConfig, measurements: Measured, inventory: Inventor
             "simulation": config.simulation.model_copy(update=_episodes(measurements.work, config)),
         }
     )
+
+
+def _speeds_of_updates(
+    measurements: Measured, stages: Stages, devices: DeviceMap
+) -> dict[str, float]:
+    """`Assumptions.updates`, and in turns `switches`: half of the switches are measured, the way
+    back.
+    """
+    was, planned = stages.assume, stages.update_seconds(devices)
+    if not planned:
+        return {}
+    back = measurements.weights - measurements.update
+    if not (devices.time_shared and measurements.update and back > 0):
+        return {"updates": was.updates * planned / max(measurements.weights, 1e-6)}
+    return {
+        "updates": was.updates * planned / measurements.update,
+        "switches": was.switches * stages.switch_seconds(devices) / 2 / back,
+    }
 
 
 def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:

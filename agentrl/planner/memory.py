@@ -13,17 +13,18 @@ from agentrl.placement.footprint import (
     engine_footprint,
     process_parts,
     tokens_cached,
-    trained_parameters,
     trainer_footprint,
     usable_bytes,
 )
 from agentrl.simulate.stages import Stages, Workload
+from agentrl.weights.moved import BytesMoved
 
 _AT_TRANSFER = {
     "engine": ("weights", "weight staging"),
-    "trainer": ("weights", "optimizer", "gathered", "reference", "critic", "fragmentation"),
+    "trainer": ("weights", "optimizer", "reference", "critic", "fragmentation"),
 }
-"""Uses of each role's memory at a transfer of new weights. The trainer has dropped its gradients.
+"""Uses of each role's memory at a transfer of new weights, besides buckets. The trainer has dropped
+its gradients and what it had gathered.
 """
 _NAMED_TERMS = 4
 """Terms of a role's memory that a message names: the largest."""
@@ -188,6 +189,8 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         round(work.episode_tokens),
         assume=stages.assume,
     )
+    moved = stages.update(devices) if devices.of("engine") and ranks else BytesMoved(0)
+    published = _published(moved, devices)
     device_loads = []
     for device in range(len(devices.inventory)):
         counts = {
@@ -204,12 +207,11 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         host_parts = Counter[str]()
         for size in awake.values():
             host_parts.update(size.host_parts)
-        if ranks > 1 and any(r.role == "trainer" and r.number == 0 for r in devices.on(device)):
-            host_parts["weights to publish"] = 4 * trained_parameters(stages.facts, stages.trainer)
+        host_parts.update(published.get(device, {}))
         asleep, transfer, limit = {}, None, usable_bytes(kind)
         if devices.time_shared and len(awake) > 1 and kind.is_gpu:
             asleep = {role: size.asleep for role, size in awake.items()}
-            transfer = _at_transfer(awake)
+            transfer = _at_transfer(awake) + moved.held + moved.received
             host_parts.update(_asleep_in_host(stages, awake))
         peak = _peak(awake, asleep)
         if transfer is not None and transfer <= limit:
@@ -229,6 +231,25 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
             )
         )
     return tuple(device_loads)
+
+
+def _published(moved: BytesMoved, devices: DeviceMap) -> Mapping[int, Counter[str]]:
+    """Bytes in the host's memory of new weights, by the device that they count with: what each rank
+    on the machine of the first one holds while it writes files, and the files.
+    """
+    parts: dict[int, Counter[str]] = {}
+    if not moved.stored:
+        return parts
+    ranks = devices.of("trainer")
+    for rank in ranks:
+        if rank.node == ranks[0].node:
+            parts.setdefault(rank.devices[0], Counter())["weights on their way"] += moved.held
+    parts[ranks[0].devices[0]]["published weights"] = moved.stored
+    by_machine = {engine.node: engine for engine in reversed(devices.of("engine"))}
+    for machine, engine in by_machine.items():
+        if machine != ranks[0].node:
+            parts.setdefault(engine.devices[0], Counter())["published weights"] = moved.copied
+    return parts
 
 
 def _peak(awake: Mapping[str, Footprint], asleep: Mapping[str, int]) -> int:

@@ -8,6 +8,7 @@ from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap
 from agentrl.planner.memory import DeviceLoad
 from agentrl.simulate.stages import Workload
+from agentrl.weights.moved import BytesMoved
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,10 @@ class Plan:
     """The memory of each device that is used."""
     step: StepEstimate
     """The seconds of a step."""
+    transport: str
+    """The transport of new weights."""
+    update: BytesMoved
+    """What an update of the engines' weights moves."""
     reason: str
     """The reason for this map."""
     considered: tuple[Candidate, ...]

@@ -1,5 +1,6 @@
 """A plan, for the terminal and as JSON."""
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -30,6 +31,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_map(plan))
     console.print(_memory(plan))
     console.print(_step(plan))
+    console.print(_update(plan))
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
     if len(plan.considered) > 1:
         console.print(_candidates_table(plan.considered))
@@ -118,6 +120,19 @@ def _step(plan: Plan) -> Table:
     return table
 
 
+def _update(plan: Plan) -> Table:
+    """What an update of the engines' weights moves, in the order in which it happens."""
+    size, seconds = plan.update.size / GIB, plan.step.weights
+    title = f"\nnew weights: {size:,.2f} GiB by {plan.transport}, {seconds:,.2f} s"
+    table = _table("at the same time", "GiB", "in the busiest process", title=title)
+    for number, phase in enumerate(plan.update.phases, 1):
+        for move in phase:
+            table.add_row(
+                f"{number}. {move.name}", f"{move.total / GIB:,.2f}", f"{move.largest / GIB:,.2f}"
+            )
+    return table
+
+
 def _candidates_table(considered: tuple[Candidate, ...]) -> Table:
     table = _table("map", "seconds a step", title="considered")
     for candidate in considered[:_MAX_SHOWN_CANDIDATES]:
@@ -171,6 +186,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "weights": step.weights,
             "tokens_per_second": step.tokens_per_second,
             "staleness": step.staleness,
+        },
+        "update": {
+            "transport": plan.transport,
+            "bytes": plan.update.size,
+            "seconds": step.weights,
+            "waiting": plan.update.waiting,
+            "held": plan.update.held,
+            "phases": [[asdict(move) for move in phase] for phase in plan.update.phases],
         },
         "reason": plan.reason,
         "considered": [

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.components import component_like, in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.estimation.teacher import TeacherConfig
 from agentrl.models.facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.models.overrides import overridden_folder
 from agentrl.models.source import description_folder
@@ -15,6 +17,7 @@ from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.devices import DeviceKind
 from agentrl.placement.footprint import EngineLayout, TrainerLayout
 from agentrl.plugins import Component
+from agentrl.protocols import EngineOffers
 from agentrl.protocols.component_settings import (
     ClusterOffers,
     EngineSettingsOffers,
@@ -23,7 +26,7 @@ from agentrl.protocols.component_settings import (
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.config import OpponentsConfig
-from agentrl.simulate.stages import Stages
+from agentrl.simulate.stages import SentWeights, Stages
 
 
 def model_of(config: RunConfig) -> ModelFacts:
@@ -106,7 +109,42 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
         _layout_of("reference", config.reference),
         _layout_of("critic", config.critic),
     )
-    return Stages(facts, engine, trainer, config.placement.assume, reference, critic, others)
+    return Stages(
+        facts,
+        engine,
+        trainer,
+        config.placement.assume,
+        reference,
+        critic,
+        others,
+        sent_weights(config),
+    )
+
+
+def sent_weights(config: RunConfig) -> SentWeights:
+    """How a run sends new weights to the engines that follow its trainer."""
+    engines = [in_dtype_of(engine, config.trainer) for engine in _engines_to_update(config)]
+    settings = [EngineSettingsOffers.of(engine.settings) for engine in engines]
+    return SentWeights(
+        config.weights.in_format_of(offered.dtype for offered in settings),
+        on_devices=config.placement.name != "local"
+        and not ClusterOffers.of(config.cluster.factory).one_device,
+        reads_arrivals=all(EngineOffers.of(engine.factory).reads_arrivals for engine in engines),
+        low_rank=TrainerSettingsOffers.of(config.trainer.settings).lora is not None,
+        as_adapters=all(offered.for_adapters is not None for offered in settings),
+    )
+
+
+def _engines_to_update(config: RunConfig) -> list[Component]:
+    teacher = RecipeOffers.of(config.recipe.settings).teacher
+    if not isinstance(teacher, TeacherConfig):
+        return [config.engine]
+    return [config.engine, engine_of_teacher(config, teacher)]
+
+
+def engine_of_teacher(config: RunConfig, teacher: TeacherConfig) -> Component:
+    """The settings of the teacher's engine, as the config has them."""
+    return component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
 
 
 def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:

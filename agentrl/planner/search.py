@@ -73,6 +73,8 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         chosen.devices,
         loads(stages, work, chosen.devices),
         chosen.step,
+        stages.transport(chosen.devices),
+        stages.update(chosen.devices),
         _reason(config, simulated, len(fitting), len(looked_at)),
         (*simulated, *fitting[_MAX_SIMULATED_CANDIDATES:], *unfit),
         chosen_settings(written, config),

@@ -7,11 +7,12 @@ itself has no formula: its times go into a `World`, where the production schedul
 batches, tails, staleness and overlap count.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from statistics import fmean
 
+from agentrl import plugins
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.config import Assumptions
 from agentrl.placement.device_map import DeviceMap
@@ -25,11 +26,17 @@ from agentrl.placement.footprint import (
     exchanged,
     tokens_cached,
     trained_parameters,
+    unit_numbers,
     weight_bytes,
 )
 from agentrl.rollout.config import RolloutConfig
+from agentrl.settings.precision import resolve_dtype
 from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Latency
+from agentrl.weights.config import WeightsConfig
+from agentrl.weights.moved import BytesMoved, Parties, Way
+from agentrl.weights.transport import Transport
+from agentrl.weights.transports.choice import Placed
 
 _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 
@@ -95,6 +102,32 @@ class TrainSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class SentWeights:
+    """How a run sends new weights to its engines."""
+
+    config: WeightsConfig = field(default_factory=WeightsConfig)
+    """The settings, in the number format of the engines (`WeightsConfig.in_format_of`)."""
+    on_devices: bool = True
+    """The cluster assigns devices."""
+    reads_arrivals: bool = False
+    """All engines that get them can read live shipments (`EngineOffers`)."""
+    low_rank: bool = False
+    """The trainer sends adapters alone."""
+    as_adapters: bool = False
+    """The engines serve adapters beside their weights, and do not merge them."""
+
+    def placed(self, devices: DeviceMap | None) -> Placed:
+        """What `weights.transport=auto` chooses by, on the devices of a map."""
+        known = devices if self.on_devices else None
+        return Placed(
+            on_gpus=known is not None and known.inventory.kind.is_gpu,
+            shares_devices=known is not None and bool(known.shared),
+            reads_arrivals=self.reads_arrivals,
+            low_rank=self.low_rank,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Stages:
     """The stages of a step on the devices of a map."""
 
@@ -108,6 +141,8 @@ class Stages:
     """Engines beside each engine, for models of agents that do not learn; assumed to have the
     engine's size.
     """
+    sent: SentWeights = field(default_factory=SentWeights)
+    """How new weights go to the engines."""
 
     def train_flop(self, work: Workload) -> float:
         """FLOP of a step.
@@ -207,12 +242,60 @@ class Stages:
         gathers += micro_batches * (layout.minibatches - 1)
         return facts.parameters * gathers * layout.number + gradients
 
+    def transport(self, devices: DeviceMap) -> str:
+        """The name of the transport of new weights, as the run chooses it."""
+        if self.sent.config.transport != "auto":
+            return self.sent.config.transport
+        return self.sent.placed(devices).transport
+
+    def update(self, devices: DeviceMap) -> BytesMoved:
+        """What an update of the engines' weights moves."""
+        make = plugins.load("weight_transports", self.transport(devices))
+        transport: Transport = make(self.sent.config)
+        try:
+            return transport.bytes_moved(self._parties(devices))
+        finally:
+            transport.close()
+
     def update_seconds(self, devices: DeviceMap) -> float:
-        """Seconds to transfer new weights: gathered in float32, cast, and sent to all engines at
-        the same time.
-        """
-        size = (4 + self.engine.number) * self.facts.parameters
-        return size / (self._link(devices, everyone=True) * self.assume.links)
+        """Seconds to transfer new weights to all engines."""
+        if not devices.of("engine") or not devices.of("trainer"):
+            return 0.0
+        moved, rates = self.update(devices), self._rates(devices.inventory.kind)
+        busy = sum(max(move.largest / rates[move.way] for move in phase) for phase in moved.phases)
+        return (busy + moved.waiting) / self.assume.updates
+
+    def _rates(self, kind: DeviceKind) -> dict[Way, float]:
+        """Bytes/s of each way."""
+        return {
+            "link": kind.link * self.assume.links,
+            "network": kind.network * self.assume.links,
+            "memory": kind.bandwidth * self.assume.engine_bandwidth,
+            "writing": self.assume.file_writing,
+            "reading": self.assume.file_reading,
+        }
+
+    def _parties(self, devices: DeviceMap) -> Parties:
+        facts, low_rank = self.facts, self.sent.low_rank
+        dtype = resolve_dtype(self.sent.config.dtype, None, gpu=devices.inventory.kind.is_gpu)
+        number = 4 if low_rank or dtype == "float32" else 2
+        ranks, split = devices.of("trainer"), devices.tensor_parallel()
+        return Parties(
+            size=number * trained_parameters(facts, self.trainer),
+            unit=number * unit_numbers(facts, self.trainer),
+            bucket=self.sent.config.bucket_mib << 20,
+            ranks=[rank.node for rank in ranks],
+            parts=len(ranks) if self.trainer.shards >= 3 else 1,
+            engines=[engine.node for engine in devices.of("engine")],
+            readers=split * devices.data_parallel,
+            slices=split,
+            places=[
+                sum(replica.role == "trainer" for replica in devices.on(device))
+                for device in devices.shared
+            ],
+            low_rank=low_rank,
+            base=weight_bytes(facts, self.engine) if low_rank and not self.sent.as_adapters else 0,
+        )
 
     def switch_seconds(self, devices: DeviceMap) -> float:
         """Seconds of both switches of a step, if roles take turns: each moves its state to host
@@ -231,7 +314,8 @@ class Stages:
         )
         trainer = each * self.facts.parameters // sharded
         engine = weight_bytes(self.facts, self.engine) // devices.tensor_parallel()
-        return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
+        rate = kind.host_link * self.assume.links * self.assume.switches
+        return 2 * (trainer + engine) / rate
 
     def simulated_engine(
         self, work: Workload, devices: DeviceMap, base: SimulatedEngineConfig

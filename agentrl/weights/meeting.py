@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from agentrl.errors import WeightsError
 from agentrl.weights.attendance import Attendance, Doorkeeper, Watch, left
+from agentrl.weights.moved import LOOK_SECONDS
 from agentrl.weights.shipment import Reader
 
-_LOOK_SECONDS = 0.005
 _DOOR = "door"
 
 
@@ -177,7 +177,7 @@ class Meeting:
                     raise WeightsError("the sender has broken off")
                 if time.monotonic() > limit:
                     raise WeightsError(f"nothing was sent in {self._seconds:g} s")
-                threading.Event().wait(_LOOK_SECONDS)
+                threading.Event().wait(LOOK_SECONDS)
             value: str = self.store.get(key).decode()
             return value
 
@@ -200,7 +200,7 @@ class Meeting:
                 present |= {name for name in waiting if self.store.check([f"{key}/{name}"])}
                 if set(names) <= present | gone or time.monotonic() > limit:
                     return [name for name in names if name in present]
-                threading.Event().wait(_LOOK_SECONDS)
+                threading.Event().wait(LOOK_SECONDS)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from agentrl.protocols import Trainer
+from agentrl.weights.moved import BytesMoved, Parties
 from agentrl.weights.shipment import Shipment
 
 
@@ -33,6 +34,10 @@ class Transport(Protocol):
             WeightsError: the trainer cannot send.
         """
         return
+
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        """What an update would move between these; nothing runs yet."""
+        ...
 
     async def withdraw(self, shipment: Shipment) -> None:
         """Release a shipment that no engine has loaded: it is sent again as another one."""

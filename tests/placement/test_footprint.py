@@ -171,7 +171,7 @@ def test_fsdp_sums_a_block_s_gradients_in_a_float32_buffer_of_its_size() -> None
     # A single rank sums nothing, and adapters have small gradients.
     assert "reduce-scatter" not in trainer_footprint(QWEN3_8B, layout, 1).parts
     lora = trainer_footprint(QWEN3_8B, replace(layout, lora_rank=16), 8).parts
-    assert lora["reduce-scatter"] == 4 * (16 * QWEN3_8B.linear_ends // 36)
+    assert lora["reduce-scatter"] == 4 * (16 * QWEN3_8B.ends_of() // 36)
 
 
 def test_gradients_that_are_summed_at_the_last_micro_batch_are_whole_until_then(

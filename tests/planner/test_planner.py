@@ -410,7 +410,7 @@ def drawn(layers: int, hidden: int, vocab: int, experts: int) -> ModelFacts:
         max_positions=32768,
         attention=4 * layers * hidden,
         inner=4 * hidden,
-        linear_ends=20 * layers * hidden,
+        linear_ends={"linear": 20 * layers * hidden},
         kv=KvShape(layers, heads),
         kept=Kept(*(layers * number for number in astuple(kept))),
         largest=kept,

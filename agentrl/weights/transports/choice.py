@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from agentrl.protocols import Trainer
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.moved import BytesMoved, Parties
 from agentrl.weights.shipment import Shipment
 from agentrl.weights.transport import Transport
 from agentrl.weights.transports.files import in_memory_or_on_disk
@@ -69,6 +70,10 @@ class LiveOrFiles:
         """See `Transport`."""
         if shipment.is_live:
             await self._live.deliver(trainer, shipment)
+
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        """See `Transport`. The live transport is expected to work."""
+        return self._live.bytes_moved(parties)
 
     async def withdraw(self, shipment: Shipment) -> None:
         """See `Transport`."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from agentrl.protocols import Trainer
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.moved import BytesMoved, Move, Parties
 from agentrl.weights.shipment import Shipment, shipment_of
 
 
@@ -19,6 +20,12 @@ class DirectTransport:
 
     async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
         """Everything has been sent."""
+
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        """Each engine copies the tensors into its own."""
+        return BytesMoved(
+            0, [[Move("load", "memory", parties.copies * parties.size, parties.size)]]
+        )
 
     async def withdraw(self, shipment: Shipment) -> None:
         """Nothing is stored."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,14 @@ from agentrl.weights import store
 from agentrl.weights.bundle import Bucket, BundlePlace, Manifest, Update, WeightBundle
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.machines import machines_of_cluster
+from agentrl.weights.moved import (
+    BytesMoved,
+    Move,
+    Parties,
+    gather_moves,
+    two_buckets_and_a_unit,
+    write_move,
+)
 from agentrl.weights.plan import buckets_of
 from agentrl.weights.shipment import Shipment
 from agentrl.weights.store import WeightStore
@@ -137,6 +146,33 @@ class FileTransport:
     async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
         """Everything has been sent."""
 
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        """The ranks write the files; each other machine with engines fetches a copy, which it
+        checks; each process on the first machine checks all files; each then loads its part, or
+        adapters whole.
+        """
+        size, home = parties.size, parties.ranks[0]
+        others = 0 if self._shared else parties.elsewhere(home)
+        near = len(parties.engines) if self._shared else list(parties.engines).count(home)
+        phases: list[list[Move]] = [[*gather_moves(parties), write_move(parties)]]
+        if others:
+            fetched = others * size
+            # The machines fetch from the first one, by one of its network cards.
+            phases.append([Move("fetch", "network", fetched, fetched)])
+            phases.append([Move("store and check", "writing", fetched, size)])
+        if near:
+            phases.append([Move("check", "reading", near * parties.readers * size, size)])
+        each = size + parties.base if parties.low_rank else size // parties.slices
+        phases.append([Move("load", "reading", parties.copies * each, each)])
+        in_memory = self._parents[0] == store.SHARED_MEMORY
+        return BytesMoved(
+            size,
+            phases,
+            held=two_buckets_and_a_unit(parties),
+            stored=2 * size * in_memory,
+            copied=0 if self._shared else 2 * size,
+        )
+
     async def withdraw(self, shipment: Shipment) -> None:
         """Remove the files of a shipment."""
         if shipment.folder is not None:
@@ -178,8 +214,8 @@ class Written:
 @dataclass(frozen=True, slots=True)
 class WriteBuckets:
     """`SendWeights`: the ranks that can reach `place` take turns at writing the files of a bundle
-    there; all ranks give the writer what they have of the weights. The answer is None if no rank
-    can reach it.
+    there; all ranks give the writer what they have of the weights, and the next one while it
+    writes. The answer is None if no rank can reach it.
     """
 
     place: BundlePlace
@@ -194,22 +230,19 @@ class WriteBuckets:
         writers = source.ranks_that(self.place.is_here())
         if not writers:
             return None
-        written: list[Bucket] = []
-        failure: OSError | None = None
         dtype = number_format(self.dtype, source)
         buckets = buckets_of(source.units, self.place.bucket_bytes, dtype.itemsize)
-        for number, units in enumerate(buckets):
-            to = writers[number % len(writers)]
-            weights: dict[str, Tensor] = {}
-            for unit in units:
-                weights |= source.gather(unit, [to], dtype)
-            if source.rank == to and failure is None:
-                try:
-                    written.append(self.place.write_bucket(number, weights))
-                except OSError as error:
-                    failure = error  # the other ranks still need this one to gather theirs
-        if failure is not None:
-            raise failure
+        writing: list[Future[Bucket]] = []
+        # An error is raised at the end: the other ranks still need this one to gather theirs.
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as writer:
+            for number, units in enumerate(buckets):
+                to = writers[number % len(writers)]
+                weights: dict[str, Tensor] = {}
+                for unit in units:
+                    weights |= source.gather(unit, [to], dtype)
+                if source.rank == to and not (writing and writing[-1].exception()):
+                    writing.append(writer.submit(self.place.write_bucket, number, weights))
+        written = [future.result() for future in writing]
         return Written(written, source.update)
 
 

@@ -29,6 +29,15 @@ from agentrl.protocols import Trainer
 from agentrl.protocols.weight_source import LowRankBase, WeightSource
 from agentrl.weights.bundle import Bucket, BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.moved import (
+    LOOK_SECONDS,
+    BytesMoved,
+    Move,
+    Parties,
+    gather_moves,
+    two_buckets_and_a_unit,
+    write_move,
+)
 from agentrl.weights.plan import BucketPlan, SendingPlan, is_intact, pack, seal, weights_in
 from agentrl.weights.shipment import Reader, Shipment, place_of
 from agentrl.weights.transports.files import (
@@ -258,6 +267,35 @@ class LiveTransport:
             raise WeightsError(f"the files of new weights could not be written: {failures[0]}")
         return await self._files.finish(place, [answer.written for answer in answers])
 
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        """The ranks that send gather, send and write at the same time. By `stream`, every reader
+        gets all bytes, and each machine once; by `handles`, every reader copies all of them, and
+        where ranks share several devices with readers, all ranks gather everything.
+        """
+        size, kept = parties.size, self._files.bytes_moved(parties)
+        if parties.low_rank:
+            return kept
+        everywhere = self._kind == "handles" and len(parties.places) > 1
+        moves = [*gather_moves(parties, everywhere=everywhere), write_move(parties)]
+        waiting = 0.0
+        if self._kind == "stream":
+            moves.append(Move("send", "link", parties.copies * size, size))
+            if others := parties.elsewhere(parties.ranks[0]):
+                moves.append(Move("send to other machines", "network", others * size, size))
+        else:
+            # Each byte is read and written.
+            moves.append(Move("copy", "memory", 2 * parties.copies * size, 2 * size))
+            waiting = parties.buckets * LOOK_SECONDS
+        buckets = min(size, 2 * max(parties.bucket, parties.unit))
+        return BytesMoved(
+            size,
+            [moves],
+            waiting,
+            two_buckets_and_a_unit(parties),
+            buckets,
+            kept.stored,
+        )
+
     async def withdraw(self, shipment: Shipment) -> None:
         """Remove the files of a shipment."""
         await self._files.withdraw(shipment)
@@ -362,7 +400,8 @@ class SendBuckets:
         for number, bucket in enumerate(self.lanes.plan.buckets):
             senders = self.lanes.senders_of(number, places)
             able = [rank for rank in senders if rank in writers]
-            writer = able[0] if able else writers[number % len(writers)]
+            able = able or writers
+            writer = able[number % len(able)]
             to = sorted({*senders, writer})
             is_mine = source.rank in to
             if is_mine:
@@ -478,9 +517,10 @@ class _Outbox:
         self._source = source
         self._sending = sending
         self.dtype: torch.dtype = getattr(torch, what.lanes.plan.dtype)
-        self._buffer = self._own = torch.empty(0, dtype=torch.uint8)
+        self._buffer = self._own = self._host = torch.empty(0, dtype=torch.uint8)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._writing: list[Future[Bucket]] = []
+        self._writing: list[tuple[Tensor, Future[Bucket]]] = []
+        """What is written from which memory."""
         self._count = 0
         self._is_sent = False
         self._not_sent = ""
@@ -503,16 +543,14 @@ class _Outbox:
         self._is_sent = False
         if is_sent and self._sending is not None:
             try:
-                # Of two buffers, the other one may still be written to a file.
-                self._written_up_to(1)
                 self._buffer = self._sending.buffer(self._count)
                 self._is_sent = True
-                return
             except (WeightsError, RuntimeError, OSError) as error:
                 self._not_sent = str(error)
                 self._break_off()
-        self._written_up_to(0)
-        self._buffer = self._own_buffer()
+        if not self._is_sent:
+            self._buffer = self._own_buffer()
+        self._wait_for_files_of(self._buffer)
 
     def put(self, bucket: BucketPlan, weights: "Mapping[str, Tensor]") -> None:
         """Put weights into the bucket that has begun."""
@@ -530,8 +568,10 @@ class _Outbox:
                 self._not_sent = str(error)
                 self._break_off()
         if is_written:
-            held = dict(weights_in(buffer, bucket, self.dtype))
-            self._writing.append(self._writer.submit(self._what.place.write_bucket, number, held))
+            memory = buffer if buffer.device.type == "cpu" else self._in_host(buffer, bucket)
+            weights = dict(weights_in(memory, bucket, self.dtype))
+            future = self._writer.submit(self._what.place.write_bucket, number, weights)
+            self._writing.append((memory, future))
 
     def finish(self) -> Delivered:
         """Wait until everything is sent and written."""
@@ -543,7 +583,7 @@ class _Outbox:
                 self._break_off()
         self._writer.shutdown()
         try:
-            written = [future.result() for future in self._writing]
+            written = [future.result() for _, future in self._writing]
         except OSError as error:
             return Delivered(None, str(error), self._not_sent)
         return Delivered(Written(written, None), "", self._not_sent)
@@ -557,10 +597,25 @@ class _Outbox:
             )
         return self._own
 
-    def _written_up_to(self, count: int) -> None:
-        """Wait until at most so many buckets are still being written."""
-        for future in self._writing[: max(0, len(self._writing) - count)]:
-            future.exception()
+    def _in_host(self, buffer: "Tensor", bucket: BucketPlan) -> "Tensor":
+        """A bucket in page-locked memory of the host: a file takes long, and the GPU's buffer is
+        needed for the next bucket.
+        """
+        import torch
+
+        if not self._host.numel():
+            self._host = torch.empty(
+                self._what.lanes.plan.largest, dtype=torch.uint8, pin_memory=True
+            )
+        self._wait_for_files_of(self._host)
+        self._host[: bucket.size].copy_(buffer[: bucket.size])
+        return self._host
+
+    def _wait_for_files_of(self, memory: "Tensor") -> None:
+        """Wait until nothing is written from this memory any more."""
+        for source, future in self._writing:
+            if source is memory:
+                future.exception()
 
 
 class _Reading:
