@@ -395,7 +395,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "loop/longest_engine_seconds": (
             "The longest time that an engine computed on the event loop (`engine: local`)."
         ),
-        "weights/bytes": "Bytes of the published weights.",
+        "weights/bytes": (
+            "Bytes of the published weights with the headers of their files, or the sums of their"
+            " buckets; 0 by `direct`. `agentrl plan` counts the weights alone."
+        ),
         "weights/attempts": "Attempts that publishing took.",
         "weights/seconds_<phase>": "Seconds to `write`, `stage` and `commit` the weights.",
     },

@@ -13,6 +13,7 @@ from random import Random
 from statistics import fmean
 
 from agentrl import plugins
+from agentrl.errors import ConfigError
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.config import Assumptions
 from agentrl.placement.device_map import DeviceMap
@@ -249,9 +250,18 @@ class Stages:
         return self.sent.placed(devices).transport
 
     def update(self, devices: DeviceMap) -> BytesMoved:
-        """What an update of the engines' weights moves."""
-        make = plugins.load("weight_transports", self.transport(devices))
-        transport: Transport = make(self.sent.config)
+        """What an update of the engines' weights moves.
+
+        Raises:
+            ConfigError: the transport does not say it.
+        """
+        name = self.transport(devices)
+        transport: Transport = plugins.load("weight_transports", name)(self.sent.config)
+        if not hasattr(transport, "bytes_moved"):
+            raise ConfigError(
+                f"weights.transport={name} does not say what an update moves, so there is no"
+                " plan: give it a method `bytes_moved`, as agentrl/weights/transport.py describes"
+            )
         try:
             return transport.bytes_moved(self._parties(devices))
         finally:

@@ -8,6 +8,7 @@ with files in shared memory, no copy is made between the writer and the model th
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MANIFEST = "manifest.json"
+_FORMATS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls torch's number formats."""
 
 
 class Bucket(Settings):
@@ -282,12 +296,7 @@ class BundlePlace:
             OSError: it cannot be written.
         """
         self._unfinished.mkdir(exist_ok=True)
-        batch: dict[str, Tensor] = {}
-        for name, weight in weights.items():
-            tensor = weight.detach().cpu().contiguous()
-            tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
-            # Safetensors refuses two names for the same memory.
-            batch[name] = tensor.clone() if tied else tensor
+        batch = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
         return _write_bucket(self._unfinished / f"bucket-{number:05}.safetensors", batch)
 
     def add(self, bucket: Bucket, content: memoryview, *, is_last: bool) -> None:
@@ -358,19 +367,49 @@ class BundlePlace:
 
 
 def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    """Write tensors from where they are: `save_file` would copy all of them first, and their bytes
+    would have to be read again for the checksum.
+    """
+    import torch
+    import xxhash
 
-    size = sum(tensor.nbytes for tensor in batch.values())
+    # So each begins at a multiple of its element's size, as the format wants it.
+    ordered = dict(sorted(batch.items(), key=lambda item: -item[1].itemsize))
+    size = sum(tensor.nbytes for tensor in ordered.values())
     if shutil.disk_usage(path.parent).free < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    try:
-        save_file(dict(batch), path)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(path)) from error
+    digest = xxhash.xxh3_128()
+    with path.open("wb") as file:
+        written: Any = _header(ordered)
+        digest.update(written)
+        file.write(written)
+        for tensor in ordered.values():
+            written = tensor.reshape(-1).view(torch.uint8).numpy()
+            digest.update(written)
+            file.write(written)
     return Bucket(
-        file=path.name, size=path.stat().st_size, checksum=_file_checksum(path), names=tuple(batch)
+        file=path.name,
+        size=path.stat().st_size,
+        checksum=digest.hexdigest(),
+        names=tuple(batch),
     )
+
+
+def _header(batch: Mapping[str, "Tensor"]) -> bytes:
+    """The header of a safetensors file of these tensors, in this order: the length of the rest, in
+    8 bytes, and what each is, filled up to a multiple of 8 bytes.
+    """
+    entries, end = {}, 0
+    for name, tensor in batch.items():
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": _FORMATS[str(tensor.dtype).removeprefix("torch.")],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _file_checksum(path: Path) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config import RunConfig, load_config
 from agentrl.engines.local import LocalEngine
+from agentrl.errors import ConfigError
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GIB, gpu_named, host
 from agentrl.placement.inventory import Inventory
@@ -22,6 +23,7 @@ from agentrl.planner.run_facts import model_of, sent_weights
 from agentrl.planner.search import make_plan
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights.bundle import WeightBundle
+from agentrl.weights.config import WeightsConfig
 from agentrl.weights.moved import BytesMoved, Move
 from agentrl.weights.publisher import Published, WeightPublisher
 from agentrl.weights.transports.live import LiveShipment
@@ -136,6 +138,16 @@ def test_a_run_whose_cluster_assigns_no_devices_sends_files() -> None:
     one = Inventory.uniform(H100, 1)
     config = load_config(EXAMPLES / "frozen_lake.yaml", [*SMALL]).config
     assert planned(config, one).transport == "files"
+
+
+def mute(config: WeightsConfig) -> object:
+    """A transport that does not say what it moves."""
+    return object()
+
+
+def test_a_transport_that_does_not_say_what_it_moves_cannot_be_planned_with() -> None:
+    with pytest.raises(ConfigError, match=f"{__name__}:mute does not say .* `bytes_moved`"):
+        of("qwen3_8b", Inventory.uniform(H100, 8), f"weights.transport={__name__}:mute")
 
 
 def test_what_an_update_holds_is_counted_where_it_is() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from agentrl.protocols import Trainer
 from agentrl.weights.config import WeightsConfig
+from agentrl.weights.moved import BytesMoved, Parties
 from agentrl.weights.shipment import DirectShipment, Shipment
 from agentrl.weights.transports.choice import LiveOrFiles, Placed, auto
 
@@ -53,6 +54,9 @@ class Noting:
 
     async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
         self.said.append("deliver")
+
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        return BytesMoved(1 if self.is_live else 2)
 
     async def withdraw(self, shipment: Shipment) -> None:
         self.said.append("withdraw")

@@ -22,6 +22,7 @@ from agentrl.weights import store
 from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.machines import serving
+from agentrl.weights.moved import BytesMoved, Parties
 from agentrl.weights.publisher import WeightPublisher, checksum
 from agentrl.weights.shipment import DirectShipment, Reader, Shipment
 from agentrl.weights.transport import Transport
@@ -167,6 +168,9 @@ class Pigeon:
         self.sent += 1
         self.said.append(f"sent {version}")
         return Flight(await trainer.weights(), lost=self.sent == 1)
+
+    def bytes_moved(self, parties: Parties) -> BytesMoved:
+        return BytesMoved(7)
 
     async def withdraw(self, shipment: Shipment) -> None:
         self.said.append("withdrawn")
