@@ -273,7 +273,7 @@ class Stages:
             return 0.0
         moved, rates = self.update(devices), self._rates(devices.inventory.kind)
         busy = sum(max(move.largest / rates[move.way] for move in phase) for phase in moved.phases)
-        return (busy + moved.waiting) / self.assume.updates
+        return max(busy, moved.waiting) / self.assume.updates
 
     def _rates(self, kind: DeviceKind) -> dict[Way, float]:
         """Bytes/s of each way."""
@@ -290,10 +290,15 @@ class Stages:
         dtype = resolve_dtype(self.sent.config.dtype, None, gpu=devices.inventory.kind.is_gpu)
         number = 4 if low_rank or dtype == "float32" else 2
         ranks, split = devices.of("trainer"), devices.tensor_parallel()
+        size = number * trained_parameters(facts, self.trainer)
+        bucket = self.sent.config.bucket_mib << 20
+        # Of a mixture, a layer goes as a whole.
+        most = facts.layers + 1 if facts.experts and not low_rank else size
         return Parties(
-            size=number * trained_parameters(facts, self.trainer),
+            size=size,
             unit=number * unit_numbers(facts, self.trainer),
-            bucket=self.sent.config.bucket_mib << 20,
+            bucket=bucket,
+            buckets=min(most, -(-size // bucket)),
             ranks=[rank.node for rank in ranks],
             parts=len(ranks) if self.trainer.shards >= 3 else 1,
             engines=[engine.node for engine in devices.of("engine")],

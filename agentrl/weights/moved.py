@@ -25,6 +25,8 @@ class Parties:
     """Bytes of the largest unit (`WeightUnit`)."""
     bucket: int
     """Bytes of a bucket; a larger unit is a bucket of its own."""
+    buckets: int
+    """About how many buckets there are."""
     ranks: Sequence[int]
     """The machine of each rank of the trainer."""
     parts: int
@@ -41,11 +43,6 @@ class Parties:
     """Only adapters are sent."""
     base: int = 0
     """Bytes of the model's folder that each reader merges adapters into, if it serves none."""
-
-    @property
-    def buckets(self) -> int:
-        """About how many buckets there are."""
-        return -(-self.size // max(1, self.bucket, self.unit))
 
     @property
     def writers(self) -> int:
@@ -85,7 +82,8 @@ class BytesMoved:
     phases: Sequence[Sequence[Move]] = ()
     """One after another; the moves of a phase overlap, so its slowest counts."""
     waiting: float = 0.0
-    """Seconds in which processes wait for each other's signs, however many bytes there are."""
+    """Seconds in which processes wait for each other's signs, however many bytes there are, while
+    files are written."""
     held: int = 0
     """Bytes that a rank that sends holds beside its own weights."""
     received: int = 0

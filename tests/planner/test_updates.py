@@ -185,7 +185,8 @@ def test_an_update_takes_as_long_as_the_slowest_of_what_happens_together() -> No
     found = moves(plan.update)
     written = found["write"].largest / 1.2e9
     assert written > found["gather"].largest / (0.7 * H100.link)
-    assert plan.step.weights == pytest.approx(written + plan.update.waiting)
+    assert written > plan.update.waiting > 0.005 * plan.update.size / 2**26
+    assert plan.step.weights == pytest.approx(written)
     slow = Inventory.uniform(replace(H100, link=1e8), 8)
     assert of("qwen3_8b", slow, f"engine.tensor_parallel={tp(plan.devices)}").step.weights > 100
 
