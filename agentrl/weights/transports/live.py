@@ -399,8 +399,7 @@ class SendBuckets:
         writers = source.ranks_that(self.place.is_here()) or source.ranks_that(True)
         for number, bucket in enumerate(self.lanes.plan.buckets):
             senders = self.lanes.senders_of(number, places)
-            able = [rank for rank in senders if rank in writers]
-            able = able or writers
+            able = [rank for rank in senders if rank in writers] or writers
             writer = able[number % len(able)]
             to = sorted({*senders, writer})
             is_mine = source.rank in to
