@@ -397,7 +397,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         ),
         "weights/bytes": (
             "Bytes of the published weights with the headers of their files, or the sums of their"
-            " buckets; 0 by `direct`. `agentrl plan` counts the weights alone."
+            " buckets; 0 by `direct`. Plans count the weights alone."
         ),
         "weights/attempts": "Attempts that publishing took.",
         "weights/seconds_<phase>": "Seconds to `write`, `stage` and `commit` the weights.",

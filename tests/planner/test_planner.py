@@ -365,7 +365,7 @@ def test_moments_of_fewer_bytes_are_counted() -> None:
 
 
 def test_several_changes_that_fit_only_together_are_all_needed() -> None:
-    tight = Inventory.uniform(replace(H100, memory=50 * GIB, host_memory=100 * GIB), 2)
+    tight = Inventory.uniform(replace(H100, memory=50 * GIB, host_memory=120 * GIB), 2)
     way = refused(tight, "qwen3_8b").split("What would fit:\n")[1].splitlines()[0].split()
     assert len(way) > 1
     assert planned(tight, "qwen3_8b", *SMALL, *way).loads

@@ -161,7 +161,7 @@ def test_what_an_update_holds_is_counted_where_it_is() -> None:
     assert "published weights" not in second
     on_disk = of("qwen3_8b", Inventory.uniform(H100, 8), "weights.transport=disk")
     assert "published weights" not in on_disk.loads[0].host_parts
-    away = of("qwen3_32b", Inventory.uniform(H100, 8, 2), "weights.transport=files")
+    away = of("disaggregated_16gpu", Inventory.uniform(H100, 8, 2), "weights.transport=files")
     assert sum("published weights" in load.host_parts for load in away.loads) == 2
 
 
