@@ -35,9 +35,8 @@ from agentrl.settings.precision import resolve_dtype
 from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
 from agentrl.simulate.latency import Constant, Latency
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.moved import BytesMoved, Parties, Way
+from agentrl.weights.moved import BytesMoved, Parties, Placed, Way
 from agentrl.weights.transport import Transport
-from agentrl.weights.transports.choice import Placed
 
 _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 

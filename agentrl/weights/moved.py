@@ -16,6 +16,30 @@ LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the trainer and the engines of a run are."""
+
+    on_gpus: bool
+    shares_devices: bool
+    """Trainer and engines are on the same devices."""
+    reads_arrivals: bool
+    """All engines can read live shipments (`EngineOffers`)."""
+    low_rank: bool
+    """The trainer sends adapters alone."""
+
+    @property
+    def transport(self) -> str:
+        """The name of the transport that `auto` stands for.
+
+        On CPUs, files in shared memory are what engines map without a copy, so there is no way with
+        fewer bytes; and adapters are small.
+        """
+        if self.low_rank or not self.on_gpus or not self.reads_arrivals:
+            return "files"
+        return "handles" if self.shares_devices else "stream"
+
+
+@dataclass(frozen=True, slots=True)
 class Parties:
     """Who sends a version to whom."""
 

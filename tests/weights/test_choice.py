@@ -9,9 +9,9 @@ import torch
 
 from agentrl.protocols import Trainer
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.moved import BytesMoved, Parties
+from agentrl.weights.moved import BytesMoved, Parties, Placed
 from agentrl.weights.shipment import DirectShipment, Shipment
-from agentrl.weights.transports.choice import LiveOrFiles, Placed, auto
+from agentrl.weights.transports.choice import LiveOrFiles, auto
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,16 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from agentrl.protocols import Trainer
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.moved import BytesMoved, Parties
+from agentrl.weights.moved import BytesMoved, Parties, Placed
 from agentrl.weights.shipment import Shipment
 from agentrl.weights.transport import Transport
 from agentrl.weights.transports.files import in_memory_or_on_disk
 from agentrl.weights.transports.live import handles, stream
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where the trainer and the engines of a run are."""
-
-    on_gpus: bool
-    shares_devices: bool
-    """Trainer and engines are on the same devices."""
-    reads_arrivals: bool
-    """All engines can read live shipments (`EngineOffers`)."""
-    low_rank: bool
-    """The trainer sends adapters alone."""
-
-    @property
-    def transport(self) -> str:
-        """The name of the transport that `auto` stands for.
-
-        On CPUs, files in shared memory are what engines map without a copy, so there is no way with
-        fewer bytes; and adapters are small.
-        """
-        if self.low_rank or not self.on_gpus or not self.reads_arrivals:
-            return "files"
-        return "handles" if self.shares_devices else "stream"
 
 
 def auto(config: WeightsConfig, placed: Placed) -> Transport:
