@@ -8,7 +8,7 @@ what is harmless.
 import io
 import posixpath
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 LARGEST_ARCHIVE = 256 << 20
@@ -54,8 +54,7 @@ def _copy(read: tarfile.TarFile, new: tarfile.TarFile) -> None:
             if path != ".":
                 new.addfile(entry)
         elif member.issym():
-            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), member.linkname))
-            if _is_inside(target) and not links.intersection([target, *_above(target)]):
+            if _is_harmless(path, member.linkname, links):
                 entry.type, entry.linkname = tarfile.SYMTYPE, member.linkname
                 new.addfile(entry)
         elif member.isfile() or member.islnk():
@@ -68,6 +67,24 @@ def _copy(read: tarfile.TarFile, new: tarfile.TarFile) -> None:
                 raise ValueError(f"the archive's files have more than {LARGEST_ARCHIVE} bytes")
             entry.size = len(data)
             new.addfile(entry, io.BytesIO(data))
+
+
+def _is_harmless(path: str, target: str, links: Set[str]) -> bool:
+    """True if a link at this path leads to a path of the archive, and through none of its links."""
+    if target.startswith("/"):
+        return False
+    place = path.split("/")[:-1]
+    for part in target.split("/"):
+        # Not by the normal form of the target: `link/..` is the folder above where the link leads.
+        if part == "..":
+            if not place:
+                return False
+            place.pop()
+        elif part not in ("", "."):
+            place.append(part)
+        if "/".join(place) in links:
+            return False
+    return True
 
 
 def _inside(name: str) -> str:
