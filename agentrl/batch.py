@@ -29,6 +29,7 @@ from agentrl.arrays import (
     mask,
     same_fields,
 )
+from agentrl.expert_choices import ExpertChoices
 from agentrl.trajectory import Trajectory, Truncated, Turn
 
 N = TypeVar("N", bound=np.generic)
@@ -84,16 +85,15 @@ class TrainingSample:
     """[T] The ids that each token was sampled from (`Completion.support`); None or an empty row for
     the whole vocabulary.
     """
-    experts: Ragged | None = field(default=None, metadata=_PER_TOKEN)
-    """[T] The experts that the engine chose for each token (`Completion.experts`); None or an empty
-    row if unknown.
-    """
     rewards: FloatArray | None = field(default=None, metadata=_PER_TOKEN)
     """[T] Rewards earned right after a token, such as a turn's at its last token; None for none."""
     truncated: bool = False
     """True if it ends a truncated trajectory."""
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
     """The tokens after the end of a truncated trajectory (`Trajectory.tail_ids`)."""
+    experts: ExpertChoices | None = None
+    """The experts that engines chose for its tokens (`Completion.experts`), as far as they are
+    known."""
     continues: bool = False
     """True if it continues the trajectory of the sample before it, which forked."""
     group: int = 0
@@ -202,8 +202,6 @@ class TrainBatch:
     """[N] Advantages, in units of the reward as the algorithm scales it."""
     support_N: Ragged = field(metadata=_column(Column("N", ragged=True, source="support")))
     """[N] The ids that each token was sampled from; an empty row is the whole vocabulary."""
-    experts_N: Ragged = field(metadata=_column(Column("N", ragged=True, source="experts")))
-    """[N] The experts that the engine chose; an empty row where they are unknown."""
     weights_N: FloatArray = field(metadata=_column(Column("N", np.float32)))
     """[N] Factors of the tokens' losses: 1 unless an algorithm sets others, and 0 for tokens that
     only a critic learns from again (`agentrl/estimation/episode_buffer.py`).
@@ -224,6 +222,11 @@ class TrainBatch:
     """[M] The tokens after the end of a truncated trajectory."""
     groups_M: IntArray = field(metadata=_column(Column("M", source="group")))
     """[M] Numbers of the samples' groups."""
+    experts_M: npt.NDArray[np.object_] = field(
+        metadata=_column(Column("M", np.object_, source="experts"))
+    )
+    """[M] The experts that engines chose for the tokens of each sample, an `ExpertChoices`; None if
+    nothing is known of them. Nothing is copied from one batch to another, and ranks read them."""
     credits: Credits | None = None
     """The source of the advantages, where tokens cost something."""
     members_J: IntArray = field(default_factory=lambda: ints(()), metadata=_column(Column("J")))
@@ -301,6 +304,10 @@ class TrainBatch:
         with it.
         """
         return replace(self, credits=None, members_J=ints(()))
+
+    def without_experts(self) -> "TrainBatch":
+        """The batch without what is known of its tokens' experts, for those who do not ask."""
+        return replace(self, experts_M=np.full(self.num_samples, None))
 
     def lengthened(self, tokens_M: Ragged) -> "TrainBatch":
         """The batch with more tokens at the ends of its samples. They carry no loss."""
@@ -466,13 +473,36 @@ def to_samples(
         if played[0].forked or not pieces:
             pieces.append([])
         pieces[-1].append(_Played(number, *played))
-    samples = [_sample(piece, oldest_version, trajectory.trained_turns) for piece in pieces]
+    samples: list[TrainingSample] = []
+    for piece in pieces:
+        sample = _sample(piece, oldest_version, trajectory.trained_turns)
+        samples.append(_with_experts_of(samples, sample))
     if oldest_version > 0 or trajectory.trained_turns:
         samples = _without_lossless(samples)
     samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
     if samples and isinstance(trajectory.status, Truncated):
         samples[-1] = replace(samples[-1], truncated=True, tail_ids=trajectory.tail_ids)
     return samples
+
+
+def _with_experts_of(before: Sequence[TrainingSample], sample: TrainingSample) -> TrainingSample:
+    """A sample whose engine had computed its beginning for samples before it, with the experts that
+    were chosen there.
+    """
+    if sample.experts is None or not sample.experts.known_from:
+        return sample
+    begun = [
+        other.experts.until(_shared_tokens(other.token_ids, sample.token_ids))
+        for other in before
+        if other.experts is not None
+    ]
+    return replace(sample, experts=ExpertChoices.joined([sample.experts, *begun]))
+
+
+def _shared_tokens(one: IntArray, other: IntArray) -> int:
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def _without_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -500,7 +530,7 @@ class _Played(NamedTuple):
 def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> TrainingSample:
     length = sum(len(one.turn.prompt_ids) + len(one.turn.completion.token_ids) for one in piece)
     supports: list[Ragged] = []
-    experts: list[Ragged] = []
+    experts: list[ExpertChoices | None] = []
     token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
     policy_versions_T, rollout_logprobs_T = (
         np.full(length, -1, np.int32),
@@ -521,7 +551,7 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
         turn_ids_T[begin:end] = number
         rewards_T[end - 1] += reward if number >= first_turn else 0.0
         supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
-        experts += [Ragged.empty(len(turn.prompt_ids)), turn.completion.experts_of_each]
+        experts.append(turn.completion.experts)
     loss_mask_T = (policy_versions_T >= max(oldest_version, 0)) & (turn_ids_T >= first_turn)
     return TrainingSample(
         token_ids_T,
@@ -531,8 +561,8 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
         policy_versions_T,
         turn_ids_T,
         Ragged.joined(supports) if any(len(support.values) for support in supports) else None,
-        Ragged.joined(experts) if any(len(chosen.values) for chosen in experts) else None,
         rewards_T,
+        experts=ExpertChoices.joined(experts),
     )
 
 

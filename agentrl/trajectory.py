@@ -28,6 +28,7 @@ from agentrl.arrays import (
     settled,
 )
 from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
+from agentrl.expert_choices import ExpertChoices
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -259,10 +260,10 @@ class Completion:
     """[T] The ids that `top_k`, `top_p` and `min_p` left to sample each token from, in any order.
     It is kept where a request asks for it (`GenerateRequest.keep_support`). Without it, or where a
     row is empty, every token of the vocabulary could be sampled."""
-    experts: Ragged | None = None
-    """[T] The experts that the model chose to compute each token's probability, those of the first
-    layer that has experts first. It is kept where a request asks for it
-    (`GenerateRequest.keep_experts`). A row is empty where the engine does not say."""
+    experts: ExpertChoices | None = None
+    """The experts that the model chose for the tokens of the prompt and the completion, as far as
+    the engine computed them for this request: not for the last token of all. They are kept where a
+    request asks for them (`GenerateRequest.keep_experts`)."""
 
     __eq__ = same_fields
 
@@ -284,11 +285,10 @@ class Completion:
             )
         if self.support is not None:
             _check_support(self.token_ids, self.support)
-        if self.experts is not None and len(self.experts) != len(self.token_ids):
-            raise ValueError(
-                f"a completion of {len(self.token_ids)} tokens needs as many rows of experts, got"
-                f" {len(self.experts)}"
-            )
+
+    def without_experts(self) -> "Completion":
+        """The same, without the experts that were chosen."""
+        return self if self.experts is None else replace(self, experts=None)
 
     @property
     def support_of_each(self) -> Ragged:
@@ -296,13 +296,6 @@ class Completion:
         vocabulary.
         """
         return Ragged.empty(len(self.token_ids)) if self.support is None else self.support
-
-    @property
-    def experts_of_each(self) -> Ragged:
-        """One row for each token: the experts that were chosen for it, or an empty row where they
-        are unknown.
-        """
-        return Ragged.empty(len(self.token_ids)) if self.experts is None else self.experts
 
 
 def _check_support(token_ids: IntArray, support: Ragged) -> None:
@@ -466,12 +459,18 @@ class Trajectory:
 
     def unshared(self) -> "Trajectory":
         """The same, for code that may change what it gets: its options, infos and calls are copies.
+        The experts, of which such code knows nothing, are left out.
 
         Raises:
             ConfigError: one of them cannot be copied.
         """
         turns = [
-            replace(turn, info=unshared(turn.info, "the info of a turn")) for turn in self.turns
+            replace(
+                turn,
+                info=unshared(turn.info, "the info of a turn"),
+                completion=turn.completion.without_experts(),
+            )
+            for turn in self.turns
         ]
         messages = tuple(message.unshared() for message in self.messages)
         own, dropped = replace(self.task), dict(self.dropped)

@@ -23,6 +23,7 @@ SHARED_NAMES = {"Config", "Options"}
 # are no circles.
 LAYERS = [
     {"arrays", "distribution", "errors", "files", "lazy_names"},
+    {"expert_choices"},
     {"models", "settings", "trajectory"},
     {"batch", "flow", "net"},
     {"protocols"},
@@ -50,6 +51,7 @@ PLUGINS_MAY_IMPORT = {
     "conversation",
     "distribution",
     "errors",
+    "expert_choices",
     "files",
     "models",
     "net",

@@ -183,7 +183,7 @@ class GroupTrainer(Trainer):
         async def predict(ranks: WorkerGroup) -> FloatArray:
             shards = await asyncio.to_thread(
                 shard_batch,
-                batch,
+                self._sent(batch),
                 self.config,
                 parts=self.mesh.data_parallel_size,
                 attention=self._attention,
@@ -322,12 +322,16 @@ class GroupTrainer(Trainer):
         """The answer for each part of a batch, of the answers of all ranks."""
         return [answers[rank] for rank in self.mesh.data_parallel_leaders]
 
+    def _sent(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as far as the ranks need it."""
+        return batch.without_experts() if self._spec.routing == "off" else batch
+
     async def _make(self, ranks: WorkerGroup, step: TrainingStep) -> Mapping[str, float]:
         """Make a step on the ranks."""
         batch, loss, normalizer = step
         shards = await asyncio.to_thread(
             shard_batch,
-            batch,
+            self._sent(batch),
             self.config,
             parts=self.mesh.data_parallel_size,
             minibatches=self.config.minibatches,

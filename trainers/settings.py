@@ -14,6 +14,7 @@ LARGE = 10**9
 """Parameters of a model whose activations are computed again by default."""
 MOST_TOKENS = 16_384
 """Most tokens of a micro-batch by default."""
+RoutingMode = Literal["off", "compare", "replay"]
 MomentType = Literal["float32", "bfloat16", "int8"]
 _MOMENT_BYTES: dict[MomentType, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
 """Bytes of a moment of a parameter."""
@@ -107,6 +108,13 @@ class TrainerSettings(Settings):
     all tokens of the samples of a minibatch, however these are packed and divided over ranks; this
     takes one more forward pass, unless one rank computes a minibatch at once. 0: without it. Not of
     a critic."""
+
+    routing: RoutingMode = "off"
+    """Of a mixture of experts: what is done with the experts that the engine chose for each token.
+    `replay` computes with them, instead of those that the trainer's routers like best, so that both
+    compute the same function; a router learns by its scores of them. `compare` only tells how often
+    the trainer chooses others (`routing_difference`). A token takes a byte or two for each layer
+    and chosen expert ([model-families.md](model-families.md#routing-replay))."""
 
     activation_checkpointing: Recompute | None = None
     """Activations that are computed again in the backward pass instead of kept: `none`; all of a

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.placement.mesh import Mesh
+from agentrl.trainers.settings import RoutingMode
 
 if TYPE_CHECKING:
     from agentrl.trainers.rank.worker import TrainerRank
@@ -32,6 +33,14 @@ class TrainerSpec:
     total_steps: int
     temperature: float
     head: Head = "policy"
+
+    @property
+    def routing(self) -> RoutingMode:
+        """What is done with the experts that the engine chose (`trainer.routing`). A critic has
+        experts of its own.
+        """
+        mode: RoutingMode = self.config.routing
+        return mode if self.head == "policy" else "off"
 
     def make_rank(self, rank: int) -> "TrainerRank":
         """Make the worker of a rank; runs in the worker's process."""

@@ -11,7 +11,7 @@ from agentrl.assembly.placed import PlacedCluster
 from agentrl.cluster.engine_logs import with_log_of
 from agentrl.cluster.worker_registry import register_workers
 from agentrl.cluster.workers import Cluster, EngineFactory
-from agentrl.config.components import in_dtype_of, with_adapters_of
+from agentrl.config.components import as_trained_by, in_dtype_of
 from agentrl.config.run_config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -40,7 +40,7 @@ async def engine_router(
     `frozen`: they get no new weights. `answer_seconds`: the deadline of what they are asked, by
     default that of a completion.
     """
-    engine = config.engine if frozen else with_adapters_of(config.engine, config.trainer)
+    engine = config.engine if frozen else as_trained_by(config.engine, config.trainer)
     factories = cluster.engines(with_log_of(engine, role=role), model)
     router = _router_over(
         factories,
@@ -119,7 +119,7 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
             "evaluation.engines asks for engines of its own, and the planned placement has no"
             " devices for them: leave it out, or assign devices yourself with placement=local"
         )
-    engine = with_adapters_of(config.engine, config.trainer)
+    engine = as_trained_by(config.engine, config.trainer)
     engine = with_log_of(engine, role="evaluation engine")
     factories = [factory for _ in range(count) for factory in placed.cluster.engines(engine, model)]
     router = _router_over(factories, config, placed.cluster, model)

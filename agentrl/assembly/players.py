@@ -28,7 +28,7 @@ from agentrl.hosting.pool import EnvPool
 from agentrl.hosting.wrappers import address
 from agentrl.models.source import vocabulary_size
 from agentrl.net.interfaces import LOOPBACK, own_address
-from agentrl.protocols import Engine, EngineSettingsOffers, Renderer
+from agentrl.protocols import Engine, EngineSettingsOffers, Renderer, TrainerSettingsOffers
 from agentrl.remote.env_worker import EnvWorker, env_workers, worker_limits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.engine_policy import EnginePolicy
@@ -168,7 +168,7 @@ def engine_policy(
         config.rollout.deadlines.generate,
         trained,
         config.own_max_tokens(),
-        config.rollout.compare_routing,
+        TrainerSettingsOffers.of(config.trainer.settings).routing != "off",
         EngineSettingsOffers.of(config.engine.settings).structured_outputs,
         vocabulary_size(model),
         config.rollout.deadlines.seconds_per_context_token,

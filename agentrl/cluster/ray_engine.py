@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from agentrl.cluster.ray_choices import with_held_choices
 from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_receivers import RayReceivers
@@ -72,7 +73,7 @@ class _EngineHost:
         await self.begins(number, oldest)
         completion = await self._engine.generate(request)
         self._prompts.answered(request, completion, was_cut=is_cut)
-        return completion, self._report()
+        return with_held_choices(completion), self._report()
 
     async def score(self, request: ScoreRequest) -> tuple[Scores, _Report]:
         if not EngineOffers.of(self._engine).scores:

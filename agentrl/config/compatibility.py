@@ -740,12 +740,12 @@ def engine_reads_arrivals(run: ConfiguredRun) -> str:
 
 def engine_reports_experts(run: ConfiguredRun) -> str:
     engine = run.config.engine
-    is_compared = run.config.rollout.compare_routing
-    if not is_compared or EngineOffers.of(engine.factory).reports_experts:
+    routing = TrainerSettingsOffers.of(run.config.trainer.settings).routing
+    if routing == "off" or EngineOffers.of(engine.factory).reports_experts:
         return ""
     return (
-        f"rollout.compare_routing: engine {engine.name!r} does not say which experts it"
-        " chose. Leave the setting out, or write engine=local"
+        f"trainer.routing={routing}: engine {engine.name!r} does not say which experts it chose."
+        " Leave the setting out, or write engine=vllm (on GPUs) or engine=local"
     )
 
 
@@ -843,8 +843,8 @@ RULES = (
     CompatibilityRule(("checkpoint.best", "reward"), best_reward_is_of_single_episodes),
     CompatibilityRule(("evaluation.suites", "env.mixture"), suites_name_their_environment),
     CompatibilityRule(("engine", "weights.transport"), engine_reads_arrivals, "training"),
+    CompatibilityRule(("engine", "trainer.routing"), engine_reports_experts, "training"),
     CompatibilityRule(("engine",), engine_takes_weights, "training"),
-    CompatibilityRule(("engine", "rollout.compare_routing"), engine_reports_experts, "training"),
     CompatibilityRule(
         ("engine.speculative", "rollout.sampling", "evaluation"),
         proposals_are_sampled_without_min_p,

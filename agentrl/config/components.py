@@ -115,6 +115,7 @@ def helper_of(
         else trainer.settings.model_dump(exclude_unset=True)
     )
     shared.pop("lora", None)  # a reference is not trained, and a critic must train its head
+    shared.pop("routing", None)  # other weights choose other experts
     helper = component_of(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
     if TrainerSettingsOffers.of(helper.settings).lora is not None:
         raise ConfigError(
@@ -146,15 +147,19 @@ def in_dtype_of(engine: Component, trainer: Component) -> Component:
     return replace(engine, settings=engine.settings.model_copy(update={"dtype": trained}))
 
 
-def with_adapters_of(engine: Component, trainer: Component) -> Component:
+def as_trained_by(engine: Component, trainer: Component) -> Component:
     """The engine, with room for the trainer's adapters if that trains any and the engine can serve
-    them.
+    them, and keeping its choices of experts if the trainer asks for them.
     """
-    lora = TrainerSettingsOffers.of(trainer.settings).lora
-    make_room = EngineSettingsOffers.of(engine.settings).for_adapters
-    if lora is None or make_room is None:
-        return engine
-    return replace(engine, settings=make_room(lora))
+    trained = TrainerSettingsOffers.of(trainer.settings)
+    offers = EngineSettingsOffers.of(engine.settings)
+    if trained.lora is not None and offers.for_adapters is not None:
+        engine = replace(engine, settings=offers.for_adapters(trained.lora))
+    if trained.routing != "off" and offers.for_routing is not None:
+        routed = EngineSettingsOffers.of(engine.settings).for_routing
+        assert routed is not None
+        engine = replace(engine, settings=routed())
+    return engine
 
 
 def entries_of(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from agentrl.arrays import Ragged
+from agentrl.expert_choices import ExpertChoices
 from agentrl.protocols import GenerateRequest
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
@@ -30,14 +31,13 @@ def rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
 def joined(first: Completion, rest: Completion) -> Completion:
     """Both parts of a completion as one."""
     kept = first.support is not None or rest.support is not None
-    known = first.experts is not None or rest.experts is not None
     return Completion(
         np.concatenate([first.token_ids, rest.token_ids]),
         np.concatenate([first.logprobs, rest.logprobs]),
         np.concatenate([first.policy_versions, rest.policy_versions]),
         rest.finish_reason,
         Ragged.joined([first.support_of_each, rest.support_of_each]) if kept else None,
-        Ragged.joined([first.experts_of_each, rest.experts_of_each]) if known else None,
+        ExpertChoices.joined([first.experts, rest.experts]),
     )
 
 

@@ -23,6 +23,7 @@ from agentrl.engines.admission import (
     max_new_tokens,
 )
 from agentrl.engines.kv_chains import goes_on
+from agentrl.engines.slot_experts import SlotExperts
 from agentrl.engines.slots import (
     Hold,
     Openings,
@@ -34,6 +35,7 @@ from agentrl.engines.slots import (
 )
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.expert_choices import ExpertChoices
 from agentrl.flow import expect_long_callback, run_to_completion
 from agentrl.models.source import here
 from agentrl.placement.devices import DeviceKind
@@ -74,6 +76,8 @@ class _Live:
 
     `cached`: how many of them, from the first on, have their KV in the slot.
     `oldest`: the oldest version of the weights that computed some of that KV.
+    `routed`: how many have been computed, so that their experts are known. What is computed again
+    under new weights keeps those that its tokens were sampled with.
     """
 
     request: GenerateRequest
@@ -86,7 +90,7 @@ class _Live:
     oldest: int = 0
     logprobs: list[float] = field(default_factory=list)
     supports: list[IntArray] = field(default_factory=list)
-    experts: list[IntArray] = field(default_factory=list)
+    routed: int = 0
     versions: list[int] = field(default_factory=list)
     stops: StopTexts | None = None
     hashes: PrefixHashes | None = None
@@ -100,13 +104,15 @@ class _Live:
         """Occupy a slot."""
         self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
         self.oldest = place.oldest
+        self.routed = place.cached
 
-    def completion(self, finish_reason: FinishReason) -> Completion:
+    def completion(
+        self, finish_reason: FinishReason, experts: ExpertChoices | None = None
+    ) -> Completion:
         sampled = self.tokens.values[
             len(self.request.prompt_ids) :
         ].copy()  # a view would keep the whole sequence
         support = Ragged.of(self.supports) if self.request.keep_support else None
-        experts = Ragged.of(self.experts) if self.request.keep_experts else None
         return Completion(
             ints(sampled),
             floats(self.logprobs),
@@ -186,6 +192,8 @@ class LocalEngine(Engine):
         self._running: dict[int, _Live] = {}
         self._live_ids: set[str] = set()
         self._slots = SlotTable(config.max_batch)
+        self._experts = SlotExperts()
+        self._keeps_experts = False
         self._openings = Openings()
         self._wake = asyncio.Event()
         self._awake = asyncio.Event()
@@ -254,6 +262,7 @@ class LocalEngine(Engine):
             self._arrivals, _MEMORY_OF_REQUESTS
         )
         self._live_ids.add(request.id)
+        self._keeps_experts |= request.keep_experts and model.has_experts
         self._waiting.append(live)
         self._wake.set()
         try:
@@ -277,7 +286,7 @@ class LocalEngine(Engine):
         self._entered()
         for live in [*self._waiting, *self._running.values()]:
             if not live.future.done():
-                live.future.set_result(live.completion("abort"))
+                live.future.set_result(self._completion(live, "abort"))
         self._waiting.clear()
         for live in list(self._running.values()):
             self._release(live)
@@ -520,6 +529,8 @@ class LocalEngine(Engine):
         self._steps += 1
         rows = self._schedule()
         sampled = iter(model.step(list(rows.values())))
+        if self._keeps_experts:
+            self._note_experts(model, rows)
         finished = 0
         for live, row in rows.items():
             if not live.cached:
@@ -532,6 +543,27 @@ class LocalEngine(Engine):
             if row.sample:
                 finished += self._append(live, next(sampled))
         return finished
+
+    def _note_experts(self, model: "PackedModel", rows: "Mapping[_Live, StepRow]") -> None:
+        """Keep the experts that a step chose for the tokens of its rows."""
+        chosen = model.chosen_experts()
+        for live, row in rows.items():
+            if row.copied_from is not None:
+                self._experts.copy(row.copied_from, row.slot, row.start)
+                live.routed = row.start
+            again = max(0, live.routed - row.start)
+            if row.slot in chosen:
+                self._experts.write(row.slot, row.start + again, chosen[row.slot][again:])
+            live.routed = max(live.routed, row.stop)
+
+    def _completion(self, live: _Live, finish_reason: FinishReason) -> Completion:
+        """What a request has sampled, with the experts of the tokens that were computed for it."""
+        experts, request = None, live.request
+        if request.keep_experts and live.slot >= 0:
+            chosen_TLK = self._experts.read(live.slot, request.experts_from, live.routed)
+            if chosen_TLK is not None:
+                experts = ExpertChoices.of(request.experts_from, chosen_TLK)
+        return live.completion(finish_reason, experts)
 
     def _score(self, model: "PackedModel") -> int:
         """Score the first waiting requests: as many as a step may have tokens, with padding, but at
@@ -585,7 +617,6 @@ class LocalEngine(Engine):
                 request.seed,
                 len(live.versions),
                 request.keep_support,
-                request.keep_experts,
                 source,
             )
         return rows
@@ -630,16 +661,15 @@ class LocalEngine(Engine):
         live.tokens.append(ints([drawn.token]))
         live.logprobs.append(drawn.logprob)
         live.supports.append(drawn.support)
-        live.experts.append(drawn.experts)
         live.versions.append(self._version)
         self._generated += 1
         self._over_older_kv += live.oldest < self._version
         if drawn.token in live.request.sampling.stop_token_ids or (
             live.stops and live.stops.ends(drawn.token)
         ):
-            live.future.set_result(live.completion("stop"))
+            live.future.set_result(self._completion(live, "stop"))
         elif len(live.versions) == live.max_new:
-            live.future.set_result(live.completion("length"))
+            live.future.set_result(self._completion(live, "length"))
         else:
             return False
         self._release(live)

@@ -11,7 +11,7 @@ blocks of rows of similar size.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from agentrl.arrays import FloatArray, IntArray, floats, ints
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import EngineError
+from agentrl.expert_choices import ChosenExperts
 from agentrl.models.attention_check import (
     Windows,
     check_attention,
@@ -53,9 +54,8 @@ class StepRow:
 
     If `sample` is set, one token is drawn from the logits of the last one, as `sampling` says.
     `position` is the number of tokens that the request has sampled so far. `keep_support`: return
-    what it was drawn from. `keep_experts`: return the experts that were chosen for it.
-    `copied_from`: a slot whose first `start` tokens are the same, and whose KV of them is copied;
-    they may be computed in the same step.
+    what it was drawn from. `copied_from`: a slot whose first `start` tokens are the same, and whose
+    KV of them is copied; they may be computed in the same step.
     """
 
     slot: int
@@ -66,7 +66,6 @@ class StepRow:
     seed: int
     position: int
     keep_support: bool = False
-    keep_experts: bool = False
     copied_from: int | None = None
 
     @property
@@ -79,14 +78,11 @@ class StepRow:
 class Drawn:
     """A sampled token. `support`: the ids it was drawn from, if they were to be kept; empty: the
     whole vocabulary.
-
-    `experts`: those that were chosen for it, layer by layer, if they were to be kept.
     """
 
     token: int
     logprob: float
     support: IntArray
-    experts: IntArray = field(default_factory=lambda: ints(()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +316,15 @@ class PackedModel:
         self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
         self._sampler = Sampler(self.vocab_size, device)
         self._routing = Routing(self._model)
+        self._order: Sequence[StepRow] = ()
+        self._kept_R = torch.zeros(0, dtype=torch.long, device=device)
         self._capacity = (0, 0)
         check_attention(self._model, self._together)
+
+    @property
+    def has_experts(self) -> bool:
+        """True if it is a mixture of experts."""
+        return self._routing.layers > 0
 
     def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
         """Compute the tokens of all rows; return what each row with `sample` drew, in the order of
@@ -329,18 +332,27 @@ class PackedModel:
         """
         with torch.inference_mode():
             blocks = _blocks(rows)
-            order = [row for block in blocks for row in block]
+            self._order = order = [row for block in blocks for row in block]
             sampled = [(index, row) for index, row in enumerate(order) if row.sample]
             ends = np.cumsum([len(row.token_ids) for row in order]) - 1
-            kept_R = self._tensor(ends[[index for index, _ in sampled]])
+            self._kept_R = kept_R = self._tensor(ends[[index for index, _ in sampled]])
             logits_RV = self._forward(blocks, kept_R, self._layers, self._reserve(order))
             if not sampled:
                 return []
             drawn = self._sample(logits_RV, [row for _, row in sampled])
-            if any(row.keep_experts for _, row in sampled):
-                drawn = self._with_experts(drawn, kept_R, tokens=int(ends[-1]) + 1)
         by_slot = {row.slot: one for (_, row), one in zip(sampled, drawn, strict=True)}
         return [by_slot[row.slot] for row in rows if row.sample]
+
+    def chosen_experts(self) -> Mapping[int, ChosenExperts]:
+        """The experts that the last step chose for the tokens of each row, by slot, shape (T, L,
+        K). They are `UNKNOWN` in the last layer, where it need not compute a token.
+        """
+        counts = [len(row.token_ids) for row in self._order]
+        chosen_NLK = self._routing.chosen_experts(sum(counts), self._kept_R)
+        if chosen_NLK is None:
+            return {}
+        of_rows = np.split(chosen_NLK.cpu().numpy(), np.cumsum(counts)[:-1])
+        return {row.slot: own for row, own in zip(self._order, of_rows, strict=True)}
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[FloatArray]:
         """The logprobs that the requests ask for. The KV of their tokens is then dropped."""
@@ -647,16 +659,6 @@ class PackedModel:
                 tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True
             )
         ]
-
-    def _with_experts(self, drawn: Sequence[Drawn], kept_R: Tensor, *, tokens: int) -> list[Drawn]:
-        """The drawn tokens with the experts of the step that has just been computed, where the
-        model has any.
-        """
-        chosen_RLK = self._routing.chosen_experts(kept_R, tokens, kept_R)
-        if chosen_RLK is None:
-            return list(drawn)
-        rows = chosen_RLK.flatten(1).int().cpu().numpy()
-        return [replace(one, experts=ints(row)) for one, row in zip(drawn, rows, strict=True)]
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -27,6 +27,7 @@ from agentrl.engines.vllm_names import TESTED_MINOR
 from agentrl.engines.vllm_settings import DRIVER_PID, INSTALL_HINT, VllmSettings
 from agentrl.engines.vllm_start import VllmStart
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
+from agentrl.expert_choices import ExpertChoices
 from agentrl.models.source import here
 from agentrl.protocols import (
     AnswerFormat,
@@ -70,6 +71,7 @@ class VllmEngine(Engine):
     """
 
     offers: ClassVar[EngineOffers] = EngineOffers(
+        reports_experts=True,
         scores_at_one_only=True,  # it does not divide the logits of given tokens by a temperature
         probes_while_busy=True,
         reads_arrivals=True,
@@ -480,6 +482,7 @@ class VllmEngine(Engine):
             logprobs=(sampling.top_k + _EQUALS if request.keep_support else 0),
             flat_logprobs=True,
             detokenize=False,
+            routed_experts_prompt_start=request.experts_from if self._keeps(request) else 0,
             output_kind=(
                 RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.CUMULATIVE
             ),
@@ -534,6 +537,10 @@ class VllmEngine(Engine):
             oldest = self._kv.oldest(chain, found_cached=bool(output.num_cached_tokens))
             self._over_older_kv += int((completion.policy_versions > oldest).sum())
         return completion
+
+    def _keeps(self, request: GenerateRequest) -> bool:
+        """True if the experts of a request are kept."""
+        return request.keep_experts and self._config.routed_experts
 
     async def _rest(
         self, llm: "AsyncLLM", request: GenerateRequest, done: Completion, max_new: int
@@ -733,7 +740,22 @@ def _completion(
         ints(versions[:count]),
         finish_reason,
         _support(flat, zip(begins, ends, strict=True), request) if request.keep_support else None,
+        _experts(output, request, count) if request.keep_experts else None,
     )
+
+
+def _experts(output: Any, request: GenerateRequest, count: int) -> ExpertChoices | None:
+    """The experts of all layers of a request's tokens, those without experts included: of those
+    that were computed for its first `count` sampled tokens.
+
+    vLLM has a row for each token from `routed_experts_prompt_start` on but the last, and none if it
+    sampled nothing.
+    """
+    chosen_TLK = output.routed_experts
+    if chosen_TLK is None or not count:
+        return None
+    rows = len(request.prompt_ids) + count - 1 - request.experts_from
+    return ExpertChoices.of(request.experts_from, chosen_TLK[:rows])
 
 
 def _constraint(wanted: AnswerFormat) -> "StructuredOutputsParams":

@@ -19,6 +19,7 @@ OWN_SETTINGS: Mapping[str, str] = {
     "enable_expert_parallel": "engine.expert_parallel",
     "enable_prefix_caching": "engine.prefix_cache",
     "enable_sleep_mode": "engine.sleep_mode",
+    "enable_return_routed_experts": "trainer.routing",
     "enforce_eager": "engine.enforce_eager",
     "gpu_memory_utilization": "engine.memory_fraction",
     "hf_overrides": "model.hf_overrides",
@@ -170,7 +171,6 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     ),
     "agentrl does not read what vLLM would send with it": (
         "aux_output_config",
-        "enable_return_routed_experts",
         "per_request_spec_decode_metrics",
         "return_sampling_mask",
     ),

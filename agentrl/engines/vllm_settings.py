@@ -102,6 +102,9 @@ class VllmSettings(Settings):
     adapter_targets: tuple[str, ...] | None = None
     """The layers that adapters to serve may have, by the ends of their names. By default those of
     `trainer.lora`."""
+    routed_experts: bool = False
+    """Keep the experts that a mixture of experts chooses for each token; in a run,
+    `trainer.routing` sets it. Only on GPUs."""
     structured_outputs: bool = False
     """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's
     tokenizer, too.
@@ -170,6 +173,10 @@ class VllmSettings(Settings):
         follows = {"adapter_rank": lora.rank, "adapter_targets": targets}
         unset = {name: follows[name] for name in follows if getattr(self, name) is None}
         return self.model_copy(update=unset)
+
+    def for_routing(self) -> Self:
+        """The same, keeping the experts that are chosen."""
+        return self.model_copy(update={"routed_experts": True})
 
     def layout(self) -> EngineLayout:
         """The engine's layout on its devices, to estimate memory and time before it runs."""

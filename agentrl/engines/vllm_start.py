@@ -87,6 +87,7 @@ class VllmStart:
             **self._divided(on_cpu),
             **self._number_formats(on_cpu),
             "speculative_config": self._speculation(on_cpu=on_cpu),
+            "enable_return_routed_experts": self._routed(on_cpu=on_cpu),
             "max_num_seqs": config.max_batch,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "enable_prefix_caching": config.prefix_cache,
@@ -130,6 +131,28 @@ class VllmStart:
             # GPUs.
             "distributed_executor_backend": "mp" if several else None,
         }
+
+    def _routed(self, *, on_cpu: bool) -> bool:
+        """True if vLLM is to say which experts it chooses."""
+        if not self.settings.routed_experts:
+            return False
+        if on_cpu:
+            raise ConfigError(
+                "trainer.routing: vLLM says which experts it chose only with its second model"
+                " runner, which needs Triton and so a GPU, and the installed vLLM is built for"
+                " CPUs: use engine=local, or write trainer.routing=off"
+            )
+        if not optional_field(self._model_config().get_text_config(), "num_experts_per_tok"):
+            raise ConfigError(
+                f"trainer.routing is of mixtures of experts, and the model in {self.folder} is"
+                " none: leave it out"
+            )
+        if not self.settings.prefix_cache:
+            raise ConfigError(
+                "trainer.routing: vLLM keeps the experts that it chose beside its prefix cache,"
+                " which engine.prefix_cache=false turns off: leave one of both out"
+            )
+        return True
 
     def room_for_adapters(self, *, on_cpu: bool) -> dict[str, Any] | None:
         """The arguments that make room for adapters; None if none are trained, or none served."""

@@ -147,6 +147,7 @@ class EpisodeBuffer:
 
 def _batch(kept: Mapping[str, Any], tails_M: Ragged) -> TrainBatch:
     blank = {name: column.zeros(len(kept["turns_N"])) for name, column in columns("N").items()}
+    blank["experts_M"] = np.full(len(kept["lengths_M"]), None)
     return TrainBatch(**{**blank, **kept, "tails_M": tails_M})
 
 

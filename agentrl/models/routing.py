@@ -1,8 +1,9 @@
-"""The experts that a mixture of experts has chosen for its tokens.
+"""The experts that a mixture of experts chooses for its tokens.
 
 Engine and trainer compute the same router in different batches, so where two experts are nearly as
-likely they may choose different ones, and the token's logprob then differs by more than rounding
-("Rollout Routing Replay", arXiv:2510.11370). `Routing` records the choices of both, to be compared.
+likely they may choose different ones, and the token's logprob then differs by more than rounding.
+`Routing` records the choices of an engine, and `TokenRouting` has a trainer compute with them
+("Rollout Routing Replay", arXiv:2510.11370), or compares them with its own.
 
 `Balance` is for a loss that lets the routers use all experts equally.
 
@@ -11,15 +12,21 @@ computes (`agentrl/models/last_layer.py`), L layers with experts, E experts of a
 a token.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from agentrl.models.optional_fields import optional_field
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERTS = "experts"
+"""transformers' name of the module with the experts of a layer."""
 
 
 class Routing:
@@ -28,12 +35,16 @@ class Routing:
     def __init__(self, model: Any) -> None:
         """Watch a model, from now on. One without experts has `layers` 0."""
         self._chosen_SK: dict[int, Tensor] = {}
-        experts = [
-            module for name, module in model.named_modules() if name.split(".")[-1] == "experts"
-        ]
-        for layer, module in enumerate(experts):
+        self._hooks = [
             module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
-        self.layers = len(experts)
+            for layer, (_, module) in enumerate(_expert_modules(model))
+        ]
+        self.layers = len(self._hooks)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _record(
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -50,33 +61,191 @@ class Routing:
         if len(chosen) == 1:
             self._chosen_SK[layer] = chosen[0]
 
-    def chosen_experts(self, at_N: Tensor, tokens: int, needed_P: Tensor | None) -> Tensor | None:
-        """The experts of the tokens `at_N` in the last pass, which had so many `tokens`; shape (N,
-        L, K).
+    def chosen_experts(self, tokens: int, needed_P: Tensor | None) -> Tensor | None:
+        """The experts of all tokens of the last pass, which had so many `tokens`; int16, shape (S,
+        L, K). They are -1 where a layer did not compute a token.
 
-        `needed_P`: the tokens that the last layer computed, in order, if it left others out; `at_N`
-        are among them. None if the model does not say which it chose.
+        `needed_P`: the tokens that the last layer computed, in order, if it left others out. None
+        if the model does not say which it chose.
         """
-        found_NK: list[Tensor] = []
+        found_SK: list[Tensor] = []
         for layer in range(self.layers):
             chosen_SK = self._chosen_SK.get(layer)
             if chosen_SK is None:
                 return None
-            if len(chosen_SK) == tokens:
-                found_NK.append(chosen_SK.index_select(0, at_N))
-            elif needed_P is not None and len(chosen_SK) == len(needed_P):
-                found_NK.append(chosen_SK.index_select(0, torch.searchsorted(needed_P, at_N)))
-            else:
-                return None
-        return torch.stack(found_NK, dim=1) if found_NK else None
+            chosen_SK = chosen_SK.to(torch.int16)
+            if len(chosen_SK) != tokens:
+                if needed_P is None or len(chosen_SK) != len(needed_P):
+                    return None
+                unknown_SK = chosen_SK.new_full((tokens, chosen_SK.shape[1]), -1)
+                chosen_SK = unknown_SK.index_copy(0, needed_P, chosen_SK)
+            found_SK.append(chosen_SK)
+        return torch.stack(found_SK, dim=1) if found_SK else None
 
 
-def differing(chosen_NLK: Tensor, other_NLK: Tensor) -> Tensor:
-    """The share of each token's chosen experts that the other did not choose; shape N. Their order
-    does not matter.
+class TokenRouting:
+    """The experts that engines chose for the tokens of a forward pass. The layers of a model that
+    `take_choices` has prepared are called with it, as `token_routing`.
+
+    With `replays`, a layer computes each token by these experts, as if its router had chosen them:
+    their weights are its scores of them, and have its gradient. A token of which nothing is known
+    has the router's own. Without, all have.
     """
-    both_NLK = (chosen_NLK[..., None] == other_NLK[..., None, :]).any(-1)
-    return 1 - both_NLK.float().mean((1, 2))
+
+    def __init__(
+        self,
+        chosen_SLK: Tensor,
+        predictors_N: Tensor,
+        needed_P: Tensor | None,
+        *,
+        replays: bool = True,
+    ) -> None:
+        """`chosen_SLK`: by layer with experts; -1 where nothing is known. `predictors_N`: the
+        tokens that are compared. `needed_P`: those that the last layer computes, if it may leave
+        others out.
+        """
+        self.replays = replays
+        self._chosen_SLK = chosen_SLK
+        self._predictors_N = predictors_N
+        self._needed_P = needed_P
+        self._differing_N: dict[int, Tensor] = {}
+        self.is_known_N = (chosen_SLK.index_select(0, predictors_N) >= 0).all(2).all(1)
+
+    def choose(self, layer: int, own_SK: Tensor) -> Tensor:
+        """The experts of the tokens in a layer, shape (S, K) or (P, K), given those that its router
+        likes best.
+        """
+        given_SK, compared_N = self._chosen_SLK[:, layer].long(), self._predictors_N
+        if own_SK.shape[1] != given_SK.shape[1]:
+            return own_SK
+        if len(own_SK) != len(given_SK):
+            needed_P = self._needed_P
+            if needed_P is None or len(own_SK) != len(needed_P):
+                return own_SK
+            given_SK = given_SK.index_select(0, needed_P)
+            compared_N = torch.searchsorted(needed_P, compared_N)
+        with torch.no_grad():
+            self._differing_N[layer] = differing(
+                own_SK.index_select(0, compared_N), given_SK.index_select(0, compared_N)
+            )
+        return torch.where(given_SK < 0, own_SK, given_SK) if self.replays else own_SK
+
+    @property
+    def difference_N(self) -> Tensor:
+        """The share of the engine's experts that the routers did not choose in the last pass, by
+        token that is compared; float32, shape N. It means something where they are known.
+        """
+        found = list(self._differing_N.values())
+        return torch.stack(found).mean(0) if found else torch.zeros(len(self._predictors_N))
+
+
+class _ChosenByEngine(TorchFunctionMode):
+    """In its block, a layer's router chooses its best experts as `TokenRouting` says.
+
+    All routers of transformers choose by `topk` over the scores of all experts, and weigh those
+    that they have chosen by scores that they look up.
+    """
+
+    def __init__(self, layer: int, experts: int, routing: TokenRouting) -> None:
+        super().__init__()
+        self._layer, self._experts, self._routing = layer, experts, routing
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        output = func(*args, **given)
+        if func not in (torch.topk, Tensor.topk):
+            return output
+        scores_SE = args[0] if args else given["input"]
+        own_SK = output[1]
+        if own_SK.dim() != 2 or scores_SE.shape[1] != self._experts:
+            return output
+        chosen_SK = self._routing.choose(self._layer, own_SK)
+        if chosen_SK is own_SK:
+            return output
+        return torch.return_types.topk((scores_SE.gather(1, chosen_SK), chosen_SK))
+
+
+def layers_with_experts(model: Any) -> tuple[int, ...]:
+    """The numbers of the layers of a transformers model that have experts; none if it is no mixture
+    of experts.
+    """
+    found = (_LAYER.search(f".{name}") for name, _ in _expert_modules(model))
+    return tuple(int(layer[1]) for layer in found if layer is not None)
+
+
+def take_choices(model: Any) -> None:
+    """Let the layers with experts of a transformers model take a keyword argument `token_routing`
+    (`TokenRouting`).
+    """
+    numbers = layers_with_experts(model)
+    for place, (number, (_, module)) in enumerate(
+        zip(numbers, _expert_modules(model), strict=True)
+    ):
+        layer = model.base_model.layers[number]
+        layer.forward = partial(_by_choices, place, _count_of(module), layer.forward)
+
+
+def choices_are_taken(model: Any, run: Callable[[TokenRouting], object], tokens: int) -> bool:
+    """True if a model that `take_choices` has prepared computes with experts that are given. `run`
+    calls it with some `tokens`, all of which each layer computes.
+    """
+    experts = [_count_of(module) for _, module in _expert_modules(model)]
+    watched = Routing(model)
+    device = next(model.parameters()).device
+    nobody_N = torch.zeros(0, dtype=torch.long, device=device)
+    try:
+        run(TokenRouting(nobody_N.new_full((tokens, watched.layers, 1), -1), nobody_N, None))
+        own_SLK = watched.chosen_experts(tokens, None)
+        if own_SLK is None:
+            return False
+        others_SLK = (own_SLK + 1) % torch.tensor(experts, device=device)[:, None]
+        run(TokenRouting(others_SLK, nobody_N, None))
+        found_SLK = watched.chosen_experts(tokens, None)
+        return found_SLK is not None and bool((found_SLK == others_SLK).all())
+    finally:
+        watched.stop()
+
+
+def _by_choices(
+    place: int, experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The `forward` of a layer with experts, the first of which has the `place` 0. It runs again
+    where a layer is computed again in the backward pass.
+    """
+    routing = kwargs.pop("token_routing", None)
+    if routing is None:
+        return forward(*args, **kwargs)
+    with _ChosenByEngine(place, experts, routing):
+        return forward(*args, **kwargs)
+
+
+def _expert_modules(model: Any) -> list[tuple[str, Any]]:
+    """The modules with the experts of a layer, by name, in order."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == _EXPERTS
+    ]
+
+
+def _count_of(experts: Any) -> int:
+    """The number of experts in a module: the first dimension of its stacked weights."""
+    stacked = [len(one) for one in experts.parameters() if one.dim() == 3]
+    return stacked[0] if stacked else int(getattr(experts, "num_experts", 0))
+
+
+def differing(chosen_NK: Tensor, other_NK: Tensor) -> Tensor:
+    """The share of each token's experts that the other did not choose; shape N. Their order does
+    not matter.
+    """
+    both_NK = (chosen_NK[..., None] == other_NK[..., None, :]).any(-1)
+    return 1 - both_NK.float().mean(-1)
 
 
 class Balance:
@@ -179,4 +348,14 @@ def _routers(model: Any) -> Iterator[tuple[Any, int]]:
                 yield module, int(index)
 
 
-__all__ = ["Balance", "Routing", "balance_loss", "differing", "without_router_logits"]
+__all__ = [
+    "Balance",
+    "Routing",
+    "TokenRouting",
+    "balance_loss",
+    "choices_are_taken",
+    "differing",
+    "layers_with_experts",
+    "take_choices",
+    "without_router_logits",
+]

@@ -157,7 +157,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             " (`trainer.router_aux_loss_coef`)."
         ),
         "routing_difference": (
-            "Share of a token's experts that the engine did not choose (`rollout.compare_routing`)."
+            "Share of the engine's experts that the trainer's routers would not have chosen"
+            " (`trainer.routing`)."
+        ),
+        "routing_known": (
+            "Share of the loss tokens whose experts the engine has reported (`trainer.routing`)."
         ),
         "ratio": "Mean of exp(logprob - old logprob).",
         "clipped_low": "Share of the tokens whose gradient the lower clip cut.",

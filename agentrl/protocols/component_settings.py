@@ -32,6 +32,9 @@ class EngineSettingsOffers(Offers):
     """Returns the settings with what follows from the trainer and the devices."""
     for_adapters: Callable[[Any], Any] | None = None
     """Returns the settings with room for the adapters of a trainer, given its `lora`."""
+    for_routing: Callable[[], Any] | None = None
+    """Returns the settings that let the engine say which experts it chose
+    (`GenerateRequest.keep_experts`), if it does not always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class TrainerSettingsOffers(Offers):
     """Precision of its computation; None if that follows from its devices."""
     lora: object = None
     """The settings of adapters, if only these are trained."""
+    routing: str = "off"
+    """What is done with the experts that the engine chose: `off`, `compare` or `replay`."""
     layout: Callable[[], Any] | None = None
     """Returns a `TrainerLayout`, to plan the trainer's devices."""
     within: Callable[[int], Any] | None = None

@@ -51,7 +51,7 @@ class GenerateRequest:
     number.
 
     With `keep_experts`, an engine that can (`reports_experts`) keeps the experts that a mixture
-    chose for each sampled token (`Completion.experts`). The others ignore it.
+    chose for each token from `experts_from` on (`Completion.experts`). The others ignore it.
 
     With `format`, an engine that can constrains the completion. The others refuse the request.
     """
@@ -76,6 +76,13 @@ class GenerateRequest:
             object.__setattr__(self, "seed", index(self.seed))
         except TypeError:
             raise TypeError(f"the seed of a request is an integer, got {self.seed!r}") from None
+
+    @property
+    def experts_from(self) -> int:
+        """The first token whose experts are not known from an earlier completion: the last one of
+        that, which was sampled and not computed.
+        """
+        return len(self.prompt_ids) - 1 if self.resumed else max(0, self.known - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,10 +173,6 @@ class RolloutConfig(Settings):
     or of earlier ones, a teacher, `kl_reward`)."""
     max_filtered_per_step: int = Field(256, ge=0)
     """Groups that may be filtered for one batch before the run ends with an error."""
-    compare_routing: bool = False
-    """Of a mixture of experts: keep which experts the engine chose for each sampled token, so that
-    the metric `routing_difference` tells how often the trainer chooses others. It takes four bytes
-    for each layer and expert of a token. Only with `engine=local`."""
     sampling: SamplingParams = SamplingParams()
     deadlines: Deadlines = Field(Deadlines(), validate_default=True)
     rules: RulePoolConfig = RulePoolConfig()

@@ -29,7 +29,7 @@ class EnginePolicy:
 
     `max_tokens`: longest answer in the environments of a mixture that have a limit of their own.
     `keep_experts`: keep the experts that a mixture of experts chose, too
-    (`rollout.compare_routing`). `formats`: the engine can constrain answers. `vocab_size`: an
+    (`trainer.routing`). `formats`: the engine can constrain answers. `vocab_size`: an
     answer with an id that is not below it is a failure of the engine. `deadline` is that of an
     answer to a short prompt, in seconds; `seconds_per_context_token` adds to it (`Deadlines`).
     """

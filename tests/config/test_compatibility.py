@@ -418,6 +418,15 @@ ROWS = [
         ),
     ),
     Row(
+        "engine_reports_experts",
+        "engine.name=openai engine.url=http://localhost:8000 trainer.routing=replay",
+        "engine=vllm trainer.routing=replay",
+        (
+            "trainer.routing=replay: engine 'openai' does not say which experts it chose. Leave"
+            " the setting out, or write engine=vllm (on GPUs) or engine=local"
+        ),
+    ),
+    Row(
         "engine_takes_weights",
         "engine.name=openai engine.url=http://localhost:8000",
         "engine=local",
@@ -425,15 +434,6 @@ ROWS = [
             "engine=openai samples from a model that is served elsewhere: it can neither take"
             " new weights nor say what truncated sampling left to sample from. Train with "
             "engine=vllm or engine=local, and evaluate with engine=openai (`agentrl eval`)"
-        ),
-    ),
-    Row(
-        "engine_reports_experts",
-        "engine=vllm rollout.compare_routing=true",
-        "engine=local rollout.compare_routing=true",
-        (
-            "rollout.compare_routing: engine 'vllm' does not say which experts it chose. "
-            "Leave the setting out, or write engine=local"
         ),
     ),
     Row(

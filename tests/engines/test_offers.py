@@ -20,6 +20,7 @@ BOTH = {"scores": True, "stages_weights": True}
         (
             VllmEngine,
             EngineOffers(
+                reports_experts=True,
                 scores_at_one_only=True,
                 probes=True,
                 probes_while_busy=True,

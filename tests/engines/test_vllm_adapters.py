@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from agentrl.arrays import ints
-from agentrl.config.components import with_adapters_of
+from agentrl.config.components import as_trained_by
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.engines.vllm_adapters import adapter_arguments, room_for, why_merged
@@ -367,7 +367,7 @@ def room(written: dict[str, Any], lora: LoraSettings) -> VllmSettings:
     """An engine's settings in a run that trains such adapters."""
     trainer = Component("local", LocalTrainer, LocalTrainer.Config(lora=lora))
     engine = Component("vllm", VllmEngine, config(**written))
-    settings = with_adapters_of(engine, trainer).settings
+    settings = as_trained_by(engine, trainer).settings
     assert isinstance(settings, VllmSettings)
     return settings
 
@@ -398,8 +398,8 @@ def test_engines_without_adapters_stay_as_they_are() -> None:
     adapted = Component("local", LocalTrainer, LocalTrainer.Config(lora=LoraSettings()))
     vllm = Component("vllm", VllmEngine, config())
     local = Component("local", LocalEngine, LocalEngine.Config())
-    assert with_adapters_of(vllm, whole) is vllm
-    assert with_adapters_of(local, adapted) is local
+    assert as_trained_by(vllm, whole) is vllm
+    assert as_trained_by(local, adapted) is local
 
 
 def test_merged_into_bfloat16_a_small_update_is_lost_and_served_it_is_not(

@@ -107,7 +107,7 @@ def test_a_family_plays_with_tools_trains_and_is_taken_up(
     name: str, agentrl: Any, folder_of: Any, tmp_path: Path
 ) -> None:
     folder = folder_of(name)
-    watched = ["rollout.compare_routing=true"]
+    watched = ["trainer.routing=replay"] if FAMILIES[name].mixture else []
     rows = trained(
         agentrl, folder, tmp_path / "run", "trainer.lr=0.02", "trainer.max_grad_norm=null", *watched
     )

@@ -484,7 +484,8 @@ def test_an_engine_that_does_not_say_which_experts_it_chose_is_refused_before_an
     tmp_path,
 ):
     (tmp_path / "run.yaml").write_text(
-        "env: frozen_lake\nengine: vllm\nrollout: {compare_routing: true}\n"
+        "env: frozen_lake\nengine: {name: openai, url: 'http://localhost:8000'}\n"
+        "trainer: {routing: compare}\n"
     )
     config = load_config(tmp_path / "run.yaml", []).config
 
@@ -493,7 +494,7 @@ def test_an_engine_that_does_not_say_which_experts_it_chose_is_refused_before_an
             raise AssertionError
 
     with pytest.raises(
-        ConfigError, match=r"compare_routing: engine 'vllm' does not say .* write engine=local"
+        ConfigError, match=r"routing=compare: engine 'openai' does not say .* engine=local"
     ):
         asyncio.run(main())
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from safetensors.torch import load_file
 
 from agentrl.algorithms import losses as of_tokens
 from agentrl.algorithms.grpo import Grpo
-from agentrl.arrays import Ragged, floats, ints, mask
+from agentrl.arrays import floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import InOwnProcess, WorkerGroup
 from agentrl.errors import ConfigError
+from agentrl.expert_choices import ExpertChoices
 from agentrl.testing.trainers import LOSS, TrainerCase, check_trainer, random_batches
 from agentrl.trainers.batch_shards import BatchShard, shard_batch
 from agentrl.trainers.fsdp import FsdpTrainer
@@ -255,11 +257,16 @@ def test_a_mesh_takes_up_what_another_has_saved(
 
 
 def chosen_experts(batch: TrainBatch, layers: int) -> TrainBatch:
-    """A batch whose engine has chosen two of four experts in each layer."""
-    rows = np.random.default_rng(0).permuted(
-        np.tile(np.arange(4), (batch.num_loss_tokens * layers, 1)), axis=1
-    )
-    return replace(batch, experts_N=Ragged.of(rows[:, :2].reshape(-1, 2 * layers).tolist()))
+    """A batch whose engine has chosen two of four experts in each layer: the same for a token that
+    samples share.
+    """
+    pairs = np.array(list(combinations(range(4), 2)))
+    known = []
+    for tokens in np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1]):
+        kinds = 7 * tokens + np.arange(len(tokens))
+        chosen = [pairs[(kinds + 5 * layer) % len(pairs)] for layer in range(layers)]
+        known.append(ExpertChoices.of(0, np.stack(chosen, axis=1)))
+    return replace(batch, experts_M=np.array(known, np.object_))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +281,7 @@ def chosen_experts(batch: TrainBatch, layers: int) -> TrainBatch:
 def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
     mesh: str, processes: Processes, model_of: Any
 ) -> None:
-    """With a loss whose ratio is that of a sample, and experts that are balanced and compared."""
+    """With a loss whose ratio is that of a sample, and experts that are balanced and replayed."""
     model, loss = (
         model_of("mixture"),
         Grpo(Grpo.Config(surrogate="gspo", entropy_bonus=0.1, importance_level="sequence")).loss,
@@ -290,7 +297,7 @@ def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
             ]
             return metrics, await trainer.token_logprobs()
 
-    balanced = {"router_aux_loss_coef": 0.5}
+    balanced = {"router_aux_loss_coef": 0.5, "routing": "replay"}
     several, alone = (
         asyncio.run(told(make_trainer(kind, {**settings, **balanced}, **parts)))
         for kind, settings, parts in (

@@ -54,10 +54,11 @@ class ContextSlice:
         """The place of this slice's first token in the sequence."""
         return self.group.rank * self.length
 
-    def cut(self, values_S: Any) -> Any:
-        """The slice's entries of an array; beyond the end of the sequence, 0."""
+    def cut(self, values_S: Any, filler: int = 0) -> Any:
+        """The slice's entries of an array; beyond the end of the sequence, `filler`."""
         present = values_S[self.start : self.start + self.length]
-        return np.pad(present, (0, self.length - len(present)))
+        widths = [(0, self.length - len(present)), *[(0, 0)] * (present.ndim - 1)]
+        return np.pad(present, widths, constant_values=filler)
 
     def own(self, places_N: Any) -> IntArray:
         """The numbers of those places in the sequence that are in this slice."""

@@ -12,14 +12,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from agentrl.arrays import FloatArray, ints
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.expert_choices import UNKNOWN, read_choices
 from agentrl.models.attention_check import Windows
 from agentrl.models.optional_fields import optional_field
-from agentrl.models.routing import without_router_logits
+from agentrl.models.routing import TokenRouting, choices_are_taken, without_router_logits
 from agentrl.trainers.compute.attention import Segments
 from agentrl.trainers.compute.context import ContextGroup, ContextSlice, OwnTokens
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
@@ -35,13 +37,13 @@ class DeviceMicroBatch:
     `predictors_N`: for each loss token, the place of the token before it. `samples_N`: the number
     of its sample in the batch. `support_NS`: for each loss token, the ids that it was sampled from,
     filled up with -1. A row of -1 is the whole vocabulary; `None` means that for all. `needed_P`:
-    the tokens whose last hidden states are used; `None` for all. `experts_NE`: the experts that the
-    engine chose for each, layer by layer; a row of -1 where they are unknown. `times_S`: of how
-    many tokens of samples with loss tokens each one is the only copy, where the balance of experts
-    is asked for; the last layer then computes all tokens.
+    the tokens whose last hidden states are used; `None` for all. `routing`: the experts that
+    engines chose for them, if they are asked for and some are known. `times_S`: of how many tokens
+    of samples with loss tokens each one is the only copy, where the balance of experts is asked
+    for; the last layer then computes all tokens.
 
-    If the tokens are cut over several ranks, those of `tokens_S`, `positions_S`, `needed_P` and
-    `times_S` are this rank's slice, and `predictors_N`, `targets_N`, `support_NS` and `experts_NE`
+    If the tokens are cut over several ranks, those of `tokens_S`, `positions_S`, `needed_P`,
+    `routing` and `times_S` are this rank's slice, and `predictors_N`, `targets_N` and `support_NS`
     are of the loss tokens that it predicts, its `own`.
     """
 
@@ -57,9 +59,50 @@ class DeviceMicroBatch:
     weights_N: Tensor
     support_NS: Tensor | None
     needed_P: Tensor | None = None
-    experts_NE: Tensor | None = None
+    routing: TokenRouting | None = None
     times_S: Tensor | None = None
     own: OwnTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """Which of a model's layers have experts, by their numbers, of how many layers; and whether
+    they take the engine's choices (`trainer.routing`).
+    """
+
+    numbers: tuple[int, ...]
+    layers: int
+    replays: bool
+
+    def of(self, micro_batch: MicroBatch) -> npt.NDArray[np.int16] | None:
+        """The experts that engines chose for the tokens that are computed, shape (S, L, K); None if
+        none are known.
+
+        Raises:
+            TrainingError: they are of another model.
+        """
+        samples, shared = micro_batch.samples, micro_batch.shared
+        try:
+            chosen_TLK = read_choices(samples.experts_M.tolist(), samples.lengths_M.tolist())
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+        if chosen_TLK is None:
+            return None
+        if chosen_TLK.shape[1] == self.layers:  # vLLM reports all layers, those without experts too
+            chosen_TLK = chosen_TLK[:, list(self.numbers)]
+        if chosen_TLK.shape[1] != len(self.numbers):
+            raise TrainingError(
+                f"the engine reports the experts of {chosen_TLK.shape[1]} layers, and the trainer's"
+                f" model has experts in {len(self.numbers)} of {self.layers}: they are different"
+                " models, or write trainer.routing=off"
+            )
+        if shared is None:
+            return chosen_TLK
+        # Of tokens that are computed once, the first one whose experts are known counts.
+        known_T, known_L = (found[::-1] for found in (chosen_TLK != UNKNOWN).any(2).nonzero())
+        chosen_SLK = np.full((len(shared.computed_S), *chosen_TLK.shape[1:]), UNKNOWN, np.int16)
+        chosen_SLK[shared.places_T[known_T], known_L] = chosen_TLK[known_T, known_L]
+        return chosen_SLK
 
 
 def to_device(
@@ -68,9 +111,11 @@ def to_device(
     *,
     balance: bool = False,
     context: ContextGroup | None = None,
+    routed: RoutedLayers | None = None,
 ) -> DeviceMicroBatch:
     """Move a micro-batch to a device. `balance`: the experts' balance is wanted (`times_S`).
-    `context`: the ranks over which its tokens are cut.
+    `context`: the ranks over which its tokens are cut. `routed`: the engine's choices of experts
+    are wanted (`routing`).
     """
 
     def move(array: Any) -> Tensor:
@@ -98,6 +143,16 @@ def to_device(
         own = OwnTokens(part.group, move(own_N), len(predictors_N))
         predictors_N = predictors_N[own_N] - part.start
         needed_P = None if balance else ints(np.unique(predictors_N))
+    chosen_SLK = None if routed is None else routed.of(micro_batch)
+    routing = None
+    if routed is not None and chosen_SLK is not None:
+        of_slice_SLK = chosen_SLK if part is None else part.cut(chosen_SLK, UNKNOWN)
+        routing = TokenRouting(
+            torch.from_numpy(of_slice_SLK).to(device, non_blocking=True),
+            move(predictors_N),
+            None if needed_P is None else move(needed_P),
+            replays=routed.replays,
+        )
 
     def slice_of(values_S: Any) -> Tensor:
         return move(values_S if part is None else part.cut(values_S))
@@ -117,9 +172,7 @@ def to_device(
         if len(samples.support_N.values)
         else None,
         needed_P=None if needed_P is None else move(needed_P),
-        experts_NE=move(samples.experts_N.padded(-1)[own_N])
-        if len(samples.experts_N.values)
-        else None,
+        routing=routing,
         times_S=slice_of(_times(micro_batch)) if balance else None,
         own=own,
     )
@@ -199,6 +252,7 @@ def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
         use_cache=False,
         segments=samples.segments,
         needed_P=samples.needed_P,
+        **({} if samples.routing is None else {"token_routing": samples.routing}),
         **without_router_logits(model.config),
     ).last_hidden_state
     return hidden_1SH[0].index_select(0, samples.predictors_N)
@@ -257,6 +311,30 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
             " other logprobs than the engine; such models need a trainer of their own"
         )
     return Scaling(temperature, scaling.factor, scaling.cap)
+
+
+def check_choices(model: Any) -> None:
+    """Check on a few tokens that the layers compute with experts that are given.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    tokens_S = torch.arange(8, device=model.device) % model.config.get_text_config().vocab_size
+    call = partial(
+        model.base_model,
+        input_ids=tokens_S[None],
+        use_cache=False,
+        segments=Segments.of([8], model.device),
+        **without_router_logits(model.config),
+    )
+    with torch.no_grad():
+        taken = choices_are_taken(model, lambda routing: call(token_routing=routing), 8)
+    if not taken:
+        raise ConfigError(
+            f"trainer.routing: the routers of {type(model).__name__} do not choose their experts by"
+            " `topk` over the scores of all, so the engine's choices cannot be compared or"
+            " replayed. Write trainer.routing=off"
+        )
 
 
 def _scales_so(model: Any, scaling: Scaling) -> bool:

@@ -18,13 +18,14 @@ from agentrl.batch import TrainingSample, collate
 from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_attention, check_context, check_kind
 from agentrl.models.last_layer import compute_only_needed
-from agentrl.models.routing import Balance
+from agentrl.models.routing import Balance, layers_with_experts, take_choices
 from agentrl.models.source import here
 from agentrl.models.weight_names import WeightNames
 from agentrl.trainers.compute.attention import ATTENTION
 from agentrl.trainers.compute.context import ContextGroup
 from agentrl.trainers.compute.forward import (
     DeviceMicroBatch,
+    check_choices,
     compute_logprobs_in,
     scaling_of,
     states_together,
@@ -141,16 +142,25 @@ class LogprobPredictor(Predictor):
     """log softmax(logits / temperature) of each token, at the sampling temperature."""
 
     def __init__(
-        self, model: Any, temperature: float, *, autocast: bool, balance: Balance | None = None
+        self,
+        model: Any,
+        temperature: float,
+        *,
+        autocast: bool,
+        balance: Balance | None = None,
+        takes_choices: bool = False,
     ) -> None:
         super().__init__(model, autocast=autocast, balance=balance)
         self.temperature = temperature
+        self.takes_choices = takes_choices
 
     def prepare(self) -> None:
         """See `Predictor`."""
         compute_logprobs_in(
             self.model.get_output_embeddings(), scaling_of(self.model, self.temperature)
         )
+        if self.takes_choices:
+            check_choices(self.model)
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `Predictor`."""
@@ -209,6 +219,8 @@ def make_model(
     model.eval()
     compute_only_needed(model)
     balance = _balance(model, spec)
+    if spec.routing != "off":
+        _take_choices(model, spec)
     stored, before = stored_tensors(model), state_by_name(model)
     others = {
         name: [
@@ -245,7 +257,13 @@ def make_model(
     predictor = (
         ValuePredictor(model, autocast=autocast)
         if valued
-        else LogprobPredictor(model, spec.temperature, autocast=autocast, balance=balance)
+        else LogprobPredictor(
+            model,
+            spec.temperature,
+            autocast=autocast,
+            balance=balance,
+            takes_choices=spec.routing != "off",
+        )
     )
     load = partial(load_by_transformers, kind, folder, options)
     return predictor, trainable, Origin(folder, stored, others, made, names, load)
@@ -267,6 +285,21 @@ def _balance(model: Any, spec: TrainerSpec) -> Balance | None:
             f"trainer.router_aux_loss_coef is {coefficient:g}, and {error}: only a mixture of"
             " experts of transformers has any to balance. Leave the setting out"
         ) from error
+
+
+def _take_choices(model: Any, spec: TrainerSpec) -> None:
+    """Let a policy take the experts that the engine chose.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not layers_with_experts(model):
+        raise ConfigError(
+            f"trainer.routing={spec.routing}, and {type(model).__name__} has no layers of experts"
+            " that choose among them: only a mixture of experts of transformers has. Leave the"
+            " setting out"
+        )
+    take_choices(model)
 
 
 def begin(sharding: Sharding, origin: Origin) -> None:

@@ -27,14 +27,14 @@ from torch import Tensor
 
 from agentrl.arrays import FloatArray
 from agentrl.errors import AgentRLError, TrainingError
-from agentrl.models.routing import Routing, balance_loss, differing
+from agentrl.models.routing import balance_loss, layers_with_experts
 from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.placement.mesh import Mesh
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, uses_entropy
 from agentrl.protocols.weight_source import SendWeights
 from agentrl.trainers.batch_shards import BatchShard
-from agentrl.trainers.compute.forward import DeviceMicroBatch, to_device
+from agentrl.trainers.compute.forward import DeviceMicroBatch, RoutedLayers, to_device
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.rank import checkpoint
 from agentrl.trainers.rank.gradient_norms import norms_of
@@ -56,7 +56,7 @@ class TrainerRank:
         self._spec = spec
         self._rank = rank
         self._sharding: Sharding | None = None
-        self._routing: Routing | None = None
+        self._routed: RoutedLayers | None = None
         self._meeting: socket.socket | None = None
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
@@ -86,8 +86,13 @@ class TrainerRank:
         meeting, self._meeting = self._meeting, None
         with meeting or nullcontext():  # a rank that is alone on its device does not use it
             self._sharding = make(self._spec, RankInfo(self._rank, mesh, address, meeting))
-        if self._spec.head == "policy":
-            self._routing = Routing(self.sharding.trainable.model)
+        if self._spec.routing != "off":
+            model = self.sharding.trainable.model
+            self._routed = RoutedLayers(
+                layers_with_experts(model),
+                int(model.config.get_text_config().num_hidden_layers),
+                replays=self._spec.routing == "replay",
+            )
 
     def close(self) -> None:
         """Leave the other ranks, and free the model. All ranks have to do so."""
@@ -251,7 +256,7 @@ class TrainerRank:
 
     def _on_device(self, micro_batch: MicroBatch, *, balance: bool = False) -> DeviceMicroBatch:
         device, context = self.sharding.device, self.sharding.context
-        return to_device(micro_batch, device, balance=balance, context=context)
+        return to_device(micro_batch, device, balance=balance, context=context, routed=self._routed)
 
     def _old_logprobs(
         self, micro_batches: Sequence[MicroBatch], tally: "_Tally"
@@ -369,20 +374,19 @@ class TrainerRank:
         return {"router_aux_loss": float(self.sharding.sum(tally.balance)) / minibatches}
 
     def _compare_routing(self, samples: DeviceMicroBatch, weight: float, tally: "_Tally") -> None:
-        """Compare the experts of the last pass with those that the engine chose, where both are
-        known.
+        """Compare the experts that the routers liked best in the last pass with those that the
+        engine chose, where these are known.
         """
-        if samples.experts_NE is None or self._routing is None:
+        if self._routed is None:
             return
-        chosen_NLK = self._routing.chosen_experts(
-            samples.predictors_N, len(samples.tokens_S), samples.needed_P
+        routing = samples.routing
+        known_N = (
+            torch.zeros_like(samples.targets_N, dtype=torch.bool)
+            if routing is None
+            else routing.is_known_N
         )
-        if chosen_NLK is not None and chosen_NLK.shape[1:].numel() == samples.experts_NE.shape[1]:
-            known_N = samples.experts_NE[:, 0] >= 0
-            share_N = differing(
-                chosen_NLK[known_N], samples.experts_NE[known_N].reshape(-1, *chosen_NLK.shape[1:])
-            )
-            tally.compare_routing(share_N, weight)
+        share_N = torch.zeros(()) if routing is None else routing.difference_N
+        tally.compare_routing(share_N * known_N, known_N, weight)
 
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):
@@ -411,13 +415,15 @@ class TrainerRank:
             tally.compared,
             tally.routing.to(tally.gap.device),
             tally.routed.to(tally.gap.device),
+            tally.routable.to(tally.gap.device),
         ]
         found = self.sharding.sum(
             torch.stack([*(tally.sums[name] for name in names), *gaps])
         ).tolist()
-        *totals, gap, compared, routing, routed = found
+        *totals, gap, compared, routing, routed, routable = found
         means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
         means |= {"routing_difference": routing / routed} if routed else {}
+        means |= {"routing_known": routed / routable} if routable else {}
         return {**means, "logprob_gap_mean": gap / compared}
 
 
@@ -452,8 +458,9 @@ class _Tally:
 
     `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any
     update. `routing`: the sum of the shares of experts that differ, over the `routed` tokens whose
-    experts were compared. `balance`: the sum of the balance losses of the minibatches. `logprobs`:
-    of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
+    experts were compared, of the `routable` ones. `balance`: the sum of the balance losses of the
+    minibatches. `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape
+    (3, N).
     """
 
     part: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -462,6 +469,7 @@ class _Tally:
     compared: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing: Tensor = field(default_factory=lambda: torch.zeros(()))
     routed: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routable: Tensor = field(default_factory=lambda: torch.zeros(()))
     balance: Tensor = field(default_factory=lambda: torch.zeros(()))
     before_updates: bool = True
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -484,12 +492,13 @@ class _Tally:
         self.gap = gap_N.sum() * weight + self.gap.to(gap_N.device)
         self.compared = gap_N.new_tensor(len(gap_N) * weight) + self.compared.to(gap_N.device)
 
-    def compare_routing(self, share_N: Tensor, weight: float) -> None:
+    def compare_routing(self, share_N: Tensor, known_N: Tensor, weight: float) -> None:
         """Count the shares of experts that engine and trainer chose differently for the tokens of a
-        micro-batch.
+        micro-batch, which are 0 where the engine's are not known.
         """
         self.routing = share_N.sum() * weight + self.routing.to(share_N.device)
-        self.routed = share_N.new_tensor(len(share_N) * weight) + self.routed.to(share_N.device)
+        self.routed = known_N.sum() * weight + self.routed.to(known_N.device)
+        self.routable = self.routable + len(known_N) * weight
 
     def updated(self, loss: float, grad_norm: float, by_group: Mapping[str, float]) -> None:
         """Record that a minibatch has been trained on."""

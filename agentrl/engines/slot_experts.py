@@ -1,0 +1,54 @@
+"""The experts that were chosen for the tokens of each slot of a KV cache, kept as its KV is.
+
+A request that finds its KV in a slot, or copies it from another one, finds the experts that
+computed it there.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.expert_choices import UNKNOWN, ChosenExperts
+
+_ROOM = 256
+"""Tokens that a slot has room for at first."""
+
+
+class SlotExperts:
+    """The experts by slot and token, once there are any."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, npt.NDArray[np.int16]] = {}
+
+    def write(self, slot: int, start: int, chosen_TLK: ChosenExperts) -> None:
+        """Note those of a slot's tokens from `start` on."""
+        if len(chosen_TLK):
+            self._room(slot, start + len(chosen_TLK), chosen_TLK.shape[1:])[
+                start : start + len(chosen_TLK)
+            ] = chosen_TLK
+
+    def copy(self, source: int, slot: int, stop: int) -> None:
+        """Note those of the first tokens of `source` for another slot."""
+        if (held := self._by_slot.get(source)) is not None:
+            self.write(slot, 0, held[:stop])
+        else:
+            self._by_slot.pop(slot, None)
+
+    def read(self, slot: int, start: int, stop: int) -> ChosenExperts | None:
+        """A copy of those of a slot's tokens; None if nothing is known of them."""
+        held = self._by_slot.get(slot)
+        if held is None:
+            return None
+        chosen_TLK = held[start:stop].copy()
+        return chosen_TLK if (chosen_TLK != UNKNOWN).any() else None
+
+    def _room(self, slot: int, length: int, each: tuple[int, ...]) -> npt.NDArray[np.int16]:
+        held = self._by_slot.get(slot)
+        if held is None or len(held) < length:
+            grown = np.full((max(_ROOM, 2 * length), *each), UNKNOWN, np.int16)
+            if held is not None:
+                grown[: len(held)] = held
+            held = self._by_slot[slot] = grown
+        return held
+
+
+__all__ = ["SlotExperts"]
