@@ -56,6 +56,8 @@ ON_RAY = (
     "weights/test_receiver.py",
     "cluster/test_workers.py",
     "engines/test_contract.py",
+    "engines/test_routed_engines.py",
+    "rollout/test_workers.py",
 )
 
 

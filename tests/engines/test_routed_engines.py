@@ -1,6 +1,7 @@
 """The experts that engines of other processes report: vLLM's rows, and what Ray holds."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,8 +103,6 @@ def test_what_vllm_cannot_report_is_refused_with_the_way_out(
 
 @pytest.mark.slow
 def test_an_actor_holds_its_choices_for_those_who_read_them(mixture: Path) -> None:
-    import ray
-    from ray._private.internal_api import free
 
     from tests.cluster.shared_ray import join_shared_ray
 
@@ -124,7 +123,27 @@ def test_an_actor_holds_its_choices_for_those_who_read_them(mixture: Path) -> No
             np.testing.assert_array_equal(found, read_choices([here.experts], [14]))
 
     asyncio.run(main())
-    lost = RayChoices(ray.put(np.zeros((1, 2, 2), np.int16)))
-    assert lost.fetch() is not None
-    free([lost.reference])
-    assert lost.fetch() is None
+
+
+class Holder:
+    """An actor that puts choices into Ray's store, and so is their owner."""
+
+    def put(self) -> list[Any]:
+        import ray
+
+        return [ray.put(np.zeros((1, 2, 2), np.int16))]
+
+
+@pytest.mark.slow
+def test_choices_are_lost_with_the_actor_that_held_them() -> None:
+    import ray
+
+    from tests.cluster.shared_ray import join_shared_ray
+
+    join_shared_ray()
+    holder: Any = ray.remote(num_cpus=0.1)(Holder).remote()
+    (reference,) = ray.get(holder.put.remote())
+    assert RayChoices(reference).fetch() is not None
+    ray.kill(holder)
+    while RayChoices(reference).fetch() is not None:
+        time.sleep(0.1)
