@@ -190,6 +190,7 @@ SETTINGS_MODULES = {
     "distribution",
     "env_config",
     "errors",
+    "expert_choices",
     "faults",
     "latency",
     "plugins",
