@@ -25,19 +25,21 @@ def shard_batch(
     minibatches: int = 1,
     attention: float = 0.0,
 ) -> list[BatchShard]:
-    """Cut a batch into minibatches, these into micro-batches, and divide them into a shard for each
-    of so many data-parallel ranks (`Mesh.data_parallel_size`).
+    """Cut a batch into minibatches, these into rows of micro-batches (`micro_batches`), and divide
+    the rows into a shard for each of so many data-parallel ranks (`Mesh.data_parallel_size`).
 
-    In each minibatch every shard gets the same number of micro-batches; the costs of two shards
-    differ by at most that of the largest micro-batch (`MicroBatch.cost`, with `attention`).
-    Micro-batches without a loss token are left out. A single shard gets all, in order.
+    In each minibatch every shard gets a micro-batch of each row. The shards' costs
+    (`MicroBatch.cost`, with `attention`) differ by at most that of the largest micro-batch. Samples
+    without a loss token are left out.
 
     Raises:
         ValueError: the batch has no loss token.
     """
     by_minibatch = [
-        _shard_minibatch(
-            micro_batches(part, settings.tokens_at_once, parts=parts), parts, attention
+        _deal(
+            micro_batches(part, settings.tokens_at_once, parts=parts, attention=attention),
+            parts,
+            attention,
         )
         for part in minibatches_of(batch, minibatches)
         if part.num_loss_tokens
@@ -113,20 +115,26 @@ def gather_rows(
     return np.concatenate(gathered, axis=1)
 
 
-def _shard_minibatch(
-    all_of_it: Sequence[MicroBatch], ranks: int, attention: float
+def row_costs(shards: Sequence[BatchShard], attention: float) -> list[list[float]]:
+    """The costs of the micro-batches that count, of each row of a batch."""
+    return [
+        [one.cost(attention) for one in row if one.counts]
+        for minibatch in zip(*shards, strict=True)
+        for row in zip(*minibatch, strict=True)
+    ]
+
+
+def _deal(
+    rows: Sequence[Sequence[MicroBatch]], parts: int, attention: float
 ) -> list[list[MicroBatch]]:
-    found = [micro_batch for micro_batch in all_of_it if micro_batch.samples.num_loss_tokens]
-    if ranks == 1:
-        return [found]
-    by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    loads, most = [0.0] * ranks, -(-len(found) // ranks)
-    costs = [micro_batch.cost(attention) for micro_batch in found]
-    for number in sorted(range(len(found)), key=lambda number: -costs[number]):
-        rank = min(
-            (rank for rank in range(ranks) if len(by_rank[rank]) < most), key=loads.__getitem__
-        )
-        by_rank[rank].append(found[number])
-        loads[rank] += costs[number]
-    filler = replace(found[costs.index(min(costs))], counts=False)
-    return [own + [filler] * (most - len(own)) for own in by_rank]
+    """The micro-batches of each part: of each row, the costliest for the part that has least."""
+    shards: list[list[MicroBatch]] = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    cheapest = min((one for row in rows for one in row), key=lambda one: one.cost(attention))
+    for row in rows:
+        by_cost = sorted(row, key=lambda one: -one.cost(attention))
+        filled = [*by_cost, *[replace(cheapest, counts=False)] * (parts - len(row))]
+        for part, one in zip(sorted(range(parts), key=loads.__getitem__), filled, strict=True):
+            shards[part].append(one)
+            loads[part] += one.cost(attention) * one.counts
+    return shards

@@ -21,9 +21,16 @@ from agentrl.cluster.workers import InOwnProcess, Make, StartWorkers, WorkerGrou
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.models.facts import model_facts
 from agentrl.placement.mesh import ONE_RANK, Mesh
+from agentrl.placement.rows import lockstep_ratio
 from agentrl.protocols import Loss, Recovery, Trainer
 from agentrl.protocols.weight_source import SendWeights
-from agentrl.trainers.batch_shards import BatchShard, gather, gather_rows, shard_batch
+from agentrl.trainers.batch_shards import (
+    BatchShard,
+    gather,
+    gather_rows,
+    row_costs,
+    shard_batch,
+)
 from agentrl.trainers.recovery_log import ReplayLog, TrainingStep
 from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
@@ -157,8 +164,9 @@ class GroupTrainer(Trainer):
 
         Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of
         the minibatches), `lr`, `loss_tokens`, `tokens`, `tokens_computed` (a prefix that samples
-        share counts once), `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's
-        logprob|, in nats), the seconds of each phase and the means of the loss's own metrics.
+        share counts once), `lockstep_ratio` with several ranks, `logprob_gap_mean` and
+        `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase and
+        the means of the loss's own metrics.
 
         Raises:
             TrainingError: no loss token, a normalizer that is not above zero, or a loss or gradient
@@ -341,10 +349,12 @@ class GroupTrainer(Trainer):
         metrics = await ranks.scatter("step", [(shard, *args) for shard in self._by_rank(shards)])
         self._made = batch, shards
         counted = [one for shard in shards for part in shard for one in part if one.counts]
+        parts, costs = len(shards), row_costs(shards, self._attention)
         return {
             **metrics[0],
             "tokens": float(sum(one.tokens for one in counted)),
             "tokens_computed": float(sum(one.computed_tokens for one in counted)),
+            **({"lockstep_ratio": lockstep_ratio(costs, parts)} if parts > 1 else {}),
         }
 
     async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0) -> T:

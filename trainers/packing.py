@@ -3,7 +3,6 @@
 Dimension suffixes: as in `agentrl/batch.py`; R micro-batches.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,20 @@ import numpy as np
 
 from agentrl.arrays import IntArray
 from agentrl.batch import TrainBatch
-from agentrl.trainers.compute.prefixes import SharedPrefixes, families, find_shared
+from agentrl.placement.rows import Row, pack_rows
+from agentrl.trainers.compute.prefixes import (
+    Family,
+    SharedPrefixes,
+    counted_tokens,
+    families,
+    find_shared,
+    in_tree_order,
+)
+
+_CUTS = (1, 2, 4)
+"""Families are at most one of these parts of what they could be: smaller ones are divided more
+evenly, and compute more prefixes twice.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,60 +55,67 @@ class MicroBatch:
         """The work, in tokens of a model without attention. `attention`: the share that each token
         before adds.
         """
-        lengths_M = self.samples.lengths_M.astype(np.float64)
-        return float(self.computed_tokens + attention / 2 * np.square(lengths_M).sum())
+        return _cost(self.computed_tokens, self.samples.lengths_M, attention)
 
 
-def pack(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample, longest first, goes into the fullest sequence that has
-    room. Ties: the first.
+def micro_batches(
+    batch: TrainBatch, tokens: int, *, parts: int = 1, attention: float = 0.0
+) -> list[list[MicroBatch]]:
+    """Pack the samples of a batch that have loss tokens into micro-batches of at most `tokens`
+    tokens that go through the model, or of a single sample, in rows of at most `parts`.
 
-    Returns the samples of each sequence, by their numbers. A sample longer than `tokens` gets a
-    sequence of its own: nothing is ever cut. Longer sequences come first.
-
-    Raises:
-        ValueError: `tokens` is below 1.
-    """
-    if tokens < 1:
-        raise ValueError(f"micro-batches hold 1 or more tokens, got {tokens}")
-    sequences: list[list[int]] = []
-    open_ones: list[tuple[int, int]] = []  # (room left, sequence), sorted
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect_left(open_ones, (lengths[item], -1))
-        if at < len(open_ones):
-            room, sequence = open_ones.pop(at)
-            sequences[sequence].append(item)
-        else:
-            room, sequence = tokens, len(sequences)
-            sequences.append([item])
-        if room > lengths[item]:
-            insort(open_ones, (room - lengths[item], sequence))
-    return sorted(sequences, key=lambda sequence: -sum(lengths[item] for item in sequence))
-
-
-def micro_batches(batch: TrainBatch, tokens: int, *, parts: int = 1) -> list[MicroBatch]:
-    """Pack a batch into micro-batches of at most `tokens` tokens that go through the model, or of a
-    single sample.
-
-    Samples that share a prefix go into the same micro-batch, where it is computed once; its
-    repetitions count as a part of their tokens (`REPEATED`). For several `parts`, micro-batches are
-    small enough for each part to get its share.
+    The parts compute a row at the same time, so what costs the same is in one (`pack_rows`); beside
+    a longer sample, micro-batches may be as long as it is. Samples that share a prefix go into the
+    same micro-batch, where it is computed once; its repetitions count as a part of their tokens
+    (`REPEATED`).
 
     Raises:
         ValueError: `tokens` is below 1.
     """
-    rows = np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1])
-    found, sizes, limit = families(rows, tokens, parts=parts)
-    sequences = [
-        [number for one in packed for number in found[one]] for packed in pack(sizes, limit)
+    trained = batch.loss_tokens_M.nonzero()[0].tolist()
+    ends_M = np.cumsum(batch.lengths_M)
+    texts = [batch.tokens_S[ends_M[m] - batch.lengths_M[m] : ends_M[m]] for m in trained]
+    rows = [
+        [sorted(one, key=lambda number: (-len(texts[number]), number)) for one in row]
+        for row in _rows(texts, tokens, parts, attention)
     ]
-    for sequence in sequences:
-        sequence.sort(key=lambda number: (-len(rows[number]), number))
-    ordered = batch.ordered([number for sequence in sequences for number in sequence])
-    parts_R = ordered.split([len(sequence) for sequence in sequences])
-    return [
+    sequences = [sequence for row in rows for sequence in row]
+    ordered = batch.ordered([trained[number] for sequence in sequences for number in sequence])
+    made = (
         MicroBatch(
-            part, np.asarray(sequence, np.int32), find_shared([rows[number] for number in sequence])
+            part,
+            np.asarray([trained[number] for number in sequence], np.int32),
+            find_shared([texts[number] for number in sequence]),
         )
-        for part, sequence in zip(parts_R, sequences, strict=True)
-    ]
+        for part, sequence in zip(
+            ordered.split([len(sequence) for sequence in sequences]), sequences, strict=True
+        )
+    )
+    return [[next(made) for _ in row] for row in rows]
+
+
+def _rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) -> list[Row]:
+    """The samples of each micro-batch of each row, with families as large as is best."""
+    tree = in_tree_order(texts)
+    lengths = [len(text) for text in texts]
+    counted = sum(counted_tokens(lengths[m], shared) for m, shared in zip(*tree, strict=True))
+    largest = min(tokens, -(-counted // parts))
+    best: tuple[float, list[Row]] | None = None
+    for cut in _CUTS if parts > 1 and any(tree[1]) else (1,):
+        found = families(texts, tree, largest // cut)
+        costs = [
+            _cost(family.computed, np.take(lengths, family.numbers), attention) for family in found
+        ]
+        rows = pack_rows([family.counted for family in found], costs, tokens, parts)
+        seconds = sum(max(sum(costs[one] for one in packed) for packed in row) for row in rows)
+        if best is None or seconds < best[0]:
+            best = seconds, [[_members(found, packed) for packed in row] for row in rows]
+    return best[1] if best else []
+
+
+def _members(found: Sequence[Family], packed: Sequence[int]) -> list[int]:
+    return [number for one in packed for number in found[one].numbers]
+
+
+def _cost(computed: int, lengths_M: IntArray, attention: float) -> float:
+    return float(computed + attention / 2 * np.square(lengths_M.astype(np.float64)).sum())

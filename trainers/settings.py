@@ -84,8 +84,9 @@ class TrainerSettings(Settings):
     micro_batch_tokens: Annotated[int, Field(ge=2)] | None = None
     """Tokens that go through the model at once, as samples end to end; attention never crosses from
     one to another. A prefix that samples share is computed once, and its repetitions count an
-    eighth. A longer sample goes alone. Changes memory and speed, not the result. By default as many
-    as the longest context of the engine, at most 16,384 for each rank that computes them."""
+    eighth. A longer sample goes alone, and the ranks beside it compute as many tokens as it has.
+    Changes memory and speed, not the result. By default as many as the longest context of the
+    engine, at most 16,384 for each rank that computes them."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""

@@ -148,6 +148,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "tokens_computed": (
             "Those that went through the model: a prefix that samples share is computed once."
         ),
+        "lockstep_ratio": (
+            "Several ranks: how many times as long the step takes as with the same work on each"
+            " rank at all times. The ranks wait for the slowest of them in every micro-batch."
+        ),
         "logprob_gap_mean": (
             "Mean |logprob of the engine - logprob of the trainer| of a sampled token, in nats."
         ),

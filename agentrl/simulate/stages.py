@@ -30,6 +30,7 @@ from agentrl.placement.footprint import (
     unit_numbers,
     weight_bytes,
 )
+from agentrl.placement.rows import lockstep_ratio, pack_rows
 from agentrl.rollout.config import RolloutConfig
 from agentrl.settings.precision import resolve_dtype
 from agentrl.simulate.config import SimulatedEngineConfig, SimulationConfig
@@ -38,6 +39,8 @@ from agentrl.weights.config import WeightsConfig
 from agentrl.weights.moved import BytesMoved, Parties, Placed, Way
 from agentrl.weights.transport import Transport
 
+_MOST_DRAWN = 1024
+"""Most episodes whose lengths are drawn."""
 _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 
 
@@ -47,7 +50,7 @@ class Workload:
     tokens of an episode.
 
     `longest`: the tokens of the longest episode that can be; 0 if nothing bounds it but the model's
-    context.
+    context. `lengths`: the tokens of single episodes, as they are drawn; empty if all are alike.
     """
 
     episodes: int
@@ -55,6 +58,7 @@ class Workload:
     sampled: float
     observed: float
     longest: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def episode_tokens(self) -> float:
@@ -74,15 +78,43 @@ def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
     observed = simulation.prompt_tokens + (turns - 1) * simulation.observation_tokens
     longest = simulation.prompt_tokens + (rollout.budget.turns - 1) * simulation.observation_tokens
     longest += rollout.budget.most_tokens(rollout.sampling.max_tokens)
-    return Workload(
-        rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed, longest
-    )
+    episodes = rollout.groups_per_step * rollout.group_size
+    lengths = _lengths(rollout, simulation, min(episodes, _MOST_DRAWN), longest)
+    return Workload(episodes, turns, turns * answer, observed, longest, lengths)
+
+
+def _lengths(
+    rollout: RolloutConfig, simulation: SimulationConfig, count: int, longest: int
+) -> tuple[int, ...]:
+    """The tokens of so many episodes."""
+    turns, answers = simulation.env.turns, simulation.engine.answer_tokens
+    if isinstance(turns, Constant) and isinstance(answers, Constant):
+        return ()
+    rng, drawn = Random(0), []
+    for _ in range(count):
+        played = round(min(max(turns.sample(rng), 1), rollout.budget.turns))
+        said = (
+            min(max(answers.sample(rng), 1), rollout.sampling.max_tokens) for _ in range(played)
+        )
+        observed = simulation.prompt_tokens + (played - 1) * simulation.observation_tokens
+        drawn.append(min(round(observed + sum(said)), longest))
+    return tuple(drawn)
 
 
 @lru_cache(maxsize=64)
 def _mean(latency: Latency, least: float, most: float) -> float:
     rng = Random(0)
     return fmean(min(max(latency.sample(rng), least), most) for _ in range(2048))
+
+
+@lru_cache(maxsize=256)
+def _waiting(lengths: tuple[int, ...], limit: int, attention: float, ranks: int) -> float:
+    if ranks < 2:
+        return 1.0
+    costs = [length + attention / 2 * length**2 for length in lengths]
+    rows = pack_rows(lengths, costs, limit, ranks)
+    packed = [[sum(costs[number] for number in one) for one in row] for row in rows]
+    return lockstep_ratio(packed, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +189,24 @@ class Stages:
         """
         facts, layout = self.facts, self.trainer
         head = work.episodes * work.sampled * 2 * facts.embedding
-        forward = (
-            work.tokens
-            * (2 * facts.active + facts.attention * facts.kv.mean_attended(work.episode_tokens))
-            + head
-        )
+        forward = work.tokens * (2 * facts.active + facts.attention * self._attended(work)) + head
         passes = 3 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
         others = bool(self.critic) + bool(self.reference)
         return (1 + bool(self.critic)) * (passes * forward + head) + others * forward
 
+    def _attended(self, work: Workload) -> float:
+        """The mean number of tokens before that a token sees: most tokens are of long episodes."""
+        lengths = work.lengths or (work.episode_tokens,)
+        seen = sum(length * self.facts.kv.mean_attended(length) for length in lengths)
+        return seen / max(1, sum(lengths))
+
     def train(self, work: Workload, devices: DeviceMap) -> TrainSeconds:
-        """Seconds of a training step."""
+        """Seconds of a training step. Ranks wait for the slowest one in every micro-batch."""
         facts, layout, kind = self.facts, self.trainer, devices.inventory.kind
         ranks = devices.of("trainer")
         speed = self._share(devices, "trainer") * self._flops(kind) * self.assume.trainer_flops
         compute = self.train_flop(work) / (len(ranks) * speed)
+        compute *= self.waiting(work, len(ranks))
         communication = self._communication(work, devices)
         parts = max(1, len(ranks) // layout.mesh.replicate) if layout.shards else 1
         bandwidth = kind.bandwidth * self._share(devices, "trainer") * self.assume.engine_bandwidth
@@ -227,6 +262,17 @@ class Stages:
         each = layout.number * facts.layers * exchanged(facts, mesh) * passes
         sent = each * work.tokens / len(ranks) * (mesh.context - 1) / mesh.context
         return seconds + sent / link(mesh.context)
+
+    def waiting(self, work: Workload, ranks: int) -> float:
+        """How many times as long ranks take that wait in every micro-batch for the slowest of them
+        (`lockstep_ratio`), as the trainer packs a minibatch of such episodes.
+        """
+        mean = round(work.episode_tokens)
+        lengths = work.lengths or (mean,) * min(work.episodes, _MOST_DRAWN)
+        attention = self.facts.attention / (2 * self.facts.active)
+        lengths = lengths[: max(1, len(lengths) // self.trainer.minibatches)]
+        parts = ranks // self.trainer.mesh.context
+        return _waiting(lengths, self.trainer.micro_batch_tokens, attention, parts)
 
     def _traffic(self, micro_batches: float) -> float:
         """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3)

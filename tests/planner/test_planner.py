@@ -501,7 +501,7 @@ def test_training_flop_are_six_for_each_weight_and_token() -> None:
     facts = model_of(chosen)
     work = workload(chosen.rollout, chosen.simulation)
     # Attention to one token adds next to nothing.
-    everything_sampled = replace(work, sampled=2.0, observed=0.0)
+    everything_sampled = replace(work, sampled=2.0, observed=0.0, lengths=())
     flop = stages_of(chosen, facts).train_flop(everything_sampled)
     tokens = everything_sampled.tokens
     once_more = 2 * facts.embedding * tokens  # the backward pass computes the logits again
@@ -509,6 +509,21 @@ def test_training_flop_are_six_for_each_weight_and_token() -> None:
     twice = config("colocated_8gpu")  # recomputation is one more forward pass
     again = stages_of(twice, facts).train_flop(everything_sampled)
     assert again == pytest.approx(flop + 2 * facts.parameters * tokens, rel=0.01)
+
+
+def test_ranks_wait_for_the_longest_episodes_of_a_step() -> None:
+    drawn = config("colocated_8gpu")
+    work = workload(drawn.rollout, drawn.simulation)
+    assert len(work.lengths) == work.episodes
+    assert 0 < min(work.lengths) < max(work.lengths) <= work.longest
+    stages, even = stages_of(drawn, model_of(drawn)), replace(work, lengths=())
+    long = replace(work, lengths=(100_000,) * 3 + (1000,) * 200)
+    assert stages.waiting(long, 1) == 1
+    assert 1.05 < stages.waiting(long, 2) < stages.waiting(long, 16)
+    assert stages.waiting(even, 8) < 1.1
+    assert stages.train_flop(long) > 1.1 * stages.train_flop(even), "attention to far tokens"
+    alike = config("frozen_lake")
+    assert workload(alike.rollout, alike.simulation).lengths == (), "nothing is drawn there"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from agentrl.trainers.compute.forward import (
     to_device,
     token_logprobs,
 )
-from agentrl.trainers.compute.prefixes import families, find_shared
+from agentrl.trainers.compute.prefixes import families, find_shared, in_tree_order
 from agentrl.trainers.packing import MicroBatch, micro_batches
 from tests.properties import examples
 from tests.trainers.test_attention import FAMILIES, TEMPERATURE, alone, models
@@ -43,12 +43,17 @@ def test_two_tokens_are_the_same_one_if_and_only_if_all_tokens_up_to_them_are_eq
     assert [computed[place] for place in shared.places_T] == paths
 
 
-@given(branching, st.integers(1, 40), st.integers(1, 3))
-def test_families_hold_each_row_once_and_count_as_no_more_than_the_limit(listed, tokens, parts):
-    found, sizes, limit = families(rows_of(listed), tokens, parts=parts)
-    assert sorted(number for family in found for number in family) == list(range(len(listed)))
-    assert limit <= tokens
-    assert all(size <= limit or len(family) == 1 for family, size in zip(found, sizes, strict=True))
+@given(branching, st.integers(1, 40))
+def test_families_hold_each_row_once_and_count_as_no_more_than_the_limit(listed, tokens):
+    rows = rows_of(listed)
+    found = families(rows, in_tree_order(rows), tokens)
+    assert sorted(n for family in found for n in family.numbers) == list(range(len(listed)))
+    assert all(family.counted <= tokens or len(family.numbers) == 1 for family in found)
+    for family in found:
+        assert family.computed <= family.counted
+        shared = find_shared([rows[number] for number in family.numbers])
+        alone = sum(len(rows[number]) for number in family.numbers)
+        assert family.computed == (alone if shared is None else len(shared.computed_S))
 
 
 def group(
@@ -87,7 +92,7 @@ def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_h
     if checkpointed:
         shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shared.train()
-    (batch,) = micro_batches(collate(group(2, 4)), 10**6)
+    ((batch,),) = micro_batches(collate(group(2, 4)), 10**6)
     assert batch.computed_tokens < 0.4 * batch.tokens
     wanted_N, found_N = alone(plain, batch), logprobs_of(shared, batch)
     assert torch.allclose(found_N, wanted_N, atol=1e-5)
@@ -163,9 +168,7 @@ def test_ragged_samples_have_the_logprobs_entropies_and_gradients_that_each_has_
     plain, shared = trained(family)
     for model in (plain, shared):
         model.zero_grad()
-    for batch in micro_batches(collate(samples), tokens):
-        if not batch.samples.loss_mask_S.any():
-            continue
+    for (batch,) in micro_batches(collate(samples), tokens):
         wanted_2N = torch.stack([alone(plain, batch), entropies_alone(plain, batch)])
         found_2N = token_logprobs(shared, to_device(batch, CPU), entropy=True)
         assert torch.allclose(found_2N, wanted_2N, atol=1e-5)
@@ -187,7 +190,7 @@ def test_the_last_layer_computes_only_tokens_before_loss_tokens():
     model.model.layers[-1].mlp.gate_proj.register_forward_hook(
         lambda layer, args, out: seen.append(out.shape[1])
     )
-    (batch,) = micro_batches(collate(group(1, 4)), 10**6)
+    ((batch,),) = micro_batches(collate(group(1, 4)), 10**6)
     sample = to_device(batch, CPU)
     logprobs_of(model, batch)
     assert seen[-1] == len(sample.predictors_N.unique()) < 0.5 * batch.computed_tokens
@@ -196,7 +199,8 @@ def test_the_last_layer_computes_only_tokens_before_loss_tokens():
 def test_members_of_a_group_are_packed_together_and_count_what_they_do_not_share():
     samples = group(8, 4, prompt=100)
     order = np.random.default_rng(0).permutation(len(samples))
-    found = micro_batches(collate([samples[number] for number in order]), 200)
+    rows = micro_batches(collate([samples[number] for number in order]), 200)
+    found = [one for (one,) in rows]
     assert len(found) <= 8
     assert all(one.computed_tokens <= 200 for one in found)
     assert sum(one.computed_tokens for one in found) < 0.4 * sum(

@@ -64,33 +64,40 @@ def in_tree_order(rows: Sequence[IntArray]) -> tuple[list[int], list[int]]:
     ]
 
 
-def families(
-    rows: Sequence[IntArray], tokens: int, *, parts: int = 1
-) -> tuple[list[list[int]], list[int], int]:
-    """Rows that are worth computing together, by their numbers; the tokens that each family counts
-    as; and the limit.
-
-    A family counts as no more than the limit, if it is not a single row. The limit is `tokens`, or
-    less if there would not be a share for each of the `parts`.
+@dataclass(slots=True)
+class Family:
+    """Rows that are computed together, by their numbers; the tokens that go through the model for
+    them; and as how many they count, with the repetitions of their prefixes.
     """
-    order, shared = in_tree_order(rows)
-    counts = [
-        _counted(len(rows[number]), count) for number, count in zip(order, shared, strict=True)
-    ]
-    limit = tokens if parts == 1 else min(tokens, -(-sum(counts) // parts))
-    found: list[list[int]] = []
-    sizes: list[int] = []
-    for number, count, counted in zip(order, shared, counts, strict=True):
-        if count >= WORTH_JOINING * len(rows[number]) and sizes[-1] + counted <= limit:
-            found[-1].append(number)
-            sizes[-1] += counted
+
+    numbers: list[int]
+    computed: int
+    counted: int
+
+
+def families(
+    rows: Sequence[IntArray], tree: tuple[Sequence[int], Sequence[int]], tokens: int
+) -> list[Family]:
+    """Rows that are worth computing together. `tree`: their order (`in_tree_order`).
+
+    A family counts as at most `tokens`, if it is not a single row.
+    """
+    found: list[Family] = []
+    for number, shared in zip(*tree, strict=True):
+        length = len(rows[number])
+        counted = counted_tokens(length, shared)
+        if shared >= WORTH_JOINING * length and found[-1].counted + counted <= tokens:
+            family = found[-1]
+            family.numbers.append(number)
+            family.computed += length - shared
+            family.counted += counted
         else:
-            found.append([number])
-            sizes.append(len(rows[number]))
-    return found, sizes, limit
+            found.append(Family([number], length, length))
+    return found
 
 
-def _counted(length: int, shared: int) -> int:
+def counted_tokens(length: int, shared: int) -> int:
+    """As how many tokens a row counts that shares so many with the one before."""
     return length - shared + -(-shared // REPEATED)
 
 

@@ -124,7 +124,7 @@ def check_context_parallel(
     tokens, none, nothing = np.arange(1, length + 1) * 7 % vocab, ints([0] * length), [0.0] * length
     is_loss = mask(np.arange(length) > 0)
     sample = TrainingSample(ints(tokens), is_loss, floats(nothing), floats(nothing), none, none)
-    (micro_batch,) = micro_batches(collate([sample]), length)
+    ((micro_batch,),) = micro_batches(collate([sample]), length)
     with torch.no_grad():
         cut_N = predict(to_device(micro_batch, device, context=context))
         whole_N = predict(to_device(micro_batch, device))
