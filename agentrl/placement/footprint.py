@@ -47,7 +47,10 @@ allocator.
 """
 
 LOGITS_AT_ONCE = 1 << 25
-"""Logits that a trainer computes at a time (`agentrl/trainers/compute/logprobs.py`)."""
+"""Logits that a trainer computes at a time (`agentrl/trainers/compute/logprobs.py`); more where
+memory is free."""
+LOGIT_BYTES = 10.5
+"""Most bytes for each of these at the peak."""
 QUERIES_AT_ONCE = 256
 """Queries whose attention a trainer computes at a time where no fused kernel can
 (`agentrl/trainers/compute/attention.py`).
@@ -65,7 +68,7 @@ _LOGIT_BYTES = 20
 """Bytes for each logit of an engine's step besides itself: in float32, as a logprob, and sorted by
 its value, with an index of 8 bytes.
 """
-_HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
+_HEAD_BYTES = {"float32": 8.5, "bfloat16": LOGIT_BYTES, "autocast": LOGIT_BYTES}
 """Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again).
 """
 

@@ -5,7 +5,12 @@ import torch
 from torch import Tensor
 
 from agentrl.trainers.compute import logprobs
-from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
+from agentrl.trainers.compute.logprobs import (
+    LOGITS_AT_ONCE,
+    Scaling,
+    affordable_logits,
+    linear_logprobs,
+)
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
 
@@ -114,3 +119,14 @@ def test_a_head_in_bfloat16_sums_its_gradient_in_float32(monkeypatch: pytest.Mon
     assert exact_VH.grad is not None
     assert low_VH.grad is not None
     assert torch.allclose(low_VH.grad.float(), exact_VH.grad.float(), atol=0.03, rtol=0.02)
+
+
+def test_pieces_are_larger_where_a_gpu_has_memory_and_never_take_more_than_a_quarter() -> None:
+    vocabulary, gib = 151_936, 2**30
+    assert affordable_logits(0, vocabulary) == LOGITS_AT_ONCE
+    assert affordable_logits(80 * gib, vocabulary) == 16 * LOGITS_AT_ONCE, "3,500 of 4,096 tokens"
+    assert affordable_logits(80 * gib, 4096) == LOGITS_AT_ONCE, "4,096 tokens have fewer"
+    for free in range(0, 40 * gib, gib):
+        extra = affordable_logits(free, vocabulary)
+        assert extra == LOGITS_AT_ONCE or extra * 10.5 <= free / 4
+        assert extra <= affordable_logits(free + gib, vocabulary)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.algorithms import losses as of_tokens
 from agentrl.batch import TrainBatch, TrainingSample, collate
@@ -406,20 +407,33 @@ def test_two_ranks_balance_the_experts_as_one_does(
         torch.testing.assert_close(same[each], weight, atol=1e-6, rtol=1e-5)
 
 
+class Gathers(TorchDispatchMode):
+    """Counts how often parameters are gathered."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
 class CountingRank(TrainerRank):
-    """A rank that counts the bytes of its tensors."""
+    """A rank that counts the bytes of its tensors, and what is gathered."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         super().__init__(spec, rank)
-        self._live = LiveBytes()
+        self._live, self._gathers = LiveBytes(), Gathers()
 
     def open(self, mesh: Mesh, address: str) -> None:
         with self._live:
             super().open(mesh, address)
 
     def step(self, *args: Any) -> Any:
-        with self._live:
+        with self._live, self._gathers:
             return super().step(*args)
+
+    def gathers(self) -> int:
+        return self._gathers.count
 
     def peak(self) -> int:
         return self._live.peak
@@ -441,7 +455,7 @@ class CountingSpec(TrainerSpec):
     ],
     ids=["in a layer", "outside of layers", "in float32"],
 )
-def test_ranks_of_fsdp_hold_the_bytes_that_were_counted(
+def test_ranks_of_fsdp_hold_the_bytes_that_were_counted_and_gather_the_head_once(
     dtype: Any, tokens: int, vocab: int, processes: Processes, tmp_path: Path
 ) -> None:
     """With the float32 buffer in which gradients are summed, at the point of the peak."""
@@ -473,21 +487,24 @@ def test_ranks_of_fsdp_hold_the_bytes_that_were_counted(
     batch = collate([replace(one, token_ids=one.token_ids % vocab) for one in samples])
     shards = shard_batch(batch, config, parts=RANKS)
 
-    async def peaks() -> list[int]:
+    async def counts() -> tuple[list[int], list[int]]:
         spec = CountingSpec(FsdpTrainer.sharding, config, tmp_path, 2, 1.0)
         ranks = await processes("trainer", spec.make_rank, RANKS)
         await ranks.all("open", Mesh(shard=RANKS), await ranks.one("reserve", True))
         for _ in range(2):  # the first makes the moments
             args = (LOSS, 1.0, batch.num_loss_tokens)
             await ranks.scatter("step", [(shard, *args) for shard in shards])
-        measured = [int(peak) for peak in await ranks.all("peak")]
+        peaks, gathers = await ranks.all("peak"), await ranks.all("gathers")
         await ranks.stop()
-        return measured
+        return list(peaks), list(gathers)
 
     parts = trainer_footprint(
         model_facts(tmp_path), config.layout(), RANKS, micro_batches=2, longest=tokens
     ).parts
     counted = sum(parts.values())
-    for peak in asyncio.run(peaks()):
+    peaks, gathers = asyncio.run(counts())
+    # Of each step and micro-batch: a layer for each of its passes, the rest once for both.
+    assert gathers == [2 * 2 * (2 * sizes["num_hidden_layers"] + 1)] * RANKS
+    for peak in peaks:
         assert counted == pytest.approx(peak, rel=0.03)
         assert peak > counted - parts["reduce-scatter"] / 2

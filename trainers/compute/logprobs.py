@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from agentrl.placement.footprint import LOGITS_AT_ONCE
+from agentrl.placement.footprint import LOGIT_BYTES, LOGITS_AT_ONCE
+
+MOST_AT_ONCE = 4096
+"""Tokens of a piece on a GPU: more are not faster."""
+FREE_SHARE = 0.25
+"""Part of a GPU's free memory that a piece may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +148,31 @@ class _Head:
         )
 
     def pieces(self, tokens: int) -> Iterator[slice]:
-        """So many tokens at a time that their logits are at most `LOGITS_AT_ONCE`."""
-        size = max(1, LOGITS_AT_ONCE // len(self.weight_VH))
+        """So many tokens at a time that their logits are at most `LOGITS_AT_ONCE`, or more where a
+        GPU has memory for them.
+        """
+        vocabulary, device = len(self.weight_VH), self.weight_VH.device
+        at_once = LOGITS_AT_ONCE
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            at_once = affordable_logits(free + unused, vocabulary)
+        size = max(1, at_once // vocabulary)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def affordable_logits(free: int, vocabulary: int) -> int:
+    """The logits that a GPU with so many free bytes computes at a time: `LOGITS_AT_ONCE`, doubled
+    as long as they take at most a share of these (`FREE_SHARE`) and are of at most `MOST_AT_ONCE`
+    tokens.
+
+    Each piece reads the head's weight three times and adds to its float32 gradient, so pieces of a
+    few hundred tokens are bound by memory. Doubling keeps runs on alike devices alike.
+    """
+    logits = LOGITS_AT_ONCE
+    while 2 * logits <= min(MOST_AT_ONCE * vocabulary, FREE_SHARE * free / LOGIT_BYTES):
+        logits *= 2
+    return logits
 
 
 _NEVER = -1e4

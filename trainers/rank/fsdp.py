@@ -100,7 +100,8 @@ def _shard(
     for module in model.model.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, **options)
-    fully_shard(model, **options)
+    # The backward pass begins with the head: what is outside of blocks stays until then.
+    fully_shard(model, **{**options, "reshard_after_forward": False})
     for module in _sharded(model):
         # The gradients of the ranks are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
