@@ -12,7 +12,7 @@ from agentrl.arrays import IntArray
 from agentrl.batch import TrainBatch
 from agentrl.placement.rows import Row, pack_rows
 from agentrl.trainers.compute.prefixes import (
-    Family,
+    PrefixFamily,
     SharedPrefixes,
     counted_tokens,
     families,
@@ -113,7 +113,7 @@ def _rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) 
     return best[1] if best else []
 
 
-def _members(found: Sequence[Family], packed: Sequence[int]) -> list[int]:
+def _members(found: Sequence[PrefixFamily], packed: Sequence[int]) -> list[int]:
     return [number for one in packed for number in found[one].numbers]
 
 

@@ -240,7 +240,7 @@ def test_the_routers_gradient_is_that_of_the_scores_of_the_replayed_experts(
         ints(np.zeros(len(tokens))),
         experts=ExpertChoices.of(0, chosen_TLK),
     )
-    (micro_batch,) = micro_batches(collate([sample]), 64)
+    ((micro_batch,),) = micro_batches(collate([sample]), 64)
 
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=ATTENTION

@@ -65,7 +65,7 @@ def in_tree_order(rows: Sequence[IntArray]) -> tuple[list[int], list[int]]:
 
 
 @dataclass(slots=True)
-class Family:
+class PrefixFamily:
     """Rows that are computed together, by their numbers; the tokens that go through the model for
     them; and as how many they count, with the repetitions of their prefixes.
     """
@@ -77,12 +77,12 @@ class Family:
 
 def families(
     rows: Sequence[IntArray], tree: tuple[Sequence[int], Sequence[int]], tokens: int
-) -> list[Family]:
+) -> list[PrefixFamily]:
     """Rows that are worth computing together. `tree`: their order (`in_tree_order`).
 
     A family counts as at most `tokens`, if it is not a single row.
     """
-    found: list[Family] = []
+    found: list[PrefixFamily] = []
     for number, shared in zip(*tree, strict=True):
         length = len(rows[number])
         counted = counted_tokens(length, shared)
@@ -92,7 +92,7 @@ def families(
             family.computed += length - shared
             family.counted += counted
         else:
-            found.append(Family([number], length, length))
+            found.append(PrefixFamily([number], length, length))
     return found
 
 
