@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.path.relative_to(Path(__file__).parent).as_posix()
         if item.get_closest_marker("vllm") or name in BOTH_CORES:
             item.add_marker(pytest.mark.xdist_group("both cores"))
-        elif item.get_closest_marker("slow"):
+        elif item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("Ray" if name in ON_RAY else name))
 
 

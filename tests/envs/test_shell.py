@@ -140,6 +140,7 @@ def test_a_task_without_a_test_is_refused() -> None:
         play(None, test="")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_shell_environment_keeps_the_contract_in_a_jail() -> None:
     check_env(Shell, gold=strong_player, seeds=(0, 1), deadline=300, max_turns=3)
 
@@ -156,6 +157,7 @@ def test_background_processes_and_forged_tests_do_not_count_in_a_jail() -> None:
 
 
 @needs_docker
+@pytest.mark.slow
 def test_a_task_is_done_in_a_container(docker_host: str) -> None:
     async def main(env: Shell) -> None:
         rng = random.Random(0)

@@ -83,7 +83,13 @@ async def published(config: RunConfig, folder: Path) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("transport", ["direct", "files", "handles", "stream"])
-@pytest.mark.parametrize("kind", [*CONFIGS, "adapters", "adapters of a mixture"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "dense" else pytest.mark.long)
+        for kind in (*CONFIGS, "adapters", "adapters of a mixture")
+    ],
+)
 def test_the_bytes_of_a_plan_are_those_of_an_update(
     kind: str, transport: str, tmp_path: Path
 ) -> None:

@@ -38,7 +38,11 @@ from tests.rollout.worker_parts import ASKED, RENDERER, dice_parts, no_parts, no
 
 SAMPLING = SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids)
 POLICY = PlayedPolicy("policy", SAMPLING, trained=True)
-PLACES = ["inline", "processes", pytest.param("ray", marks=pytest.mark.slow)]
+PLACES = [
+    "inline",
+    pytest.param("processes", marks=pytest.mark.slow),
+    pytest.param("ray", marks=pytest.mark.slow),
+]
 
 
 def start_at(place: str, **options: Any) -> StartWorker:
@@ -224,7 +228,8 @@ def test_a_cancelled_episode_ends_in_its_worker_too(place):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_is_killed_or_stopped_costs_its_episodes_and_is_replaced(
     place, how, tmp_path

@@ -43,7 +43,10 @@ SPEC = SandboxSpec(resources=SMALL)
 DEADLINE = 60.0
 """Seconds: what has to happen does so on a busy machine, too."""
 
-real = [pytest.param("docker", marks=pytest.mark.xdist_group("docker")), "jail"]
+real = [
+    pytest.param("docker", marks=[pytest.mark.xdist_group("docker"), pytest.mark.slow]),
+    pytest.param("jail", marks=pytest.mark.slow),
+]
 each_provider = pytest.mark.parametrize("name", ["fake", *real])
 each_real = pytest.mark.parametrize("name", real)
 docker = pytest.mark.xdist_group("docker")
@@ -308,6 +311,7 @@ HOSTILE = {
 
 
 @each_real
+@pytest.mark.long
 def test_hostile_commands_hit_their_limits_and_the_sandbox_goes_on(play) -> None:
     async def main(provider: SandboxProvider) -> None:
         for what, line in HOSTILE.items():
@@ -461,6 +465,7 @@ def of_docker(sandbox: Sandbox) -> DockerSandbox:
 
 
 @docker
+@pytest.mark.slow
 def test_a_killed_container_is_a_failure_and_never_a_result(docker_host: str) -> None:
     async def main(provider: SandboxProvider) -> None:
         sandbox = await provider.start(SPEC)
@@ -481,6 +486,7 @@ def test_a_killed_container_is_a_failure_and_never_a_result(docker_host: str) ->
 
 
 @docker
+@pytest.mark.slow
 def test_an_image_is_built_once_and_removed_at_the_end(docker_host: str, tmp_path: Path) -> None:
     async def main(provider: SandboxProvider) -> None:
         (tmp_path / "greeting").write_text("hello")
@@ -506,6 +512,7 @@ def test_an_image_is_built_once_and_removed_at_the_end(docker_host: str, tmp_pat
 
 
 @docker
+@pytest.mark.slow
 def test_what_a_killed_run_leaves_ends_at_the_next_start_or_with_its_lease(
     docker_host: str,
 ) -> None:
@@ -553,6 +560,7 @@ def test_what_a_killed_run_leaves_ends_at_the_next_start_or_with_its_lease(
 
 
 @docker
+@pytest.mark.slow
 def test_orphans_are_reaped_and_background_processes_go_on(docker_host: str) -> None:
     async def main(provider: SandboxProvider) -> None:
         sandbox = await provider.start(SPEC)
@@ -569,6 +577,7 @@ def test_orphans_are_reaped_and_background_processes_go_on(docker_host: str) -> 
 
 
 @docker
+@pytest.mark.slow
 def test_memory_that_is_used_up_is_named(docker_host: str) -> None:
     async def main(provider: SandboxProvider) -> None:
         sandbox = await provider.start(SPEC)
