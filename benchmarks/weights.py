@@ -14,7 +14,7 @@ the files.
     a reader            bytes that each reader got, for each parameter
     loopback            bytes over the machine's loopback interface, for each parameter: gathered
                         by the ranks, and sent to all readers. Run it by `unshare -n sh -c "ip link
-                        set lo up; ..."` so that nobody else's are in it
+                        set lo up; ..."` to count no other program's
     a rank holds        the most bytes of main memory that a rank took beyond what it had before
     limit               two buckets and the largest weight
 

@@ -244,7 +244,7 @@ class VllmEngine(Engine):
             raise WeightsError(f"vLLM's workers cannot take {shipment!r}: {error}") from error
 
     async def _join(self, llm: "AsyncLLM", shipment: Shipment) -> None:
-        """Connect all workers to the sender of a shipment, or none: nobody waits for the others."""
+        """Connect all workers to the sender of a shipment. If one fails, the others leave."""
         try:
             await self._tell_workers(llm, "join", shipment)
         except WeightsError:

@@ -170,8 +170,8 @@ class Sandbox(Protocol):
         ...
 
     async def download(self, folder: str = ".", most: int = 64 << 20) -> bytes:
-        """A tar of a folder's files. Whoever unpacks it must expect anything in it, as `upload`
-        does (`agentrl.sandbox.archive`).
+        """A tar of a folder's files. It may hold anything, such as links that lead out of the
+        folder: unpack it as `upload` does (`agentrl.sandbox.archive`).
 
         Raises:
             OSError: there is no such folder, or the archive has more than `most` bytes.

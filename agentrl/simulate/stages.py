@@ -482,12 +482,3 @@ class Stages:
             if replicas
             else 1.0
         )
-
-    @staticmethod
-    def _link(devices: DeviceMap, *, everyone: bool = False) -> float:
-        """The slowest link between the ranks of the trainer, or between all replicas."""
-        nodes = {
-            replica.node for replica in devices.replicas if everyone or replica.role == "trainer"
-        }
-        kind = devices.inventory.kind
-        return kind.network if len(nodes) > 1 else kind.link

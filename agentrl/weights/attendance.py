@@ -75,7 +75,7 @@ class _Guest:
 
 class Doorkeeper:
     """Rank 0's end of the connections, in a thread. It notes what it hears in `store`: a client of
-    the store that is `served` here. Nobody else may use it.
+    the store that is `served` here, for this thread alone.
     """
 
     def __init__(self, host: str, store: Any, served: Any) -> None:

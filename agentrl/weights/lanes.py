@@ -213,8 +213,8 @@ def _wait_for(work: Any, check: Callable[[], None]) -> None:
 
 
 def _let_go(group: Any, works: Sequence[Any]) -> None:
-    """Drop a group that others may hang in: a thread keeps it for as long as it does something,
-    since whoever drops it waits for that. Its connections close when nothing refers to it.
+    """Drop a group in which an operation may hang. Dropping the last reference to it would wait
+    for that operation, so a thread keeps one until it ends. Then the group's connections close.
     """
 
     def wait(group: Any) -> None:

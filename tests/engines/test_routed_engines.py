@@ -25,6 +25,7 @@ from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import make_model
+from tests.processes import PATIENCE_SECONDS
 
 
 def asked(**settings: Any) -> GenerateRequest:
@@ -145,5 +146,7 @@ def test_choices_are_lost_with_the_actor_that_held_them() -> None:
     (reference,) = ray.get(holder.put.remote())
     assert RayChoices(reference).fetch() is not None
     ray.kill(holder)
+    until = time.monotonic() + PATIENCE_SECONDS
     while RayChoices(reference).fetch() is not None:
+        assert time.monotonic() < until, "the choices are still there"
         time.sleep(0.1)

@@ -113,7 +113,7 @@ class WorkerConnection:
             self.link.send(Cancel(number))
             await asyncio.wait({ended}, timeout=_CANCEL_SECONDS)
             if ended.done() and not ended.cancelled():
-                ended.exception()  # nobody else retrieves it
+                ended.exception()  # so that asyncio does not report it as never retrieved
             raise
         finally:
             del self._episodes[number]
@@ -151,7 +151,7 @@ class WorkerConnection:
                 for number, sampled in tokens.items():
                     self._report(number, TokensSampled(sampled))
             case Progress() | Played() | Raised() | Cancelled():
-                # An episode that nobody waits for any more has been cancelled.
+                # A cancelled episode is no longer among them.
                 if (episode := self._episodes.get(message.number)) is not None:
                     _take_news(episode, message)
 

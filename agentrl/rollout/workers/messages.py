@@ -161,7 +161,7 @@ class Ask(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """Nobody waits for the answer to a request any more."""
+    """The caller of a request has been cancelled: its answer is not needed."""
 
     call: int
 
