@@ -172,7 +172,7 @@ print(json.dumps([str(distribution("agentrl-train").locate_file("")), files]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_alone_is_enough(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     pip("install", wheel, "--target", installed, cwd=tmp_path)

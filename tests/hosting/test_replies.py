@@ -143,16 +143,18 @@ def test_a_reply_that_cannot_be_used_fails_its_episode_and_the_next_one_is_playe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a vector for a reward", "reset: half a pair"])
+@pytest.mark.parametrize("name", ["reset: half a pair"])
 def test_a_reply_of_a_process_that_cannot_be_used_fails_its_episode(name: str) -> None:
-    play_after(partial(ProcessEnv, ADDRESS), name)
+    play_after(partial(ProcessEnv, ADDRESS), name, EnvDeadlines(reset=120))
 
 
-def play_after(factory: Callable[[], Env], name: str) -> None:
+def play_after(
+    factory: Callable[[], Env], name: str, deadlines: EnvDeadlines | None = None
+) -> None:
     """Play an episode that fails by the reply of this name, and another one."""
 
     async def main() -> None:
-        envs = EnvPool({"odd": factory}, EnvDeadlines())
+        envs = EnvPool({"odd": factory}, deadlines or EnvDeadlines())
         live = envs.acquire("odd")
         if name in STEPS:
             await live.reset(1, {})

@@ -159,7 +159,13 @@ def test_every_pair_of_settings_is_accepted_or_refused_by_a_sentence_that_names_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipes", "most"), [(PLAYED, 3), (STILL, 2)], ids=["played", "still"])
+@pytest.mark.parametrize(
+    ("recipes", "most"),
+    [
+        pytest.param(PLAYED, 3, marks=pytest.mark.long, id="played"),
+        pytest.param(STILL, 2, id="still"),
+    ],
+)
 def test_runs_of_crossing_settings_end_well_and_can_be_resumed(
     runs: Runs, tmp_path: Path, recipes: tuple[str, ...], most: int
 ) -> None:

@@ -114,7 +114,7 @@ def imitating(player: str) -> str:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_comes_nearer_to_its_teacher(tmp_path: Path, agentrl: Callable[..., Done]) -> None:
     recipe = f"{{name: sft, {imitating('agentrl.envs.guess_number:weak_player')}}}"
     done = agentrl(

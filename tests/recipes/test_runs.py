@@ -334,7 +334,7 @@ main()
 """A run that never gets further with its second checkpoint than the weights."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_while_it_writes_a_checkpoint_and_trains_goes_on_from_the_one_before(tmp_path):
     settings = [*SMALL, "run_dir=run", "steps=4", "evaluation.tasks=0", "checkpoint.every=1"]
     whole = train(*settings, cwd=folder(tmp_path, "whole"))

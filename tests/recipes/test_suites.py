@@ -191,7 +191,10 @@ main()
 @pytest.mark.parametrize(
     ("where", "file", "reached"),
     [
-        ("evaluation.engines=1", "metrics.jsonl", '"step": 2, "reward"'),
+        pytest.param(
+            *("evaluation.engines=1", "metrics.jsonl", '"step": 2, "reward"'),
+            marks=pytest.mark.long,
+        ),
         ("evaluation.overlap=true", "timeline.jsonl", '"step": 1, "phase": "weights"'),
     ],
 )

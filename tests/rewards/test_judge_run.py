@@ -106,7 +106,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "reward" in row]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_nothing(
     tmp_path: Path,
 ) -> None:

@@ -43,7 +43,13 @@ def trained(folder: Path, run: str, *overrides: str) -> tuple[dict[str, Any], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(name, marks=() if name == "a frozen agent" else pytest.mark.long)
+        for name in RUNS
+    ],
+)
 def test_a_run_has_the_same_weights_with_and_without_workers(tmp_path, run):
     weights, steps = trained(tmp_path / "alone", run)
     on_workers, their_steps = trained(tmp_path / "workers", run, "rollout.workers=2")

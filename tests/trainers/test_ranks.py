@@ -274,7 +274,9 @@ def test_bfloat16_is_for_computing_and_float32_for_keeping(
     assert not all(torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
 
 
-@pytest.mark.parametrize("name", ["fsdp, adapters", "ZeRO 3, adapters"])
+@pytest.mark.parametrize(
+    "name", ["fsdp, adapters", pytest.param("ZeRO 3, adapters", marks=pytest.mark.long)]
+)
 def test_adapters_on_two_ranks_are_saved_and_taken_up(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -450,7 +452,7 @@ class CountingSpec(TrainerSpec):
     ("dtype", "tokens", "vocab"),
     [
         ("bfloat16", 512, 512),
-        ("bfloat16", 32, 4096),
+        pytest.param("bfloat16", 32, 4096, marks=pytest.mark.long),
         pytest.param("float32", 32, 512, marks=pytest.mark.long),
     ],
     ids=["in a layer", "outside of layers", "in float32"],

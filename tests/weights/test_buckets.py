@@ -134,7 +134,7 @@ def check_buckets(folder: Path, ranks: int) -> None:
         assert bucket // 2 < peak + shared < 2 * max(bucket, unit) + 2 * unit + SMALL
 
 
-@pytest.mark.parametrize("name", ["handles", "stream"])
+@pytest.mark.parametrize("name", ["files", "handles", "stream"])
 def test_a_sender_holds_two_buckets_and_a_unit(name: str, folder: Path) -> None:
     trainer = counted(Whole(), folder)  # type: ignore[abstract]
     sent = asyncio.run(update(name, trainer, folder))
