@@ -61,7 +61,7 @@ def play(faults: Iterable[Sequence[Cell]], run: Running, table: Table) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(OF_CI, id="at once", marks=pytest.mark.long),
+        pytest.param(OF_CI, id="at once", marks=[pytest.mark.long, pytest.mark.chaos]),
         pytest.param(ONE_BY_ONE, id="one by one", marks=pytest.mark.long),
     ],
 )
