@@ -1,11 +1,13 @@
 """What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
 
-    python benchmarks/workers.py [--episodes 512] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
+    python benchmarks/workers.py [--episodes 64] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
 
 The engine answers at once, in the controller; scheduler, ledger, renderer and link are the real
 ones. The first table has turns per second with environments that compute for `--burn` milliseconds
-a step, for each number of workers, and the CPU time of the controller. The second has the CPU time
-of the controller for an episode of so many `--turns`, without workers and with most of them.
+a step, for each number of workers, the CPU time of the controller, and how long the workers took to
+start (the first time, with the imports of the process that they are forked from). The second has
+the CPU time of the controller for an episode of so many `--turns`, without workers and with most of
+them.
 
 All rows are of one run on one machine; the ratios mean something only if as many cores are free as
 there are processes. CPU times mean something on a busy machine too.
@@ -17,7 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ from agentrl.trajectory import Completion
 GROUP = 8
 ANSWER_TOKENS = 100
 SAMPLING = SamplingParams(max_tokens=512, temperature=1.0)
+IMPORTS = ("transformers.models.auto.tokenization_auto", "renderers.base", "benchmarks.workers")
 OBSERVATION = "The door is locked. You see a key, a lamp and a letter on the table. " * 8
 
 
@@ -141,6 +144,8 @@ class Measured:
     turns_per_second: float
     cpu_ms_per_episode: float
     """Of the controller."""
+    start_seconds: float = 0.0
+    """Until all workers played."""
 
 
 async def measure(model: Path, workers: int, episodes: int, turns: int, burn: float) -> Measured:
@@ -155,10 +160,12 @@ async def measure(model: Path, workers: int, episodes: int, turns: int, burn: fl
         async with opened(lambda name: engine) as make_runner:
             return await play(make_runner(policy), engine, episodes, turns)
     start = partial(ProcessWorker.start, lease=600.0)
-    async with RolloutWorkers(start, opened, workers, silence=600.0) as pool:
+    began = time.perf_counter()
+    async with RolloutWorkers(start, opened, workers, silence=600.0, imports=IMPORTS) as pool:
+        took = time.perf_counter() - began
         pool.engines.name_of(engine, "policy")
         runner = WorkerRunner(pool, policy, renderer)
-        return await play(runner, engine, episodes, turns)
+        return replace(await play(runner, engine, episodes, turns), start_seconds=took)
 
 
 async def play(runner: EpisodeRunner, engine: InstantEngine, episodes: int, turns: int) -> Measured:
@@ -190,7 +197,7 @@ async def play(runner: EpisodeRunner, engine: InstantEngine, episodes: int, turn
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--episodes", type=int, default=512)
+    parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--burn", type=float, nargs="+", default=[0.0, 5.0])
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
@@ -199,7 +206,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         create_tiny_model(model)
-        by_workers = Table("ms a step", "workers", "turns/s", "ratio", "controller: CPU-ms a turn")
+        by_workers = Table(
+            "ms a step", "workers", "start", "turns/s", "ratio", "controller: CPU-ms a turn"
+        )
         for burn in chosen.burn:
             first = 0.0
             for workers in chosen.workers:
@@ -208,6 +217,7 @@ def main() -> None:
                 by_workers.add_row(
                     f"{burn:g}",
                     str(workers),
+                    f"{found.start_seconds:.1f} s",
                     f"{found.turns_per_second:.0f}",
                     f"{found.turns_per_second / first:.2f}",
                     f"{found.cpu_ms_per_episode / 8:.3f}",
@@ -216,7 +226,7 @@ def main() -> None:
         by_turns = Table("turns", "workers", "controller: CPU-ms an episode", "a turn")
         for turns in chosen.turns:
             for workers in (0, max(chosen.workers)):
-                found = run_steadily(measure(model, workers, chosen.episodes // 2, turns, 0.0))
+                found = run_steadily(measure(model, workers, chosen.episodes, turns, 0.0))
                 by_turns.add_row(
                     str(turns),
                     str(workers),

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from agentrl import plugins
+from agentrl.cluster.fork_server import forking_context
 from agentrl.cluster.workers import Cluster
 from agentrl.config.loading import validate_config
 from agentrl.config.run_config import RunConfig
@@ -198,6 +199,22 @@ def other_roles(
     return roles
 
 
+_WORKER_IMPORTS = (
+    "agentrl.assembly.players",
+    "transformers.models.auto.tokenization_auto",
+    "renderers.base",
+)
+"""What takes seconds to import, and every rollout worker needs."""
+
+
+def prepare_rollout_workers(config: RunConfig, cluster: Cluster) -> None:
+    """Begin to import what the rollout workers of a run need, in the process that they will be
+    forked from, if they run on this machine. Does not wait.
+    """
+    if config.rollout.workers and not cluster.spans_machines:
+        forking_context(_WORKER_IMPORTS).begin()
+
+
 def rollout_workers(config: RunConfig, cluster: Cluster, model: Path) -> RolloutWorkers:
     """The rollout workers of a run, not yet entered."""
     deadlines = config.rollout.deadlines
@@ -211,6 +228,7 @@ def rollout_workers(config: RunConfig, cluster: Cluster, model: Path) -> Rollout
         host=own_address() if cluster.spans_machines else LOOPBACK,
         silence=cluster.config.lease + blocked,
         restarts=cluster.config.restarts,
+        imports=_WORKER_IMPORTS,
     )
 
 

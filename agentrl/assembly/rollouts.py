@@ -13,6 +13,7 @@ from agentrl.assembly.players import (
     episode_player,
     frozen_names,
     other_roles,
+    prepare_rollout_workers,
     rollout_workers,
 )
 from agentrl.cluster.workers import Cluster
@@ -61,6 +62,7 @@ class RolloutAssembly:
 async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[RolloutAssembly]:
     """`assemble_rollouts` on an open cluster."""
     config, cluster = placed.config, placed.cluster
+    prepare_rollout_workers(config, cluster)
     # It imports what knows the families of models, which takes seconds the first time.
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     async with (

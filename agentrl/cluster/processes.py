@@ -13,12 +13,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.call_sender import CallSender
@@ -28,11 +29,13 @@ from agentrl.cluster.environment import (
     inherited,
     thread_variables,
 )
+from agentrl.cluster.fork_server import forking_context, leave_server
 from agentrl.cluster.parcel import Parcel
 from agentrl.cluster.supervised import START_SECONDS, start_deadline
 from agentrl.cluster.workers import (
     LEASE_SECONDS,
     PLACE_SECONDS,
+    Forked,
     InOwnProcess,
     Make,
     StartWorker,
@@ -117,24 +120,31 @@ class ProcessWorker:
     """An object in its own process. Tensors and arrays are passed in shared memory."""
 
     def __init__(
-        self, role: str, rank: int, lease: float, variables: Mapping[str, str] | None = None
+        self,
+        role: str,
+        rank: int,
+        lease: float,
+        variables: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
         self.role = role
         self.rank = rank
         self.pid = 0
         self._lease = lease
         self._calls = CallSender(role, rank)
-        context = _context()
+        context = forking_context(tuple(imports)) if imports else _context()
         # The monotonic clock is the machine's, so processes can compare its values.
         self._beat = context.RawValue("d", time.monotonic() + PLACE_SECONDS)
         name = f"{role}-{rank}"  # in `ps -e`, `top` and profilers
         self._executor = ProcessPoolExecutor(
-            1, mp_context=context, initializer=_begin, initargs=(os.getpid(), self._beat, name)
+            1, mp_context=context, initializer=_begin, initargs=(self._beat, name)
         )
         # The first call starts the process. It is made here, and not in the thread of the calls:
-        # all threads share the environment.
-        with inherited(variables or {}):
-            self._executor.submit(os.getpid)
+        # all threads share the environment. A fork server has the environment in which it began,
+        # and lets callers wait until it has imported, so there the thread of the calls does it.
+        if not imports:
+            with inherited(variables or {}):
+                self._executor.submit(os.getpid)
 
     @staticmethod
     async def start(
@@ -147,9 +157,10 @@ class ProcessWorker:
         variables: Mapping[str, str] | None = None,
     ) -> "ProcessWorker":
         """Start the process and make the worker in it. `variables`: of its environment, besides
-        those of this process.
+        those of this process; a process that is forked has none.
         """
-        worker = ProcessWorker(role, rank, lease, variables)
+        imports = make.imports if isinstance(make, Forked) else ()
+        worker = ProcessWorker(role, rank, lease, variables, imports)
         try:
             async with start_deadline(f"{role} {rank}", start_seconds):
                 worker.pid = await worker._run(os.getpid)
@@ -210,11 +221,13 @@ class ProcessWorker:
 
 
 def _has_ended(pid: int) -> bool:
-    """True if a child of this process has ended. Its exit status can still be collected."""
+    """True if a process has ended: a child of this one, whose exit status can still be collected,
+    or one of the fork server, which collects it at once.
+    """
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
-        return True
+        return not Path(f"/proc/{pid}").exists()
 
 
 def _context() -> Any:
@@ -229,11 +242,13 @@ def _context() -> Any:
     )
 
 
-def _begin(parent: int, beat: Any, name: str) -> None:
+def _begin(beat: Any, name: str) -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_NAME, name.encode())
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before this signal was requested
+    leave_server()
+    starter = multiprocessing.parent_process()
+    if starter is None or not starter.is_alive():  # it died before this signal was requested
         os._exit(1)
     # Terminals and schedulers of jobs send these to all processes of a run. The driver ends its
     # workers itself, when it has saved what they train.

@@ -88,6 +88,19 @@ class InOwnProcess:
         return self.make(number)
 
 
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A `Make` of a worker whose process may be forked from one that has imported these modules.
+    Where processes are not forked, as on a cluster, they import by themselves.
+    """
+
+    make: Make
+    imports: tuple[str, ...]
+
+    def __call__(self, number: int) -> object:
+        return self.make(number)
+
+
 class StartWorkers(Protocol):
     """Starts groups: the seam between code that needs workers and the place where they run."""
 

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -21,7 +23,7 @@ from agentrl.cluster.ray_actors import RayWorker, RayWorkers
 from agentrl.cluster.workers import StartWorkers, Worker, start_all
 from agentrl.errors import ConfigError, StallError, WorkerDiedError
 from tests.cluster.shared_ray import join_shared_ray
-from tests.processes import hit, still_alive
+from tests.processes import PATIENCE_SECONDS, hit, still_alive
 
 
 class Counter:
@@ -242,6 +244,31 @@ def test_a_process_that_hangs_in_its_start_is_given_up_and_killed() -> None:
 
     asyncio.run(main())
     assert [child for child in psutil.Process().children() if "env-3" in child.name()] == []
+
+
+FORKS_A_WORKER = """
+import asyncio
+from functools import partial
+from agentrl.cluster.processes import ProcessWorker
+from agentrl.cluster.workers import Forked
+
+async def main():
+    worker = await ProcessWorker.start("idle", Forked(int, ("colorsys",)), 0)
+    print(worker.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_was_forked_dies_with_the_run() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", FORKS_A_WORKER], stdout=subprocess.PIPE)
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    assert psutil.pid_exists(pid)
+    driver.kill()
+    driver.communicate()
+    assert still_alive([pid], PATIENCE_SECONDS) == []
 
 
 def _open_calls() -> int:

@@ -80,7 +80,9 @@ async def workers_at(
     """Workers that play `Dice` with a scripted engine."""
     engine = engine or scripted()
     start = start_at(place, **options)
-    async with engine, RolloutWorkers(start, parts, count, silence=silence) as workers:
+    imports = ["tests.rollout.worker_parts"]  # processes are forked with it
+    pool = RolloutWorkers(start, parts, count, silence=silence, imports=imports)
+    async with engine, pool as workers:
         workers.engines.name_of(engine, "policy")
         yield workers
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from agentrl.cluster.supervised import RESTARTS, Supervised
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
-from agentrl.cluster.workers import LEASE_SECONDS, StartWorker, Worker
+from agentrl.cluster.workers import LEASE_SECONDS, Forked, StartWorker, Worker
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, elapsed, now, waiting_for
@@ -47,7 +47,8 @@ class RolloutWorkers:
     `start` starts a worker's process, and `parts` are opened there. `host`: the address of this
     machine at which workers reach it. `silence`: after so many seconds in which its event loop
     stands still, a worker is given up. `restarts`: how often in a row the worker of a rank may be
-    replaced with no episode played in between.
+    replaced with no episode played in between. `imports`: modules that all workers need and that
+    take long to import.
 
     Raises:
         ConfigError: the parts of a worker cannot be opened.
@@ -63,9 +64,10 @@ class RolloutWorkers:
         host: str = LOOPBACK,
         silence: float = LEASE_SECONDS,
         restarts: int = RESTARTS,
+        imports: Sequence[str] = (),
     ) -> None:
         self._start = start
-        self._make = partial(RolloutWorker, parts)
+        self._make = Forked(partial(RolloutWorker, parts), tuple(imports))
         self._host = host
         self._silence = silence
         self._supervised = [
