@@ -135,8 +135,8 @@ class EnvProcessDiedError(EnvError):
 
 
 class LethalTaskError(EnvError):
-    """Servers of the environment died of a task twice, or processes of a reset or of the same
-    steps. It is set aside, as `LethalRequestError`.
+    """Servers of the environment or rollout workers died of a task twice, or processes of a reset
+    or of the same steps. It is set aside, as `LethalRequestError`.
     """
 
     final = True

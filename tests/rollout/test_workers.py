@@ -16,6 +16,7 @@ from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.workers import StartWorker
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError, EngineError, WorkerDiedError
+from agentrl.flow import Flow
 from agentrl.ledger.ledger import Ledger
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, GenerateRequest
@@ -270,6 +271,38 @@ def test_a_worker_whose_event_loop_is_blocked_is_given_up(tmp_path):
             assert isinstance(status, Failed)
             assert "an environment blocks it" in status.error
             assert (await play(workers, blocked)).status == Terminated()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_task_that_workers_die_of_is_set_aside_and_those_beside_it_are_not():
+    async def main() -> None:
+        async with workers_at("processes", 1) as workers:
+            await play(workers, episode(3))  # the run is known to work
+            lethal, beside = episode(3, kills=True), episode(7, hangs=True)
+            for _ in range(2):
+                async with Flow("both") as flow:
+                    both = [flow.start(play(workers, one), name=one.id) for one in (lethal, beside)]
+                for one in both:
+                    status = one.result().status
+                    assert isinstance(status, Failed)
+                    assert not status.final
+            async with Flow("in turn") as flow:
+                kills = flow.start(play(workers, lethal), name="lethal")
+                hangs = flow.start(play(workers, beside), name="beside")
+                await asyncio.wait({kills})
+                fails = (await play(workers, lethal)).status
+                await eventually(lambda: workers.metrics()["rollout_workers/most_live"] == 1)
+                assert not hangs.done()
+                flow.cancel()
+            assert isinstance(fails, Failed)
+            assert fails.final
+            assert "rollout workers died 3 times while they worked on the task of seed 3" in (
+                fails.error
+            )
+            count = workers.worker_count()
+            assert (count.restarts, count.set_aside) == (3, 1)
 
     asyncio.run(main())
 

@@ -57,6 +57,8 @@ class Dice:
             raise KeyError("the dice are gone")
         if "hangs" in self.options:
             await asyncio.Event().wait()
+        if "kills" in self.options:
+            os.kill(os.getpid(), signal.SIGKILL)
         if "once" in self.options:
             harm_once(**self.options)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.cluster.ray_prompts import HeldPrompts
 from agentrl.errors import WorkerDiedError, as_exception
-from agentrl.flow import Flow, elapsed, now
+from agentrl.flow import Flow, Suspect, elapsed, now
 from agentrl.rollout.assignment import Assignment, Report, TokensSampled, TurnsPlayed
 from agentrl.rollout.workers.link import WorkerLink
 from agentrl.rollout.workers.messages import (
@@ -46,6 +46,8 @@ class _Episode:
     """An episode that the worker plays."""
 
     report: Report
+    suspect: Suspect
+    """What the worker may die of."""
     ended: asyncio.Future[bytes]
     """Its pickled trajectories."""
     progress: ProgressReader = field(default_factory=ProgressReader)
@@ -93,10 +95,10 @@ class WorkerConnection:
         return len(self._episodes)
 
     async def play(
-        self, policy: PlayedPolicy, assignment: Assignment, report: Report
+        self, policy: PlayedPolicy, assignment: Assignment, report: Report, suspect: Suspect
     ) -> tuple[Trajectory, ...]:
-        """Have the worker play an episode. If this is cancelled, it returns when the worker has
-        ended the episode.
+        """Have the worker play an episode, of which it may die. If this is cancelled, it returns
+        when the worker has ended the episode.
 
         Raises:
             WorkerDiedError: the worker has died, or does not end the episode.
@@ -104,7 +106,7 @@ class WorkerConnection:
         """
         number = next(self._numbers)
         ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._episodes[number] = _Episode(report, ended)
+        self._episodes[number] = _Episode(report, suspect, ended)
         self.link.send(Play(number, policy, pickle.dumps(assignment)))
         try:
             # Waited for and not awaited: a cancelled caller waits for the same end.
@@ -122,15 +124,15 @@ class WorkerConnection:
         played: tuple[Trajectory, ...] = pickle.loads(ended.result())
         return played
 
-    def lose(self, why: WorkerDiedError) -> int:
-        """End the connection: the episodes of the worker raise `why`. Returns how many."""
+    def lose(self, why: WorkerDiedError) -> list[Suspect]:
+        """End the connection: the episodes of the worker raise `why`. Returns their suspects."""
         self.link.close()
         for call in self._calls.values():
             call.cancel()
         lost = [episode for episode in self._episodes.values() if not episode.ended.done()]
         for episode in lost:
             episode.ended.set_exception(why)
-        return len(lost)
+        return [episode.suspect for episode in lost]
 
     def take(self, message: Any) -> None:
         """Take a message of the worker."""

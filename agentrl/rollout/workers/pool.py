@@ -7,7 +7,8 @@
 An episode is played by one worker from its beginning to its end. The worker with the fewest
 episodes gets the next one. Which one that is changes nothing, because all seeds of an episode are
 in its assignment. A worker that dies, or gives no sign of life, is replaced; its episodes fail, and
-are played again as after any failure (`agentrl/rollout/attempts.py`).
+are played again as after any failure (`agentrl/rollout/attempts.py`). A task that two workers have
+died of is set aside (`agentrl/flow/suspicion.py`).
 """
 
 import asyncio
@@ -17,12 +18,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
+from pydantic_core import to_json
+
 from agentrl.cluster.supervised import RESTARTS, Supervised
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
 from agentrl.cluster.workers import LEASE_SECONDS, Forked, StartWorker, Worker
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.errors import WorkerDiedError
-from agentrl.flow import Flow, elapsed, now, waiting_for
+from agentrl.errors import LethalTaskError, WorkerDiedError
+from agentrl.flow import Flow, Suspect, Suspicion, elapsed, now, waiting_for
 from agentrl.net.interfaces import LOOPBACK
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
@@ -32,7 +35,7 @@ from agentrl.rollout.workers.link import Door, WorkerLink, open_door
 from agentrl.rollout.workers.messages import PlayedPolicy, Stop
 from agentrl.rollout.workers.served_engines import ServedEngines
 from agentrl.settings.sampling import SamplingParams
-from agentrl.trajectory import Failed, Trajectory
+from agentrl.trajectory import Failed, Task, Trajectory
 
 STOP_SECONDS = 10.0
 """How long a worker may take to close its environments before it is killed."""
@@ -78,6 +81,7 @@ class RolloutWorkers:
         self.engines = ServedEngines(self._broadcast)
         """The engines that the workers may ask."""
         self._changed = asyncio.Event()
+        self._suspicion = Suspicion(LethalTaskError, "rollout workers")
         self._has_played = False
         self._lost = 0
         self._ended_cpu_seconds = 0.0
@@ -112,21 +116,32 @@ class RolloutWorkers:
         """The number of workers that play. Any thread may ask."""
         alive = sum(one.plays for one in list(self._connections.values()))
         restarts = sum(worker.restarts for worker in self._supervised)
-        return WorkerCount(ROLE, alive, len(self._supervised), restarts)
+        set_aside = self._suspicion.set_aside
+        return WorkerCount(ROLE, alive, len(self._supervised), restarts, set_aside)
 
     async def play(
         self, policy: PlayedPolicy, assignment: Assignment, report: Report
     ) -> tuple[Trajectory, ...]:
-        """Have an episode played. It has failed if its worker dies."""
-        worker = await self._least_busy()
+        """Have an episode played. It has failed if its worker dies, and finally so if workers keep
+        dying of its task.
+        """
         began = elapsed()
+        suspect = self._suspicion.suspect(*_identity(assignment.task))
+        died = False
         try:
-            played = await worker.play(policy, assignment, report)
+            self._suspicion.check(suspect)
+            async with self._suspicion.turn(suspect):
+                self._suspicion.check(suspect)
+                worker = await self._least_busy()
+                played = await worker.play(policy, assignment, report, suspect)
         except WorkerDiedError as error:
-            status, seconds = Failed("environment", str(error)), elapsed() - began
-            return (
-                Trajectory(assignment.id, assignment.task, (), status, (), seconds, started=began),
-            )
+            died = True
+            return _failed(assignment, Failed("environment", str(error)), began)
+        except LethalTaskError as error:
+            return _failed(assignment, Failed.by(error), began)
+        finally:
+            if not died:
+                self._suspicion.ended(suspect)
         self._has_played = True
         self._supervised[worker.rank].progress()
         return played
@@ -193,19 +208,18 @@ class RolloutWorkers:
             WorkerDiedError: it has died.
             ConfigError: it cannot open its parts.
         """
-        why = WorkerDiedError(ROLE, rank, "its run has ended")
         try:
             async with Flow(f"rollout worker {rank}") as flow:
                 flow.start(_until_it_ends(worker, rank, door), name="serve")
                 flow.start(self._watch(rank), name="watch")
         except WorkerDiedError as error:
-            why = error
+            self._suspicion.died(self._lose(rank, error), error)
             raise
         except asyncio.CancelledError:
             await self._let_close(rank)
             raise
         finally:
-            self._lose(rank, why)
+            self._lose(rank, WorkerDiedError(ROLE, rank, "its run has ended"))
 
     async def _watch(self, rank: int) -> None:
         """Watch whether the event loop of a worker moves.
@@ -230,10 +244,28 @@ class RolloutWorkers:
             connection.link.send(Stop())
             await asyncio.wait({connection.link.closed}, timeout=STOP_SECONDS)
 
-    def _lose(self, rank: int, why: WorkerDiedError) -> None:
-        if (connection := self._connections.pop(rank, None)) is not None:
-            self._ended_cpu_seconds += connection.cpu_seconds
-            self._lost += connection.lose(why)
+    def _lose(self, rank: int, why: WorkerDiedError) -> list[Suspect]:
+        """Give up the connection of a worker, and return what it worked on."""
+        if (connection := self._connections.pop(rank, None)) is None:
+            return []
+        self._ended_cpu_seconds += connection.cpu_seconds
+        lost = connection.lose(why)
+        self._lost += len(lost)
+        return lost
+
+
+def _identity(task: Task) -> tuple[str, Callable[[], bytes]]:
+    """The name of a task in messages, and what it is known by: not its id, which is another one
+    when it comes again.
+    """
+    named = f"the task of seed {task.seed} with the options {dict(task.options)!r:.200}"
+    return named, lambda: to_json([task.env, task.seed, dict(task.options)], fallback=repr)
+
+
+def _failed(assignment: Assignment, status: Failed, began: float) -> tuple[Trajectory]:
+    """An episode that failed before it left anything."""
+    seconds = elapsed() - began
+    return (Trajectory(assignment.id, assignment.task, (), status, (), seconds, started=began),)
 
 
 async def _until_it_ends(worker: Worker, rank: int, door: Door) -> None:
