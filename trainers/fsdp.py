@@ -34,6 +34,11 @@ class FsdpTrainer(GroupTrainer):
         exchange heads for attention: for samples whose activations are too large for one rank.
         Divides `world_size / replicas` and the model's attention heads; weights stay divided over
         all ranks of a replica."""
+        expert_parallel: int = Field(1, ge=1)
+        """Of a mixture of experts: neighbouring ranks over which the experts of a layer are
+        divided. Tokens go to the ranks that have their experts, and only these ranks gather the
+        experts' weights. The ranks compute samples of their own, or slices of them. Divides
+        `world_size / replicas` and the number of experts. Not with selective recomputation."""
         reshard_after_forward: bool = True
         """Free a layer's gathered weights after its forward pass, and gather them again for the
         backward pass (ZeRO 3). Otherwise keep them until then (ZeRO 2), which is faster but takes
@@ -56,13 +61,28 @@ class FsdpTrainer(GroupTrainer):
                     f" {self.replicas} replicas (replicas) of groups of {self.context_parallel}"
                     f" (context_parallel): write world_size: {more}, or other numbers of these"
                 )
+            of_replica = self.world_size // self.replicas
+            if of_replica % self.expert_parallel:
+                ways = ", ".join(str(n) for n in range(1, of_replica + 1) if of_replica % n == 0)
+                raise ValueError(
+                    f"the {of_replica} ranks of a replica (world_size, replicas) cannot be divided"
+                    f" equally into groups of {self.expert_parallel} (expert_parallel): write one"
+                    f" of {ways}"
+                )
+            if self.expert_parallel > 1 and self.activation_checkpointing == "selective":
+                raise ValueError(
+                    "expert_parallel shards experts inside of a layer, whose gathering cannot be"
+                    " told from the products that activation_checkpointing: selective keeps: write"
+                    " full or none"
+                )
             return self
 
         @property
         def mesh(self) -> Mesh:
             """The grid of the ranks."""
             context = self.context_parallel
-            return Mesh(self.replicas, self.world_size // self.replicas // context, context)
+            shard = self.world_size // self.replicas // context
+            return Mesh(self.replicas, shard, context, expert=self.expert_parallel)
 
         @property
         def ranks_of_a_sample(self) -> int:

@@ -37,7 +37,7 @@ class Routing:
         self._chosen_SK: dict[int, Tensor] = {}
         self._hooks = [
             module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
-            for layer, (_, module) in enumerate(_expert_modules(model))
+            for layer, (_, module) in enumerate(expert_modules(model))
         ]
         self.layers = len(self._hooks)
 
@@ -175,7 +175,7 @@ def layers_with_experts(model: Any) -> tuple[int, ...]:
     """The numbers of the layers of a transformers model that have experts; none if it is no mixture
     of experts.
     """
-    found = (_LAYER.search(f".{name}") for name, _ in _expert_modules(model))
+    found = (_LAYER.search(f".{name}") for name, _ in expert_modules(model))
     return tuple(int(layer[1]) for layer in found if layer is not None)
 
 
@@ -184,9 +184,7 @@ def take_choices(model: Any) -> None:
     (`TokenRouting`).
     """
     numbers = layers_with_experts(model)
-    for place, (number, (_, module)) in enumerate(
-        zip(numbers, _expert_modules(model), strict=True)
-    ):
+    for place, (number, (_, module)) in enumerate(zip(numbers, expert_modules(model), strict=True)):
         layer = model.base_model.layers[number]
         layer.forward = partial(_by_choices, place, _count_of(module), layer.forward)
 
@@ -195,7 +193,7 @@ def choices_are_taken(model: Any, run: Callable[[TokenRouting], object], tokens:
     """True if a model that `take_choices` has prepared computes with experts that are given. `run`
     calls it with some `tokens`, all of which each layer computes.
     """
-    experts = [_count_of(module) for _, module in _expert_modules(model)]
+    experts = [_count_of(module) for _, module in expert_modules(model)]
     watched = Routing(model)
     device = next(model.parameters()).device
     nobody_N = torch.zeros(0, dtype=torch.long, device=device)
@@ -225,7 +223,7 @@ def _by_choices(
         return forward(*args, **kwargs)
 
 
-def _expert_modules(model: Any) -> list[tuple[str, Any]]:
+def expert_modules(model: Any) -> list[tuple[str, Any]]:
     """The modules with the experts of a layer, by name, in order."""
     return [
         (name, module)
@@ -235,7 +233,9 @@ def _expert_modules(model: Any) -> list[tuple[str, Any]]:
 
 
 def _count_of(experts: Any) -> int:
-    """The number of experts in a module: the first dimension of its stacked weights."""
+    """The number of experts in a module: the first dimension of its stacked weights, of which a
+    rank of a trainer may have a part.
+    """
     stacked = [len(one) for one in experts.parameters() if one.dim() == 3]
     return stacked[0] if stacked else int(getattr(experts, "num_experts", 0))
 
@@ -355,6 +355,7 @@ __all__ = [
     "balance_loss",
     "choices_are_taken",
     "differing",
+    "expert_modules",
     "layers_with_experts",
     "take_choices",
     "without_router_logits",

@@ -248,9 +248,13 @@ def _fsdp_peaks(
     block, head, rest = facts.block, facts.embedding, outside
     if layout.lora_rank:
         block, head, rest = trained_parameters(facts, layout) // facts.layers, 0, 0
+    away = experts_elsewhere(facts, layout.mesh)
+    block_here, all_here = facts.block - away // facts.layers, facts.parameters - away
+    if not layout.lora_rank:
+        block = block_here
     # A block is computed with while the next one is on its way.
-    most = facts.parameters if layout.keeps_gathered else 2 * facts.block + outside
-    gathered = number * min(facts.parameters, most)
+    most = all_here if layout.keeps_gathered else 2 * block_here + outside
+    gathered = number * min(all_here, most)
     kept = activation_bytes(facts, layout, tokens)
     return [
         {
@@ -392,6 +396,20 @@ def exchanged(facts: ModelFacts, mesh: Mesh) -> int:
     return (heads.queries + keys) * (heads.key_size + heads.value_size)
 
 
+def experts_elsewhere(facts: ModelFacts, mesh: Mesh) -> int:
+    """Parameters of all experts that a rank never gathers, as others of its group have them."""
+    return facts.expert_parameters - facts.expert_parameters // mesh.expert
+
+
+def dispatched(facts: ModelFacts, mesh: Mesh) -> float:
+    """To how many ranks a token goes in a layer whose experts are divided, if all experts are as
+    likely; once to each, whatever the number of its experts there. With one rank it goes nowhere.
+    """
+    if mesh.expert == 1:
+        return 0.0
+    return float(mesh.expert * (1 - (1 - 1 / mesh.expert) ** facts.chosen))
+
+
 def _inputs_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     """Bytes of the inputs of all layers, which autocast leaves in float32."""
     number = 4 if layout.precision == "autocast" else layout.number
@@ -409,6 +427,9 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     pieces = 4 * 4 * facts.pieced_heads * min(QUERIES_AT_ONCE, tokens)
     # What is sent and what is received.
     exchange = 2 * layout.number * exchanged(facts, layout.mesh)
+    # The tokens that are sent and those that come, their results, and the sums in float32.
+    rows = dispatched(facts, layout.mesh) * facts.hidden
+    exchange += round((4 * layout.number + 4) * rows)
     return (again + layout.number * facts.largest.working + pieces + exchange) * tokens
 
 

@@ -1,6 +1,6 @@
 """`Mesh`: the grid of a trainer's ranks."""
 
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ class Coordinates(NamedTuple):
     shard: int = 0
     context: int = 0
     tensor: int = 0
-    expert: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The sizes of the five axes on which a trainer's ranks lie.
+    """The sizes of the four axes on which a trainer's ranks lie, and of the groups over which
+    they divide experts.
 
     Ranks are numbered along the last axis first: those that differ on it alone are neighbours, and
     so, as far as they fit, on one machine. Ranks that differ on `replicate` or `shard` compute
@@ -28,7 +28,7 @@ class Mesh:
     `Coordinates(replicate=1, shard=0, tensor=1)`, and its data-parallel rank is 2 of 4.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or experts cannot be divided over the ranks of a replica.
     """
 
     replicate: int = 1
@@ -41,17 +41,32 @@ class Mesh:
     tensor: int = 1
     """Parts that each matrix is cut into."""
     expert: int = 1
-    """Parts that the experts of a layer are divided into."""
+    """Parts that the experts of a layer are divided into: neighbouring ranks of a replica, on
+    whatever axis. Each computes its experts for the tokens of all of them."""
 
     def __post_init__(self) -> None:
-        for axis, size in zip(Coordinates._fields, astuple(self), strict=True):
+        for axis, size in asdict(self).items():
             if size < 1:
                 raise ValueError(f"the axis {axis!r} of a mesh has 1 or more ranks, got {size}")
+        if self.replica_size % self.expert:
+            raise ValueError(
+                f"{self.replica_size} ranks of a replica cannot be divided into groups of"
+                f" {self.expert} that divide experts"
+            )
+
+    @property
+    def _sizes(self) -> Coordinates:
+        return Coordinates(self.replicate, self.shard, self.context, self.tensor)
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return prod(astuple(self))
+        return prod(self._sizes)
+
+    @property
+    def replica_size(self) -> int:
+        """The number of ranks over which a copy of the model is divided."""
+        return self.shard * self.context * self.tensor
 
     @property
     def data_parallel_size(self) -> int:
@@ -67,7 +82,7 @@ class Mesh:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"a mesh of {self.world_size} ranks has no rank {rank}")
         places = []
-        for size in reversed(astuple(self)):
+        for size in reversed(self._sizes):
             rank, place = divmod(rank, size)
             places.append(place)
         return Coordinates(*reversed(places))
@@ -79,7 +94,7 @@ class Mesh:
             ValueError: the place is not on the mesh.
         """
         rank = 0
-        for axis, size, number in zip(place._fields, astuple(self), place, strict=True):
+        for axis, size, number in zip(place._fields, self._sizes, place, strict=True):
             if not 0 <= number < size:
                 raise ValueError(f"the axis {axis!r} of the mesh has {size} ranks, and no {number}")
             rank = rank * size + number

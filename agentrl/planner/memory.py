@@ -91,6 +91,7 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
     if devices.time_shared and not stages.trainer.sleeps:
         yield "this trainer cannot sleep while the engine works"
     yield from _undivided_heads(stages, devices)
+    yield from _undivided_experts(stages)
     yield from _short_cache(stages, work, devices)
 
 
@@ -155,6 +156,16 @@ def _undivided_heads(stages: Stages, devices: DeviceMap) -> Iterator[str]:
         yield (
             f"a copy of the model cannot be spread over {split} devices: it has {heads.queries}"
             f" attention heads and {heads.keys} heads of keys"
+        )
+
+
+def _undivided_experts(stages: Stages) -> Iterator[str]:
+    """Expert parallelism of the trainer gives each rank equally many experts."""
+    experts, parts = stages.facts.experts, stages.trainer.mesh.expert
+    if parts > 1 and (not experts or experts % parts):
+        yield (
+            f"trainer.expert_parallel={parts} divides the experts of a layer, and the model has"
+            f" {experts or 'none'}"
         )
 
 

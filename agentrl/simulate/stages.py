@@ -23,8 +23,10 @@ from agentrl.placement.footprint import (
     TrainerLayout,
     block_number,
     context_bytes,
+    dispatched,
     engine_footprint,
     exchanged,
+    experts_elsewhere,
     tokens_cached,
     trained_parameters,
     unit_numbers,
@@ -239,9 +241,10 @@ class Stages:
 
     def _communication(self, work: Workload, devices: DeviceMap) -> float:
         """Seconds in which a rank sends in a step: weights and gradients inside of a replica of the
-        model, sums of gradients between replicas, and heads between the ranks of a context.
+        model, sums of gradients between replicas, heads between the ranks of a context, and tokens
+        between those that divide experts.
 
-        Neighbouring ranks make a replica, and in it a context.
+        Neighbouring ranks make a replica, and in it a context, and a group that divides experts.
         """
         facts, layout, ranks = self.facts, self.trainer, devices.of("trainer")
         mesh, kind = layout.mesh, devices.inventory.kind
@@ -253,15 +256,33 @@ class Stages:
             apart = any(len({rank.node for rank in group}) > 1 for group in groups)
             return self.assume.links * (kind.network if apart else kind.link)
 
-        seconds = (shards - 1) / shards * self._traffic(self.micro_batches(work, len(ranks)))
+        divided = facts.expert_parameters if mesh.expert > 1 else 0
+        own = divided - experts_elsewhere(facts, mesh) if divided else 0
+        trained = trained_parameters(facts, layout)
+        batches = self.micro_batches(work, len(ranks))
+        seconds = (
+            (shards - 1)
+            / shards
+            * self._traffic(
+                batches,
+                facts.parameters - divided,
+                trained if layout.lora_rank else trained - divided,
+            )
+        )
+        alike = max(1, shards // mesh.expert)
+        seconds += (alike - 1) / alike * self._traffic(batches, own, 0 if layout.lora_rank else own)
         seconds /= link(shards)
-        part = 4 * trained_parameters(facts, layout) / shards
+        part = 4 * trained / shards
         between = 2 * (mesh.replicate - 1) / mesh.replicate * part * layout.minibatches
         seconds += between / link(len(ranks))
         passes = 2 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
         each = layout.number * facts.layers * exchanged(facts, mesh) * passes
         sent = each * work.tokens / len(ranks) * (mesh.context - 1) / mesh.context
-        return seconds + sent / link(mesh.context)
+        seconds += sent / link(mesh.context)
+        # There and back, of the tokens that this rank computes.
+        rows = 2 * layout.number * facts.layers * facts.hidden * dispatched(facts, mesh) * passes
+        sent = rows * work.tokens / len(ranks) * (mesh.expert - 1) / mesh.expert
+        return seconds + sent / link(mesh.expert)
 
     def waiting(self, work: Workload, ranks: int) -> float:
         """How many times as long ranks take that wait in every micro-batch for the slowest of them
@@ -274,19 +295,19 @@ class Stages:
         parts = ranks // self.trainer.mesh.context
         return _waiting(lengths, self.trainer.micro_batch_tokens, attention, parts)
 
-    def _traffic(self, micro_batches: float) -> float:
-        """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3)
-        or once after the update, and gradients in float32, of each micro-batch if they are sharded,
-        else once for each minibatch.
+    def _traffic(self, micro_batches: float, parameters: int, trained: int) -> float:
+        """Bytes of so many parameters, of which so many are trained, that ranks gather and sum in a
+        step: weights for each pass (ZeRO 3) or once after the update, and gradients in float32, of
+        each micro-batch if they are sharded, else once for each minibatch.
         """
-        facts, layout = self.facts, self.trainer
+        layout = self.trainer
         sums = micro_batches if layout.shards >= 2 and not layout.accumulates_whole else 1
-        gradients = 4 * trained_parameters(facts, layout) * sums * layout.minibatches
+        gradients = 4 * trained * sums * layout.minibatches
         if layout.shards < 3:
-            return layout.minibatches * 4 * facts.parameters + gradients
+            return layout.minibatches * 4 * parameters + gradients
         gathers = (1 if layout.keeps_gathered else 2) * micro_batches * layout.minibatches
         gathers += micro_batches * (layout.minibatches - 1)
-        return facts.parameters * gathers * layout.number + gradients
+        return parameters * gathers * layout.number + gradients
 
     def transport(self, devices: DeviceMap) -> str:
         """The name of the transport of new weights, as the run chooses it."""

@@ -30,6 +30,7 @@ from agentrl.placement.footprint import (
     EngineLayout,
     TrainerLayout,
     activation_bytes,
+    dispatched,
     engine_footprint,
     exchanged,
     head_bytes,
@@ -142,6 +143,24 @@ def test_the_ranks_of_a_context_have_their_share_of_the_activations_and_what_the
     assert exchanged(QWEN3_8B, Mesh(context=16)) == (32 + 16) * 2 * 128
     more = layer_bytes(QWEN3_8B, cut, 4096) - layer_bytes(QWEN3_8B, whole, 4096)
     assert more == 2 * 2 * (32 + 16) * 2 * 128 * 4096
+
+
+def test_ranks_that_divide_experts_gather_their_own_and_send_tokens_once_to_each_rank() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts of 48 layers, each three matrices of 2048 x 768."""
+    facts = model_facts(PUBLISHED / "Qwen/Qwen3-30B-A3B")
+    config = FsdpTrainer.Config(world_size=16, dtype="bfloat16", micro_batch_tokens=4096)
+    whole, cut = (replace(config.layout(), mesh=Mesh(1, 16, expert=n)) for n in (1, 8))
+    parts, alone = (trainer_footprint(facts, one, 16).parts for one in (cut, whole))
+    assert parts["weights"] == alone["weights"]
+    elsewhere = 128 * 7 // 8 * 3 * 2048 * 768
+    assert alone["gathered"] - parts["gathered"] == pytest.approx(2 * 2 * elsewhere, rel=1e-3)
+    assert alone["block gradients"] - parts["block gradients"] == pytest.approx(
+        2 * elsewhere, rel=1e-3
+    )
+    # 8 choices of 8 ranks: each rank is left out with probability (7 / 8) ** 8
+    assert dispatched(facts, cut.mesh) == pytest.approx(8 * (1 - (7 / 8) ** 8))
+    more = layer_bytes(facts, cut, 1000) - layer_bytes(facts, whole, 1000)
+    assert more == pytest.approx(1000 * (2 * 2 * 2 + 4) * 2048 * 5.25, rel=1e-2)
 
 
 def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from agentrl.placement.mesh import ONE_RANK, Coordinates, Mesh
 
 SIZES = st.integers(1, 4)
-MESHES = st.builds(Mesh, SIZES, SIZES, SIZES, SIZES, SIZES)
+MESHES = st.builds(Mesh, SIZES, SIZES, SIZES, SIZES)
 
 
 @given(MESHES)
@@ -21,12 +21,12 @@ def test_each_rank_has_a_place_of_its_own_and_each_place_a_rank(mesh):
 @given(MESHES)
 def test_each_part_of_a_batch_is_computed_by_as_many_ranks(mesh):
     parts = [mesh.data_parallel_rank(rank) for rank in range(mesh.world_size)]
-    each = mesh.context * mesh.tensor * mesh.expert
+    each = mesh.context * mesh.tensor
     assert sorted(parts) == sorted(list(range(mesh.data_parallel_size)) * each)
     leaders = [mesh.data_parallel_rank(rank) for rank in mesh.data_parallel_leaders]
     assert leaders == list(range(mesh.data_parallel_size))
     for rank in mesh.data_parallel_leaders:
-        assert mesh.coordinates(rank)[2:] == (0, 0, 0)
+        assert mesh.coordinates(rank)[2:] == (0, 0)
 
 
 @given(MESHES, st.sampled_from(Coordinates._fields))
@@ -52,6 +52,10 @@ def test_a_worked_example():
 def test_what_is_not_on_the_mesh_is_refused():
     with pytest.raises(ValueError, match="'tensor' of a mesh has 1 or more ranks, got 0"):
         Mesh(tensor=0)
+    with pytest.raises(
+        ValueError, match=r"6 ranks of a replica .* groups of 4 that divide experts"
+    ):
+        Mesh(replicate=2, shard=3, context=2, expert=4)
     with pytest.raises(ValueError, match="a mesh of 2 ranks has no rank 2"):
         Mesh(shard=2).coordinates(2)
     with pytest.raises(ValueError, match="'context' of the mesh has 1 ranks, and no 1"):

@@ -205,6 +205,11 @@ def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> N
     told = refused(Inventory.uniform(H100, 3), "qwen3_8b", *SMALL, "engine.tensor_parallel=3")
     assert "cannot be spread over 3 devices: it has 32 attention heads and 8 heads of keys" in told
     assert "engine.tensor_parallel=1" in told
+    experts = ("trainer.world_size=2", "trainer.expert_parallel=2")
+    told = refused(Inventory.uniform(H100, 2), "qwen3_8b", *SMALL, *experts)
+    assert (
+        "trainer.expert_parallel=2 divides the experts of a layer, and the model has none" in told
+    )
     chosen = config("qwen3_8b", *SMALL)
     shape = model_of(chosen)
     odd = replace(shape, kv=replace(shape.kv, heads=replace(shape.kv.heads, queries=28, keys=4)))

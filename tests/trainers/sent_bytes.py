@@ -32,9 +32,12 @@ class SentBytes(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if func.namespace == "c10d" and name in _SHARES:
             number, times = _SHARES[name]
-            whole = sum(one.nbytes for one in tree_iter(args[number]) if isinstance(one, Tensor))
-            ranks = tuple(dist.get_process_group_ranks(_group(args)))
+            given = [one for one in tree_iter(args[number]) if isinstance(one, Tensor)]
+            whole, group = sum(one.nbytes for one in given), _group(args)
+            ranks = tuple(dist.get_process_group_ranks(group))
             sent = times * (len(ranks) - 1) * whole / len(ranks)
+            if name == "alltoall_base_" and args[4]:  # so many rows to each rank
+                sent = whole * (1 - args[4][dist.get_rank(group)] / max(1, sum(args[4])))
             self.sent[name.strip("_"), ranks] += round(sent)
         return func(*args, **(kwargs or {}))
 

@@ -24,6 +24,7 @@ from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import InOwnProcess, WorkerGroup
 from agentrl.errors import ConfigError
 from agentrl.expert_choices import ExpertChoices
+from agentrl.protocols.weight_source import WeightSource
 from agentrl.testing.trainers import LOSS, TrainerCase, check_trainer, random_batches
 from agentrl.trainers.batch_shards import BatchShard, shard_batch
 from agentrl.trainers.fsdp import FsdpTrainer
@@ -64,9 +65,24 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "context 4": {"world_size": 4, "context_parallel": 4},
     "2 shards x context 2": {"world_size": 4, "context_parallel": 2},
     "2 replicas x context 2": {"world_size": 4, "replicas": 2, "context_parallel": 2},
+    "expert 2": {"world_size": 2, "expert_parallel": 2},
+    "2 shards x expert 2": {"world_size": 4, "expert_parallel": 2},
+    "2 replicas x expert 2": {"world_size": 4, "replicas": 2, "expert_parallel": 2},
+    "context 2, expert 2": {"world_size": 2, "context_parallel": 2, "expert_parallel": 2},
 }
 """Settings of the ranks."""
-SOON = {("2 replicas x 2 shards", "windowed, capped"), ("context 2", "mixture with sinks")}
+
+
+def kinds_on(mesh: str) -> list[str]:
+    """The models that a mesh can compute: those with experts, if it divides these."""
+    return [kind for kind in MODELS if "mixture" in kind or "expert" not in mesh]
+
+
+SOON = {
+    ("2 replicas x 2 shards", "windowed, capped"),
+    ("context 2", "mixture with sinks"),
+    ("expert 2", "mixture with sinks"),
+}
 """Cases whose first steps are checked among the tests that are slow, and not only long."""
 ALONE: dict[str, Any] = {"device": "cpu"}
 
@@ -128,7 +144,7 @@ async def trained(
         *(
             pytest.param(mesh, kind, 20, marks=pytest.mark.long)
             for mesh in MESHES
-            for kind in MODELS
+            for kind in kinds_on(mesh)
         ),
     ],
 )
@@ -151,7 +167,7 @@ def check_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "expert" not in mesh])
 def test_a_trainer_on_a_mesh_keeps_the_contract(
     mesh: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -160,11 +176,23 @@ def test_a_trainer_on_a_mesh_keeps_the_contract(
 
 
 @pytest.mark.long
+def test_layers_of_divided_experts_that_are_computed_again_have_the_same_gradients(
+    processes: Processes, model_of: Any
+) -> None:
+    model = model_of("mixture")
+    batches = batches_of(model, 3)
+    one = asyncio.run(trained(make_trainer(LocalTrainer, ALONE), model, batches))
+    settings = {"activation_checkpointing": "full", "keep_gradients": True}
+    several = make_trainer(FsdpTrainer, {**MESHES["expert 2"], **settings}, start=processes)
+    check_equal(asyncio.run(trained(several, model, batches)), one)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_adapters_on_a_mesh_are_those_of_one_process(
     mesh: str, processes: Processes, model_of: Any
 ) -> None:
-    model = model_of("dense")
+    model = model_of(kinds_on(mesh)[0])
     batches = batches_of(model, 20)
     one = asyncio.run(trained(make_trainer(LocalTrainer, {**ALONE, "lora": LORA}), model, batches))
     several = make_trainer(FsdpTrainer, {**MESHES[mesh], "lora": LORA}, start=processes)
@@ -176,7 +204,7 @@ def test_adapters_on_a_mesh_are_those_of_one_process(
 def test_a_critic_and_a_reference_on_a_mesh_are_those_of_one_process(
     mesh: str, processes: Processes, model_of: Any
 ) -> None:
-    model = model_of("dense")
+    model = model_of(kinds_on(mesh)[0])
     batches = batches_of(model, 6)
 
     async def learned(make_critic: Any, make_reference: Any) -> list[Any]:
@@ -223,6 +251,10 @@ CHECKPOINTED: Mapping[str, Mapping[str, int]] = {
         *(("2 replicas x 2 shards", name) for name in ("1", "2", "4", "3 replicas")),
         ("1", "2 replicas x 2 shards"),
         ("3 replicas", "2 replicas x 2 shards"),
+        ("context 2", "2"),
+        ("2", "2 shards x expert 2"),
+        ("2 shards x expert 2", "context 2"),
+        ("expert 2", "3 replicas"),
     ],
     ids=" to ".join,
 )
@@ -234,7 +266,7 @@ def test_a_mesh_takes_up_what_another_has_saved(
     model_of: Any,
     tmp_path: Path,
 ) -> None:
-    model = model_of("dense")
+    model = model_of("mixture" if "expert" in "".join(meshes) else "dense")
     batches = batches_of(model, 6)
     case = TrainerCase(lr=1e-3, lora=lora)
 
@@ -260,19 +292,27 @@ def chosen_experts(batch: TrainBatch, layers: int) -> TrainBatch:
     """A batch whose engine has chosen two of four experts in each layer: the same for a token that
     samples share.
     """
-    pairs = np.array(list(combinations(range(4), 2)))
-    known = []
-    for tokens in np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1]):
-        kinds = 7 * tokens + np.arange(len(tokens))
-        chosen = [pairs[(kinds + 5 * layer) % len(pairs)] for layer in range(layers)]
-        known.append(ExpertChoices.of(0, np.stack(chosen, axis=1)))
+    known = [
+        ExpertChoices.of(0, choices_of(tokens, layers))
+        for tokens in np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1])
+    ]
     return replace(batch, experts_M=np.array(known, np.object_))
+
+
+def choices_of(tokens: Any, layers: int) -> Any:
+    """Two of four experts for each token of a sample in each layer, shape (T, L, 2)."""
+    pairs = np.array(list(combinations(range(4), 2)))
+    kinds = 7 * tokens + np.arange(len(tokens))
+    return np.stack([pairs[(kinds + 5 * layer) % len(pairs)] for layer in range(layers)], axis=1)
 
 
 @pytest.mark.parametrize(
     "mesh",
     [
         "context 2",
+        pytest.param("expert 2", marks=pytest.mark.long),
+        pytest.param("2 shards x expert 2", marks=pytest.mark.long),
+        pytest.param("context 2, expert 2", marks=pytest.mark.long),
         pytest.param("2 replicas x 2 shards", marks=pytest.mark.long),
         pytest.param("context 4", marks=pytest.mark.long),
         pytest.param("2 shards x context 2", marks=pytest.mark.long),
@@ -306,8 +346,9 @@ def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
         )
     )
     for got, want in zip(several[0], alone[0], strict=True):
-        assert got.keys() == want.keys()
-        for name in got:
+        # one rank waits for no other
+        assert got.keys() - {"lockstep_ratio"} == want.keys()
+        for name in want:
             # parts of a batch are packed on their own
             if not name.startswith("seconds") and name != "tokens_computed":
                 assert got[name] == pytest.approx(want[name], abs=1e-5, rel=1e-5), name
@@ -459,10 +500,65 @@ def test_ranks_of_a_context_send_each_head_of_their_tokens_once_for_each_attenti
     assert sent["allreduce", context] >= passes * 4 * tokens // 2 * 2 * (ranks - 1) // ranks
 
 
+def gather_everywhere(source: WeightSource) -> dict[str, torch.Tensor]:
+    """All weights by their published names, on each of four ranks."""
+    whole: dict[str, torch.Tensor] = {}
+    for unit in source.units:
+        whole |= source.gather(unit, range(4), None)
+    return whole
+
+
+def test_ranks_that_divide_experts_send_a_token_once_to_each_rank_that_it_asks(
+    processes: Processes, model_of: Any
+) -> None:
+    model, passes, tokens, layers = model_of("mixture"), 3, 16, 2
+    config = FsdpTrainer.Config(
+        **MESHES["2 shards x expert 2"],
+        micro_batch_tokens=tokens,
+        dtype="float32",
+        routing="replay",
+    )
+    batch = chosen_experts(batch_of_lengths([tokens] * 4 * passes), layers)
+    shards = shard_batch(batch, config, parts=4)
+    args = (LOSS, 1.0, batch.num_loss_tokens)
+
+    async def main() -> Any:
+        async with counting_ranks(config, model, processes) as ranks:
+            weights = await ranks.all("send_weights", gather_everywhere)
+            return weights, await ranks.scatter(
+                "sent", [("step", shard, *args) for shard in shards]
+            )
+
+    of_ranks, found = asyncio.run(main())
+    published = load_file(model / "model.safetensors")
+    for weights in of_ranks:
+        assert weights.keys() == published.keys()
+        assert all(weights[name].equal(published[name]) for name in published)
+    asked = 0
+    for rank in (0, 1):
+        for micro_batch in shards[rank][0]:
+            chosen = choices_of(micro_batch.samples.tokens_S, layers)
+            is_sent = (chosen // 2 != rank).any(2)
+            # the last layer computes the tokens before loss tokens
+            asked += int(is_sent[:, 0].sum() + is_sent[tokens // 2 - 1 : -1, 1].sum())
+    hidden, chosen_bytes = 4 * HEADS["hidden_size"], 2 * (8 + 4 + 4)
+    # states and results, their gradients; numbers and weights of experts, the weights' gradients;
+    # from both ranks, how many tokens come
+    expected = asked * (4 * hidden + chosen_bytes) + 2 * 8 * passes * layers
+    assert sum(found[rank]["alltoall_base", (0, 1)] for rank in (0, 1)) == expected
+    sizes = {name: 4 * weight.numel() for name, weight in published.items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    # half of a rank's half of the experts, for each of two passes; of the gradients, for their sum
+    assert found[0]["allgather_base", (0, 2)] == passes * experts / 2
+    assert found[0]["reduce_scatter_base", (0, 2)] == passes * experts / 4
+    rest = sum(sizes.values()) - experts
+    assert found[0]["reduce_scatter_base", (0, 1, 2, 3)] == passes * rest * 3 / 4
+
+
 def test_what_cannot_be_cut_is_refused_by_name(model_of: Any) -> None:
-    async def opened(sharding: str, **settings: int) -> None:
+    async def opened(sharding: str, kind: str = "dense", **settings: int) -> None:
         config = FsdpTrainer.Config(**settings, dtype="float32")
-        make: Any = TrainerSpec(sharding, config, model_of("dense"), 2, 1.0).make_rank
+        make: Any = TrainerSpec(sharding, config, model_of(kind), 2, 1.0).make_rank
         ranks = await start_local("trainer", InOwnProcess(make), config.world_size)
         try:
             await ranks.all("open", config.mesh, await ranks.one("reserve", True))
@@ -473,6 +569,14 @@ def test_what_cannot_be_cut_is_refused_by_name(model_of: Any) -> None:
         asyncio.run(opened(FsdpTrainer.sharding, world_size=3, context_parallel=3))
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM computes other outputs .* are cut"):
         asyncio.run(opened(f"{__name__}:open_leaking", world_size=2, context_parallel=2))
+    with pytest.raises(ConfigError, match=r"expert_parallel=2 .* Qwen3ForCausalLM has none"):
+        asyncio.run(opened(FsdpTrainer.sharding, world_size=2, expert_parallel=2))
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM has 4: write one of 1, 2, 4"):
+        asyncio.run(opened(FsdpTrainer.sharding, "mixture", world_size=3, expert_parallel=3))
+    with pytest.raises(ValueError, match=r"4 ranks of a replica .*\(expert_parallel\).* 1, 2, 4"):
+        FsdpTrainer.Config(world_size=8, replicas=2, expert_parallel=3)
+    with pytest.raises(ValueError, match=r"selective .*: write full or none"):
+        FsdpTrainer.Config(world_size=2, expert_parallel=2, activation_checkpointing="selective")
 
 
 def open_leaking(spec: TrainerSpec, rank_info: RankInfo) -> Any:

@@ -1,7 +1,8 @@
 """The torch code of a rank of `FsdpTrainer`."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from agentrl.protocols.weight_source import in_format
 from agentrl.trainers.compute.context import ContextGroup, check_heads
 from agentrl.trainers.compute.forward import DeviceMicroBatch
 from agentrl.trainers.rank.checkpoint import Moments
+from agentrl.trainers.rank.expert_shards import ExpertShards, check_experts, divide_experts
 from agentrl.trainers.rank.gradient_norms import squares
 from agentrl.trainers.rank.host_buffers import HostBuffers
 from agentrl.trainers.rank.mesh_groups import MeshGroups
@@ -40,6 +42,7 @@ from agentrl.trainers.rank.optimizer import (
     set_moments,
 )
 from agentrl.trainers.rank.process_group import (
+    RowLayout,
     gather_rows,
     join,
     max_of_ranks,
@@ -60,9 +63,11 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     model, trainable, origin = make_model(spec)
     text = model.model.config.get_text_config()
     check_heads(text.num_attention_heads, rank_info.mesh.context, type(model.model).__name__)
+    check_experts(model.model, rank_info.mesh.expert)
     device = join(rank_info)
     groups = MeshGroups.of(rank_info.mesh, rank_info.rank, device)
-    _shard(model, config, device, groups)
+    experts = divide_experts(model.model, groups.expert)
+    _shard(model, config, device, groups, experts)
     home = torch.device("cpu") if config.optimizer_offload else device
     _take_memory(model, home, device)
     sharding = FullyShard(
@@ -74,28 +79,38 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
         trainable,
         adamw(model, config),
         config.keep_gradients,
+        experts,
     )
     begin(sharding, origin)
     return sharding
 
 
 def _shard(
-    model: Predictor, config: "FsdpTrainer.Config", device: torch.device, groups: MeshGroups
+    model: Predictor,
+    config: "FsdpTrainer.Config",
+    device: torch.device,
+    groups: MeshGroups,
+    experts: ExpertShards,
 ) -> None:
     """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied
-    weights stay tied.
+    weights stay tied. Divided experts are sharded over the ranks that have the same ones.
     """
     low = in_bfloat16(config, device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
+    )
     options: dict[str, Any] = {
         "mesh": groups.weights,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
-        ),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")
         if config.optimizer_offload
         else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
+    for of_layer in experts.modules:
+        # The router's weights of experts stay as precise as it made them.
+        own = {"mesh": groups.experts, "mp_policy": replace(policy, cast_forward_inputs=False)}
+        fully_shard(of_layer, **{**options, **own})
     blocks = set(model.model._no_split_modules or ())
     for module in model.model.modules():
         if type(module).__name__ in blocks:
@@ -143,6 +158,7 @@ class FullyShard:
     trainable: TrainableParameters
     optimizer: torch.optim.Optimizer
     keep_gradients: bool
+    experts: ExpertShards
     host: HostBuffers = field(default_factory=HostBuffers)
 
     @property
@@ -204,20 +220,18 @@ class FullyShard:
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        total = torch.nn.utils.get_total_norm(
-            p.grad for p in self.model.parameters() if p.grad is not None
-        )
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        own = torch.stack(list(self.gradient_squares().values()))
+        norm = math.sqrt(float(self.sum(own.sum())))
         apply(self.optimizer, norm, lr, largest)
         return norm
 
     def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
         """See `Sharding`."""
         whole: dict[str, Tensor] = {}
-        for name, tensor in trainable_tensors(self.trainable).items():
-            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if everywhere or self.rank == 0:
-                whole[name] = gathered.detach().cpu()
+        to = range(self.mesh.world_size) if everywhere else (0,)
+        for name in trainable_tensors(self.trainable):
+            gathered = self.gather((name,), to, None)
+            whole |= {name: tensor.cpu() for name, tensor in gathered.items()}
         return whole
 
     def gather(
@@ -230,7 +244,8 @@ class FullyShard:
             tensor = tensors[name].detach()
             if isinstance(tensor, DTensor):
                 local = in_format(tensor.to_local(), dtype)
-                found = gather_rows(local, tensor.shape, to, self.groups.shards)
+                layout = self._layout(name, tensor)
+                found = gather_rows(local, layout, to, self.groups.shards)
                 whole |= {} if found is None else {name: found}
             elif self.rank in to:
                 whole[name] = in_format(tensor, dtype)
@@ -278,10 +293,15 @@ class FullyShard:
         dist.destroy_process_group()
 
     def _part(self, name: str, tensor: Tensor) -> Part:
-        """FSDP gives each rank the same number of rows, as far as there are enough."""
         if not isinstance(tensor, DTensor):
             return Part(tensor.shape, 0, tensor.detach(), self.rank, self.mesh.world_size)
-        rows = -(-tensor.shape[0] // self.groups.shards.size())
-        start = min(self.groups.shard * rows, tensor.shape[0]) * tensor.shape[1:].numel()
-        own = tensor.to_local().detach()
-        return Part(tensor.shape, start, own, self.groups.replica, self.mesh.replicate)
+        layout = self._layout(name, tensor)
+        first, _ = layout.of(self.groups.shard)
+        start, own = first * layout.shape[1:].numel(), tensor.to_local().detach()
+        return Part(layout.shape, start, own, self.groups.replica, self.mesh.replicate)
+
+    def _layout(self, name: str, tensor: Tensor) -> RowLayout:
+        """Which rows of a tensor the ranks of a replica have."""
+        stacks = self.experts.ranks if name in self.experts.names else 1
+        whole = torch.Size((tensor.shape[0] * stacks, *tensor.shape[1:]))
+        return RowLayout(whole, self.groups.shards.size(), stacks)

@@ -1,5 +1,6 @@
 """The process groups of a rank along the axes of its `Mesh`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.placement.mesh import Mesh
 from agentrl.trainers.compute.context import ContextGroup
+from agentrl.trainers.compute.experts import ExpertGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,8 @@ class MeshGroups:
     `weights`: the grid for `fully_shard`: replicas and the shards of one, or its shards alone.
     `shards`: the ranks over which a replica's weights are divided, also those that compute parts of
     the same samples. `shard`, `replica`: this rank's places on the two. `context`: the ranks over
-    which tokens are cut.
+    which tokens are cut. `expert`: those over which experts are divided, and `experts`: the grid
+    for the ranks that have the same ones.
     """
 
     mesh: Mesh
@@ -26,22 +29,34 @@ class MeshGroups:
     shard: int
     replica: int
     context: ContextGroup | None = None
+    expert: ExpertGroup | None = None
+    experts: DeviceMesh | None = None
 
     @staticmethod
     def of(mesh: Mesh, rank: int, device: torch.device) -> "MeshGroups":
         """Make the groups. All ranks have to call it at the same time."""
         place = mesh.coordinates(rank)
-        sizes, names = (mesh.replicate, mesh.shard * mesh.context), ("replicate", "shard")
-        weights = (
-            init_device_mesh(device.type, sizes, mesh_dim_names=names)
-            if mesh.replicate > 1
-            else init_device_mesh(device.type, sizes[1:], mesh_dim_names=names[1:])
-        )
+        weights = _grid(device, {"replicate": mesh.replicate, "shard": mesh.replica_size})
         context = None
         if mesh.context > 1:
             group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 mesh.lines("context")
             )
             context = ContextGroup(group, place.context, mesh.context)
+        expert = experts = None
+        if mesh.expert > 1:
+            sizes = {"shard": mesh.replica_size // mesh.expert, "expert": mesh.expert}
+            grid = _grid(device, {"replicate": mesh.replicate, **sizes})
+            experts = grid["replicate", "shard"] if mesh.replicate > 1 else grid["shard"]
+            expert = ExpertGroup(
+                grid.get_group("expert"), grid.get_local_rank("expert"), mesh.expert
+            )
         shards = weights.get_group("shard")
-        return MeshGroups(mesh, weights, shards, dist.get_rank(shards), place.replicate, context)
+        shard = dist.get_rank(shards)
+        return MeshGroups(mesh, weights, shards, shard, place.replicate, context, expert, experts)
+
+
+def _grid(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
+    """All ranks on axes of these sizes, without `replicate` if there is a single replica."""
+    present = {name: size for name, size in sizes.items() if name != "replicate" or size > 1}
+    return init_device_mesh(device.type, tuple(present.values()), mesh_dim_names=tuple(present))

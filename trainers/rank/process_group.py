@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Collection
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -78,29 +79,70 @@ def sent(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_rows(
-    local: Tensor, shape: torch.Size, to: Collection[int], group: dist.ProcessGroup
-) -> Tensor | None:
-    """A tensor of this shape on the ranks `to`, whose rows are divided over the ranks of a group:
-    equally many on each, as far as there are enough. None on the others. Ranks of other groups are
-    not asked.
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How the rows of a tensor of this shape are divided over so many ranks, as FSDP does it:
+    equally many on each, as far as there are enough.
+
+    With several `stacks`, as experts are divided, each of these equal parts of the rows is divided
+    alone, and neighbouring ranks have rows of different ones.
     """
-    ranks, inside = group.size(), [rank for rank in to if rank in get_process_group_ranks(group)]
+
+    shape: torch.Size
+    ranks: int
+    stacks: int = 1
+
+    @property
+    def most(self) -> int:
+        """Rows of a rank that has as many as any."""
+        return -(-self._of_stack // (self.ranks // self.stacks))
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """The rows of a rank, from the first one to before the last."""
+        place, stack = divmod(rank, self.stacks)
+        first, last = (
+            min(one * self.most, self._of_stack) + stack * self._of_stack
+            for one in (place, place + 1)
+        )
+        return first, last
+
+    @property
+    def _of_stack(self) -> int:
+        return self.shape[0] // self.stacks
+
+
+def gather_rows(
+    local: Tensor, layout: RowLayout, to: Collection[int], group: dist.ProcessGroup
+) -> Tensor | None:
+    """A tensor on the ranks `to`, whose rows are divided over the ranks of a group. None on the
+    others. Ranks of other groups are not asked.
+    """
+    inside = [rank for rank in to if rank in get_process_group_ranks(group)]
     if not inside:
         return None
-    rows, row = -(-shape[0] // ranks), shape[1:]
-    if rows * ranks == shape[0]:
+    rows = layout.most
+    if len(local) == rows:
         own = local.contiguous()
     else:  # collectives need parts of one size
-        own = local.new_zeros((rows, *row))
+        own = local.new_zeros((rows, *layout.shape[1:]))
         own[: len(local)] = local
     is_wanted = dist.get_rank() in inside
     if len(inside) == 1 and not is_wanted:
         dist.gather(own, dst=inside[0], group=group)
         return None
-    whole = own.new_empty((rows * ranks, *row))
+    parts = own.new_empty((layout.ranks, *own.shape))
+    # In the order of the rows: those of a stack are of ranks apart from each other.
+    places = [
+        rank // layout.stacks + rank % layout.stacks * (layout.ranks // layout.stacks)
+        for rank in range(layout.ranks)
+    ]
     if len(inside) == 1:
-        dist.gather(own, list(whole.chunk(ranks)), dst=dist.get_rank(), group=group)
+        dist.gather(own, [parts[place] for place in places], dst=dist.get_rank(), group=group)
+    elif layout.stacks == 1:
+        dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=group)
     else:
-        dist.all_gather_into_tensor(whole, own, group=group)
-    return whole[: shape[0]] if is_wanted else None
+        dist.all_gather([parts[place] for place in places], own, group=group)
+    if not is_wanted:
+        return None
+    whole = parts.view(layout.stacks, -1, *layout.shape[1:])
+    return whole[:, : layout.shape[0] // layout.stacks].flatten(0, 1)
