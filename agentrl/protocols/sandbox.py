@@ -169,7 +169,7 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def download(self, folder: str = ".", most: int = 64 << 20) -> bytes:
+    async def download(self, folder: str = ".", most: int = 32 << 20) -> bytes:
         """A tar of a folder's files. It may hold anything, such as links that lead out of the
         folder: unpack it as `upload` does (`agentrl.sandbox.archive`).
 

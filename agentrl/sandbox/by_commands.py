@@ -83,7 +83,7 @@ class CommandSandbox(ABC):
         if output.exit or output.ended_by != "itself":
             raise OSError(f"an archive could not be unpacked in {folder!r}: {_reason(output)}")
 
-    async def download(self, folder: str = ".", most: int = 64 << 20) -> bytes:
+    async def download(self, folder: str = ".", most: int = 32 << 20) -> bytes:
         """See `Sandbox`."""
         return await self._content(_PACK, folder, most)
 

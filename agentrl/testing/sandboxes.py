@@ -132,7 +132,7 @@ class FakeSandbox:
         for name, content in files_of(archive).items():
             self.files[self._path(posixpath.join(folder, name))] = content
 
-    async def download(self, folder: str = ".", most: int = 64 << 20) -> bytes:
+    async def download(self, folder: str = ".", most: int = 32 << 20) -> bytes:
         """See `Sandbox`."""
         self._check("download")
         below = f"{self._path(folder)}/"
