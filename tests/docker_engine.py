@@ -54,6 +54,8 @@ class OwnEngine:
         self.folder = folder
         self.host = f"unix://{folder}/docker.sock"
         self._command = [
+            # A killed pytest ends it, too, with its containers.
+            *("setpriv", "--pdeathsig", "TERM"),
             dockerd,
             *("--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")),
             *("-H", self.host, "-p", str(folder / "pid")),

@@ -1,4 +1,4 @@
-"""Commands about environments: `envs`, `check-env`, `new-env`, `play`."""
+"""Commands about environments: `envs`, `check-env`, `check-tasks`, `new-env`, `play`."""
 
 import asyncio
 from functools import partial
@@ -13,6 +13,7 @@ from agentrl import plugins
 from agentrl.cli.arguments import EnvPython, EnvRequires, env_options
 from agentrl.cli.console import console
 from agentrl.errors import AgentRLError, ConformanceError
+from agentrl.flow import Flow
 
 
 def envs() -> None:
@@ -87,6 +88,49 @@ def check_environment(
 def _consult(player: Any, env: Any, rng: Any) -> str:
     """Ask a player for its action in the process where the environment runs."""
     return str(env.consult(player, rng))
+
+
+def check_tasks(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A task, or a folder of tasks.")],
+    sandbox: Annotated[
+        str, typer.Option(metavar="YAML", help="The provider of sandboxes and its settings.")
+    ] = "{name: jail}",
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 2,
+) -> None:
+    """Check tasks in Harbor's format: build each; its solution must earn 1, and doing nothing 0."""
+    from agentrl.sandbox.harbor.check import TaskCheck, check_task
+    from agentrl.sandbox.harbor.task import task_folders
+    from agentrl.sandbox.harbor.trial import TrialSettings
+    from agentrl.sandbox.providers import open_provider
+
+    async def check_all() -> list[TaskCheck]:
+        provider = await open_provider(env_options(sandbox))
+        free = asyncio.Semaphore(jobs)
+
+        async def check(one: Path) -> TaskCheck:
+            async with free:
+                return await check_task(one, provider, TrialSettings())
+
+        try:
+            async with Flow("tasks") as flow:
+                checks = [flow.start(check(one), name=one.name) for one in folders]
+                return [await each for each in checks]
+        finally:
+            await provider.close()
+
+    folders = task_folders(folder)
+    found = asyncio.run(check_all())
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("task", "solution", "nothing", "what is wrong"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        rewards = (
+            "-" if reward is None else f"{reward:g}" for reward in (one.solution, one.nothing)
+        )
+        table.add_row(one.name, *rewards, f"[red]{escape(one.why)}[/red]" if one.why else "")
+    console.print(table)
+    if any(one.why for one in found):
+        raise typer.Exit(1)
 
 
 def new_env(

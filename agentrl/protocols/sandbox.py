@@ -203,6 +203,8 @@ class SandboxOffers(Offers):
     """True if what a command leaves in the background goes on after it."""
     limits_disk: bool = False
     """True if `Resources.disk` limits all files together."""
+    root: str = ""
+    """The folder in which all files of a sandbox are, where it has no images."""
 
 
 class SandboxProvider(Protocol):

@@ -22,7 +22,10 @@ from agentrl.sandbox.settings import SandboxConfig
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 3.0
 """Seconds after a run's wall limit within which its jail must report that."""
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache"),
+    "/etc/alternatives",  # links to which programs of Debian lead, such as awk
+)
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",

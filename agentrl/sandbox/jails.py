@@ -78,7 +78,7 @@ class JailSandboxes:
         """CPU seconds that a command may use for each second of its deadline and each of its CPUs.
         """
 
-    offers = SandboxOffers(limits_disk=True)
+    offers = SandboxOffers(limits_disk=True, root=_FOLDER)
 
     def __init__(self, settings: Config) -> None:
         self.settings = settings

@@ -20,6 +20,8 @@ from agentrl.sandbox.order import Order
 _NOBODY_UID = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SMALL_TMPFS_OPTIONS = "mode=0755,size=1m,nr_inodes=2k"
+_LINKED = ("app", "logs", "solution", "tests")
+"""Folders by which tasks name their files: a jail with files has them in its own folder."""
 _SUPERVISOR_PROCESSES = 3
 """Processes that count as those of a program, though they are ours: the server, the supervisor and
 its parent.
@@ -151,6 +153,9 @@ class Namespaces(Walls):
             os.makedirs(new + path)
         if not os.path.exists(f"{new}/tmp"):  # else a path below it must be readable
             os.symlink(self._FOLDER, f"{new}/tmp")
+        for name in _LINKED if self.disk else ():
+            if not os.path.exists(f"{new}/{name}"):
+                os.symlink(f"{self._FOLDER}/{name}", f"{new}/{name}")
         os.symlink(self._FOLDER, f"{new}/dev/shm")
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             os.symlink(f"/proc/self/fd/{number}", f"{new}/dev/{name}")

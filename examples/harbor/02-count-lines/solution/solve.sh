@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+grep -c '^amber' log.txt > count.txt

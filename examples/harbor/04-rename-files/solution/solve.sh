@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+for file in notes/*.TXT; do mv "$file" "${file%.TXT}.txt"; done

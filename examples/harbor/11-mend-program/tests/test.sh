@@ -1,0 +1,9 @@
+#!/bin/bash
+check() (
+set -e
+python3 price.py < /tests/amounts | cmp - /tests/expected
+)
+# Not in a condition, where `set -e` would have no effect.
+check
+[ $? = 0 ] && done=1 || done=0
+echo "$done" > /logs/verifier/reward.txt

@@ -1,0 +1,11 @@
+#!/bin/bash
+check() (
+set -e
+rm -f report.txt
+sh report.sh
+cmp report.txt /tests/expected
+)
+# Not in a condition, where `set -e` would have no effect.
+check
+[ $? = 0 ] && done=1 || done=0
+echo "$done" > /logs/verifier/reward.txt
