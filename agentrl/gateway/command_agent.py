@@ -1,10 +1,11 @@
 """`env: "agent:command ..."`: any program, in any language, in processes of its own for each
 episode.
 
-It finds the model in the variables that OpenAI's and Anthropic's clients read, and its task in
-others:
+It finds the model in the variables that OpenAI's, Anthropic's and Google's clients read, and its
+task in others:
 
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY
+    GOOGLE_GEMINI_BASE_URL, GEMINI_API_KEY, GOOGLE_API_KEY
     AGENTRL_TASK          the task as JSON: {"env", "seed", "options", "id"}
     AGENTRL_REWARD_FILE   a file for its reward: a number, or JSON with `reward` and `success`
     AGENTRL_URL           where it may post rewards: POST $AGENTRL_URL/v1/rewards
@@ -165,12 +166,21 @@ def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
         "OPENAI_API_KEY": assignment.api_key,
         "ANTHROPIC_BASE_URL": assignment.url,
         "ANTHROPIC_API_KEY": assignment.api_key,
+        "GOOGLE_GEMINI_BASE_URL": assignment.url,
+        "GEMINI_API_KEY": assignment.api_key,
+        "GOOGLE_API_KEY": assignment.api_key,
         "AGENTRL_URL": assignment.url,
         "AGENTRL_TASK": json.dumps(asdict(assignment.task)),
         "AGENTRL_REWARD_FILE": str(folder / "reward"),
         "TMPDIR": str(folder),
     }
-    dropped = {"ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"}
+    dropped = {
+        "ANTHROPIC_AUTH_TOKEN",
+        "GOOGLE_GENAI_USE_ENTERPRISE",
+        "GOOGLE_GENAI_USE_VERTEXAI",
+        "OPENAI_ORG_ID",
+        "OPENAI_PROJECT_ID",
+    }
     return {name: value for name, value in os.environ.items() if name not in dropped} | own
 
 

@@ -3,13 +3,16 @@
     POST /v1/chat/completions   OpenAI's chat completions
     POST /v1/responses          OpenAI's responses
     POST /v1/messages           Anthropic's messages; at /count_tokens, how long a prompt they are
-    GET  /v1/models             one model: the policy, by whatever name
+    POST /v1beta/models/MODEL:generateContent, :streamGenerateContent, :countTokens
+                                Google's generateContent
+    GET  /v1/models, /v1beta/models
+                                one model: the policy, by whatever name
     POST /v1/rewards            a reward of the episode, or of one of its calls
     POST /v1/tasks              a task for an agent elsewhere
     POST /v1/failures           that an agent elsewhere has failed
 
 It runs on the event loop of the run, because that is where the policy is. Each request carries the
-key of its episode, as `Authorization: Bearer` or `x-api-key`.
+key of its episode, as `Authorization: Bearer`, `x-api-key` or `x-goog-api-key`, or as `?key=`.
 """
 
 import asyncio
@@ -21,7 +24,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -39,6 +44,7 @@ from agentrl.flow import Flow
 from agentrl.gateway.anthropic_messages import COUNTED, MESSAGES
 from agentrl.gateway.call import AgentCall
 from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.google_content import GENERATE
 from agentrl.gateway.openai_chat import CHAT
 from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.outcome import AgentOutcome
@@ -50,6 +56,7 @@ from agentrl.gateway.wire import WireProtocol, WireRequest, invalid
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import check_reach, url_of
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 STATUSES = {
     400: (
         "The request is wrong, wants what is not supported, or exceeds the context or the calls of"
@@ -112,6 +119,36 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
+class GoogleModelEntry(BaseModel):
+    """The policy, as Google's clients list models."""
+
+    name: str
+    version: str = "1"
+    displayName: str
+    inputTokenLimit: int
+    outputTokenLimit: int
+    supportedGenerationMethods: list[str] = ["generateContent", "countTokens"]
+
+    @classmethod
+    def of(cls, session: AgentSession, name: str) -> "GoogleModelEntry":
+        """The policy by a name."""
+        most = session.max_context
+        return cls(
+            name=f"models/{name}", displayName=name, inputTokenLimit=most, outputTokenLimit=most
+        )
+
+
+class GoogleModelList(BaseModel):
+    """The answer of `GET /v1beta/models`."""
+
+    models: list[GoogleModelEntry]
+
+    @classmethod
+    def of(cls, session: AgentSession) -> "GoogleModelList":
+        """The policy alone."""
+        return cls(models=[GoogleModelEntry.of(session, session.model)])
+
+
 @dataclass(frozen=True, slots=True)
 class CallEndpoint:
     """The ASGI application of a protocol's calls.
@@ -129,8 +166,9 @@ class CallEndpoint:
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        session = self.registry.session(_key(headers))
-        asked = (await _read(self.protocol, receive, session)).with_headers(headers)
+        session = self.registry.session(_key(headers) or _key_in_query(scope))
+        asked = await _read(self.protocol, receive, session, _said_by_path(scope))
+        asked = asked.with_headers(headers)
         transport = scope.get("state", {}).get("transport")  # of `idle_timeout`
         is_there = _always if transport is None else lambda: not transport.is_closing()
         async with session.asking(asked.request, is_there) as call:
@@ -147,7 +185,7 @@ class CallEndpoint:
         if asked.streams:
             parts = [*asked.parts(session, call)]
             headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"content-type", asked.stream_type.encode()),
                 (b"cache-control", b"no-store"),
             ]
         else:
@@ -293,16 +331,8 @@ def create_app(
     app = FastAPI(title="agentrl gateway", responses=_refusals(), docs_url=None, redoc_url=None)
     _add_calls(app, registry)
 
-    @app.get("/v1/models")
-    async def models(request: Request) -> ModelList:
-        session = registry.session(_key(request.headers))
-        return ModelList(data=[ModelEntry(id=session.model, max_model_len=session.max_context)])
-
-    @app.get("/v1/models/{model}")
-    async def one_model(model: str, request: Request) -> ModelEntry:
-        return ModelEntry(
-            id=model, max_model_len=registry.session(_key(request.headers)).max_context
-        )
+    _add_models(app, registry)
+    _add_googles(app, registry)
 
     @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
     async def rewards(request: Request) -> dict[str, str]:
@@ -427,7 +457,93 @@ def _add_calls(app: FastAPI, registry: SessionRegistry) -> None:
         return {"input_tokens": session.prompt_length(asked.request)}
 
 
-async def _read(protocol: WireProtocol, receive: Receive, session: AgentSession) -> WireRequest:
+def _add_models(app: FastAPI, registry: SessionRegistry) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> ModelList | GoogleModelList:
+        session = registry.session(_key(request.headers))
+        if _GOOGLES_KEY in request.headers:
+            return GoogleModelList.of(session)
+        return ModelList(data=[ModelEntry(id=session.model, max_model_len=session.max_context)])
+
+    @app.get("/v1/models/{model}")
+    async def one_model(model: str, request: Request) -> ModelEntry | GoogleModelEntry:
+        session = registry.session(_key(request.headers))
+        if _GOOGLES_KEY in request.headers:
+            return GoogleModelEntry.of(session, model)
+        return ModelEntry(id=model, max_model_len=session.max_context)
+
+
+def _add_googles(app: FastAPI, registry: SessionRegistry) -> None:
+    """Google's protocol, whose paths say which model is asked, and whether for a stream."""
+
+    async def answer() -> None:
+        """Described here and answered by `CallEndpoint`."""
+
+    def session_of(request: Request) -> AgentSession:
+        return registry.session(_key(request.headers) or _key_in_query(request.scope))
+
+    described = {"requestBody": _describe_body(GENERATE)}
+    for version in ("v1beta", "v1alpha", "v1"):
+        models = f"/{version}/models"
+        for method in ("generateContent", "streamGenerateContent"):
+            app.add_api_route(
+                f"{models}/{{model}}:{method}",
+                answer,
+                methods=["POST"],
+                operation_id=f"{method}_{version}",
+                responses={200: {"description": "The answer, or its parts", "content": _ANSWERS}},
+                openapi_extra=described,
+            )
+            route = app.router.routes[-1]
+            assert isinstance(route, Route)
+            route.app = CallEndpoint(registry, GENERATE)
+
+        @app.post(
+            f"{models}/{{model}}:countTokens",
+            operation_id=f"countTokens_{version}",
+            openapi_extra=described,
+        )
+        async def count(model: str, request: Request) -> dict[str, int]:
+            session = session_of(request)
+            asked = await _read(GENERATE, request.receive, session, {"model": model})
+            return {"totalTokens": session.prompt_length(asked.request)}
+
+        if version == "v1":
+            continue  # there OpenAI's clients look
+
+        @app.get(models, operation_id=f"models_{version}")
+        async def listed(request: Request) -> GoogleModelList:
+            return GoogleModelList.of(session_of(request))
+
+        @app.get(f"{models}/{{model}}", operation_id=f"model_{version}")
+        async def one(model: str, request: Request) -> GoogleModelEntry:
+            return GoogleModelEntry.of(session_of(request), model)
+
+
+def _said_by_path(scope: Scope) -> Mapping[str, Any]:
+    """The fields of a request of Google's that stand in its path and query."""
+    model = scope.get("path_params", {}).get("model")
+    if model is None:
+        return {}
+    said = {"model": model, "stream": scope["path"].endswith(":streamGenerateContent")}
+    return said | ({"alt": "sse"} if _query(scope).get("alt") == "sse" else {})
+
+
+def _key_in_query(scope: Scope) -> str:
+    """The key in the query, where some of Google's clients write it."""
+    return _query(scope).get("key", "") if _GEMINI.match(scope["path"]) else ""
+
+
+def _query(scope: Scope) -> Mapping[str, str]:
+    return dict(parse_qsl(scope["query_string"].decode("latin-1")))
+
+
+async def _read(
+    protocol: WireProtocol,
+    receive: Receive,
+    session: AgentSession,
+    by_path: Mapping[str, Any] = _NOTHING,
+) -> WireRequest:
     message = await receive()  # the whole body, by `RequestGate`
     try:
         body = from_json(message.get("body", b""), allow_inf_nan=False)
@@ -435,7 +551,7 @@ async def _read(protocol: WireProtocol, receive: Receive, session: AgentSession)
         raise invalid(f"the body is not JSON, or has half of a surrogate pair: {error}") from None
     if not protocol.loaded:
         await asyncio.to_thread(protocol.load)
-    return protocol.read(body, session)
+    return protocol.read({**body, **by_path} if isinstance(body, dict) else body, session)
 
 
 _ANSWERS: dict[str, Any] = {
@@ -467,7 +583,7 @@ def _describe_body(protocol: WireProtocol) -> dict[str, Any]:
 def _key(headers: Mapping[str, str]) -> str:
     """The key that a request carries."""
     if _GOOGLES_KEY in headers:
-        raise CallRefusedError(404, "not_found", _NO_GEMINI)
+        return headers[_GOOGLES_KEY]
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
@@ -499,9 +615,8 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> Response:
         path, status, detail = request.url.path, error.status_code, error.detail
-        if _GEMINI.match(path):
-            status, detail = 404, _NO_GEMINI
-        elif status == 404:
+        if status == 404 or (status == 405 and _GEMINI.match(path)):
+            status = 404  # at Google, the method stands in the path
             detail = f"there is no {request.method} {path:.200}. {_CALLS_GO}"
         return say(request, status, "invalid_request", detail, error.headers)
 
@@ -551,10 +666,9 @@ _GOOGLES = {
 }
 """The names of finish reasons at Google."""
 _GEMINI = re.compile(r"/v1(?:alpha|beta)\d*/|/v1/(?:models|publishers)/.+:[a-zA-Z]+$")
-"""The paths of Gemini's API: it is refused in its own form, which its clients show as it is."""
+"""The paths of Google's protocol, at which refusals have its form."""
 _GOOGLES_PATH, _GOOGLES_KEY = "/v1beta/", "x-goog-api-key"
-_CALLS_GO = f"Calls go to {CHAT.path}, {RESPONSES.path} and {MESSAGES.path}"
-_NO_GEMINI = f"Gemini's protocol is not spoken here. {_CALLS_GO}"
+_CALLS_GO = f"Calls go to {CHAT.path}, {RESPONSES.path}, {MESSAGES.path} and {GENERATE.path}"
 
 
 def _refusals() -> dict[int | str, dict[str, Any]]:

@@ -482,24 +482,32 @@ class CallEndedError(EngineError):
 
 
 def _link_results(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
-    """Messages whose results of tools name the call that they answer: by default the first of the
-    answer before.
+    """Messages whose results of tools name the call that they answer. One without an id answers the
+    next call of its name, or the next one; beyond the last, the first.
     """
     if not answer.tool_calls:
         return messages
-    first = answer.tool_calls[0]
-    return [
-        (
+    open_calls, linked = [*answer.tool_calls], []
+    for message in messages:
+        if message.role != "tool":
+            linked.append(message)
+            continue
+        named = [
+            call
+            for call in open_calls
+            if message.tool_call_id in (call.id, "") and message.name in (call.name, "")
+        ]
+        call = next(iter(named), answer.tool_calls[0])
+        if named:
+            open_calls.remove(call)
+        linked.append(
             replace(
                 message,
-                tool_call_id=message.tool_call_id or first.id,
-                name=message.name or first.name,
+                tool_call_id=message.tool_call_id or call.id,
+                name=message.name or call.name,
             )
-            if message.role == "tool"
-            else message
         )
-        for message in messages
-    ]
+    return linked
 
 
 def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:

@@ -1,9 +1,9 @@
-"""The common parts of the three protocols: reading requests strictly, writing answers, and
+"""The common parts of the four protocols: reading requests strictly, writing answers, and
 server-sent events.
 
 A field of a request is supported, ignored (it cannot change an answer that is recorded, or the run
-decides it), or refused by its name. `docs/gateway.md` lists them. The types are those of the
-vendors' packages.
+decides it), or refused by its name. `docs/gateway.md` lists them. The types are those of OpenAI's
+and Anthropic's packages, and for Google's protocol our own.
 """
 
 import json
@@ -64,6 +64,8 @@ class WireRequest:
     streams: bool
     whole: Callable[[AgentSession, AgentCall], bytes]
     parts: Callable[[AgentSession, AgentCall], Iterable[bytes]]
+    stream_type: str = "text/event-stream; charset=utf-8"
+    """The content type of a stream."""
 
     def with_headers(self, headers: Mapping[str, str]) -> "WireRequest":
         """The same with what the headers say: an idempotency key, and that a client's library sends
@@ -137,7 +139,7 @@ def _without_nulls(value: Any) -> Any:
     return value | said if said else value
 
 
-_SPOKEN = ("messages", "input", "content")
+_SPOKEN = ("messages", "input", "content", "contents", "parts")
 """The fields with a conversation, or with the parts of a message."""
 
 

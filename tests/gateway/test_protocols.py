@@ -1,4 +1,4 @@
-"""The three protocols, spoken by their vendors' own clients against an engine with a script."""
+"""OpenAI's and Anthropic's protocols, spoken by the vendors' clients to an engine with a script."""
 
 from datetime import UTC, datetime
 
@@ -726,38 +726,6 @@ def test_what_other_models_are_asked_beside_the_policy_is_answered_and_not_train
         "extension",
         "extension",
     ]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "headers"),
-    [
-        ("POST", "/v1beta/models/policy:generateContent", {"x-goog-api-key": "KEY"}),
-        ("POST", "/v1beta/models/policy:streamGenerateContent?alt=sse&key=KEY", {}),
-        ("POST", "/v1/models/policy:countTokens", {}),
-        ("GET", "/v1beta/models", {}),
-        ("GET", "/v1/models", {"x-goog-api-key": "KEY"}),
-    ],
-)
-def test_geminis_protocol_is_refused_in_its_own_form(method, path, headers):
-    async def play(assignment):
-        async with httpx.AsyncClient(base_url=assignment.url, timeout=PATIENCE_SECONDS) as client:
-            answer = await client.request(
-                method, path.replace("KEY", assignment.api_key), json={}, headers=headers
-            )
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"], error["status"]) == (404, 404, "NOT_FOUND")
-            assert error["message"].startswith(
-                "Gemini's protocol is not spoken here. Calls go to /v1/chat/completions"
-            )
-            page = await client.request(method, path, headers={"origin": "http://elsewhere"})
-            assert page.status_code == 403
-            lost = await client.post("/chat/completions", json={})
-            assert lost.json()["error"]["message"].startswith(
-                "there is no POST /chat/completions. Calls go to"
-            )
-        return 1.0
-
-    served(play, saying("hi"))
 
 
 def test_the_policy_answers_to_any_name():

@@ -130,6 +130,7 @@ VENDORS = [
         needs={"CLI": "qwen", "OPENAI_MODEL": "policy"},
     ),
     Vendor("anthropic", ("anthropic",), "anthropic_loop.py"),
+    Vendor("google-genai", ("google-genai",), "google_genai_loop.py"),
     Vendor("openai-agents", ("openai-agents",), "openai_agents.py"),
     Vendor("pydantic-ai", ("pydantic-ai-slim[openai]",), "pydantic_ai_agent.py"),
     Vendor("langgraph", ("langgraph", "langchain-openai"), "langgraph_agent.py"),
