@@ -200,6 +200,10 @@ class SandboxedEnv(ToolEnv):
         if done.exit or done.ended_by != "itself":
             raise EnvError(f"the task's command {line!r:.200} failed: {done}")
 
+    async def _check_alive(self, sandbox: Sandbox) -> None:
+        """Raise `SandboxError` if it has been lost, before a failure there is the model's."""
+        await sandbox.run(Command(shell("true")))
+
     @property
     def _live(self) -> Sandbox:
         if self._sandbox is None:

@@ -87,20 +87,25 @@ class ShellTaskEnv(SandboxedEnv):
                 if self.task.test_files:
                     await judge.upload(archive_of(self.task.test_files))
             except (OSError, ValueError):
+                await self._check_alive(judge)
                 return 0.0  # what the model has made cannot be unpacked, or is in the test's way
             deadline = self.options.test_seconds
             test = Command(shell(self.task.test), deadline=deadline, output=_MOST_PRINTED)
             done = await judge.run(test)
+            passed = done.exit == 0 and done.ended_by == "itself"
+            if passed and self.task.printed in (None, done.stdout):
+                return 1.0
+            await self._check_alive(judge)
+            return 0.0
         finally:
             await judge.close()
-        passed = done.exit == 0 and done.ended_by == "itself"
-        return float(passed and self.task.printed in (None, done.stdout))
 
     async def _made(self) -> bytes | None:
         """The model's working folder; None if it cannot be had, or is too large."""
         try:
             return await self._live.download()
         except OSError:
+            await self._check_alive(self._live)
             return None
 
     async def _prepared(self, files: Mapping[str, str]) -> Sandbox:

@@ -136,6 +136,25 @@ def test_a_lost_sandbox_is_a_failure_and_never_a_reward(monkeypatch: pytest.Monk
     play(main)
 
 
+def test_a_test_that_dies_with_its_sandbox_is_a_failure_and_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = of_fakes(monkeypatch)
+
+    async def main(env: Shell) -> None:
+        def dying(command: Command, files: dict[str, bytes]) -> Executed | None:
+            if "find" in command.argv[-1]:
+                return Executed(0, "", "")
+            fake[0].fail_next()
+            return Executed(137, "", "")
+
+        fake[0].answer = dying
+        with pytest.raises(SandboxError):
+            await step(env, "submit")
+
+    play(main)
+
+
 def test_a_task_without_a_test_is_refused() -> None:
     with pytest.raises(ConfigError, match="an instruction and no test"):
         play(None, test="")  # type: ignore[arg-type]

@@ -212,6 +212,8 @@ class HarborTrial:
         )
         output = await self._read(place, _OUTPUT) or b""
         verdict = await self._rewards(place)
+        if not verdict.rewards:
+            await place.run("true")  # raises if the machine has been lost, which is no verdict
         if done.ended_by != "itself":
             verdict = TrialVerdict(why=f"the verifier was killed by its limit of {done.ended_by}")
         return TrialVerdict(verdict.rewards, verdict.why, output.decode(errors="replace")[-2000:])
