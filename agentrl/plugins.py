@@ -43,6 +43,7 @@ GROUPS = (
     "engines",
     "renderers",
     "sandboxes",
+    "coding_agents",
     "trainers",
     "algorithms",
     "recipes",

@@ -372,7 +372,10 @@ def program_keeps_its_conversations(run: ConfiguredRun) -> str:
 def _contains_programs(run: ConfiguredRun) -> bool:
     """True if the run keeps programs from the network that do not contain themselves."""
     config = run.config
-    is_contained = config.gateway.network == "open" or config.env.name.startswith("agent:command ")
+    is_command = config.env.name.startswith("agent:command ") or config.env.name.count(":") == 1
+    is_contained = config.gateway.network == "open" or (
+        is_command and config.env.name != "agent:remote"
+    )
     return config.env.is_agent and not is_contained
 
 

@@ -10,6 +10,7 @@ from sys import executable
 
 from agentrl import plugins
 from agentrl.errors import ConfigError
+from agentrl.gateway.coding_agents import CodingAgent
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.function_agent import FunctionAgent
 from agentrl.gateway.program import AgentProgram
@@ -58,6 +59,9 @@ class AgentAddress:
         within = registry if registry.config.network == "gateway" else None
         if self.rest.startswith("command "):
             return CommandAgent(self.rest.removeprefix("command ").strip(), contained_by=within)
+        if ":" not in self.rest:
+            preset: CodingAgent = plugins.load("coding_agents", self.rest)
+            return CommandAgent(preset.command(registry.config.model), contained_by=within)
         if python is None and isolation != "process":
             return FunctionAgent(plugins.load("agents", self.rest), self.rest)
         found = executable if python is None else which(python)
@@ -86,15 +90,15 @@ def scheme(rest: str) -> AgentAddress:
     Raises:
         ConfigError: it names nothing that can be run.
     """
-    if rest in ("", "command") or (
-        not rest.startswith("command ") and rest != "remote" and ":" not in rest
-    ):
+    known = [one.name for one in plugins.installed("coding_agents")]
+    if rest == "remote" or rest.startswith("command ") or rest in known:
+        return AgentAddress(rest)
+    if ":" not in rest:
         raise ConfigError(
             f'{SCHEME}{rest} names no program: write agent:my_package.module:run, "agent:command'
-            ' python my_agent.py", or agent:remote'
+            ' python my_agent.py", agent:remote, or a coding agent of'
+            f" {', '.join(known)}.{plugins.nearest(rest, known)}"
         )
-    if rest == "remote" or rest.startswith("command "):
-        return AgentAddress(rest)
     if not callable(plugins.load("agents", rest)):
         raise ConfigError(
             f"{SCHEME}{rest} is no function: write `async def run(task, base_url, api_key)`"

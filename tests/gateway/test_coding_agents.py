@@ -1,0 +1,142 @@
+"""Coding agents by their presets: a small program of our own here, and the real ones by `make
+long`.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.gateway.address import scheme
+from agentrl.gateway.coding_agents import CLAUDE_CODE, CODEX, QWEN_CODE, CodingAgent
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.player import PlayerEngine
+from agentrl.gateway.server import serving
+from agentrl.gateway.session_registry import SessionRegistry
+from agentrl.rollout.assignment import Assignment
+from agentrl.trajectory import Failed, Task, Terminated, ToolCall, Trajectory
+from tests.gateway.served import RENDERER, runner_on
+from tests.gateway.vendors import VENDORS, folder_of_programs
+from tests.processes import PATIENCE_SECONDS
+
+SMALL = """#!/usr/bin/env python3
+import json, os, pathlib, subprocess, sys, urllib.request
+home = pathlib.Path(os.environ["HOME"])
+config = json.loads((home / ".small/config.json").read_text())
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    body = json.dumps({"model": os.environ["SMALL_MODEL"], "messages": messages}).encode()
+    headers = {"authorization": "Bearer " + config["key"], "content-type": "application/json"}
+    asked = urllib.request.Request(config["url"] + "/chat/completions", body, headers)
+    said = json.load(urllib.request.urlopen(asked))["choices"][0]["message"]["content"]
+    printed = subprocess.run(said, shell=True, capture_output=True, text=True).stdout
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": printed}]
+(home / "log.json").write_text(json.dumps(messages))
+sys.exit(os.path.exists("fail") and 3)
+"""
+SUM = {
+    "instruction": "Write the sum of the {numbers} in numbers.txt to sum.txt",
+    "files": {"numbers.txt": "3\n4\n"},
+    "setup": "printf '' > ready",
+    "test": "sh check.sh",
+    "test_files": {"check.sh": 'test -f ready && test "$(cat sum.txt)" = 7'},
+}
+
+
+def small(folder: Path) -> CodingAgent:
+    program = folder / "small_agent"
+    program.write_text(SMALL)
+    program.chmod(0o755)
+    return CodingAgent(
+        str(program),
+        ("{instruction}",),
+        "nothing",
+        {"SMALL_MODEL": "{model}"},
+        {".small/config.json": '{"url": "{base_url}", "key": "{api_key}"}'},
+        "log.json",
+    )
+
+
+def play(agent: CodingAgent, model, options=SUM, network="open") -> Trajectory:
+    async def main() -> Trajectory:
+        registry = SessionRegistry(GatewayConfig(network=network))
+        engine = PlayerEngine(lambda prompt, rng: model(prompt), RENDERER)
+        within = registry if network == "gateway" else None
+        program = CommandAgent(agent.command("policy"), contained_by=within)
+        runner = runner_on(registry, engine, program, PATIENCE_SECONDS)
+        async with engine, serving(registry):
+            (played,) = await runner.play(Assignment("e", Task("agent:small", 0, options), 0))
+        return played
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "reward"),
+    [
+        ("expr 3 + 4 > sum.txt", Terminated(), 1.0),
+        ("echo 8 > sum.txt; echo true > check.sh", Terminated(), 0.0),
+        ("touch fail", Failed, 0.0),
+    ],
+)
+def test_a_coding_agent_works_in_a_folder_of_its_own_and_is_tested(
+    last, status, reward, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path / "kept"))
+    said = ["cat numbers.txt", last]
+    played = play(small(tmp_path), lambda prompt: said[prompt.count("numbers.txt") > 1])
+    if status is Failed:
+        assert isinstance(played.status, Failed)
+        assert "ended with status 3" in played.status.error
+    else:
+        assert played.status == status
+    assert played.env_return == reward
+    assert played.messages[0].content == SUM["instruction"]
+    assert [RENDERER.answer_text(turn.completion.token_ids) for turn in played.turns] == said
+    assert not any(turn.forked for turn in played.turns)
+    (kept,) = (tmp_path / "kept").glob("*/log.json")
+    assert "3\\n4\\n" in kept.read_text()
+
+
+def test_what_cannot_be_played_is_refused_before_any_work():
+    with pytest.raises(ConfigError, match=r"claude_code, codex.*Did you mean 'codex'"):
+        scheme("codexx")
+    with pytest.raises(ConfigError, match="on the PATH: install it by `npm i small`"):
+        CodingAgent("no-such-program", (), "npm i small").command("policy")
+    assert scheme("codex").rest == "codex"
+
+
+REAL = {
+    "@anthropic-ai/claude-code": (CLAUDE_CODE, "Bash", "command"),
+    "@openai/codex": (CODEX, "exec_command", "cmd"),
+    "@qwen-code/qwen-code": (QWEN_CODE, "run_shell_command", "command"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REAL)
+def test_a_published_coding_agent_makes_a_file(name, tmp_path, monkeypatch):
+    agent, tool, argument = REAL[name]
+    vendor = next(one for one in VENDORS if one.name == name)
+    node, _, program = vendor.command(folder_of_programs()).partition(" ")
+    bins = f"{Path(program).parent}/node_modules/.bin:{Path(node).parent}"
+    monkeypatch.setenv("PATH", f"{bins}:{os.environ['PATH']}")
+    monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path))
+    commands, said = ("cat numbers.txt", "expr 3 + 4 > sum.txt"), []
+
+    def model(prompt: str) -> str:
+        done = prompt.rpartition("in numbers.txt to")[2].count("<tool_response>")
+        more = {"is_background": False} if agent is QWEN_CODE else {}
+        call = ToolCall(tool, {argument: commands[min(done, 1)], **more}).render()
+        said.append("Done." if done > 1 else call)
+        return said[-1]
+
+    played = play(agent, model, network="gateway")
+    assert (played.status, played.env_return) == (Terminated(), 1.0)
+    assert not any(turn.forked for turn in played.turns)
+    assert [RENDERER.answer_text(turn.completion.token_ids) for turn in played.turns] == said
+    own = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
+    assert all(command in own for command in commands)  # its transcript names what ours does
