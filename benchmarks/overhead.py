@@ -42,7 +42,7 @@ from rich.table import Table
 from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.engines.openai import OpenAIEngine
-from agentrl.flow import run_steadily
+from agentrl.flow import freeze_gc, run_steadily
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
@@ -324,6 +324,7 @@ async def in_process(
     trajectories = max(1024, *lives)
     engine = InstantEngine()
     await play(engine, Game, renderer, 64, 64)
+    freeze_gc()  # as a run does
     runs: dict[int, list[Measured]] = {live: [] for live in lives}
     for _ in range(repeats):
         for live in lives:
@@ -398,7 +399,7 @@ def main() -> None:
         asyncio.run(serve(options.serve == "scaled"))
         return
     if not options.gateway:
-        asyncio.run(benchmark(options.live, options.repeats, console))
+        run_steadily(benchmark(options.live, options.repeats, console))
     run_steadily(
         gateway_turns.benchmark(InstantEngine(), tiny_renderer(), options.repeats, console)
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.flow import Flow, elapsed, run_steadily
+from agentrl.flow import Flow, elapsed, freeze_gc, run_steadily
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, MemberReport, Report, TokensSampled, TurnsPlayed
 from agentrl.rollout.runner import EpisodeRunner
@@ -82,6 +82,7 @@ class RolloutWorker:
             playing = _Playing(self._rank, calls, make_runner)
             link = await connect(door, self._rank, playing.take)
             calls.send = link.send
+            freeze_gc()
             try:
                 await playing.play_over(link)
                 await opened.aclose()
