@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,10 @@ def run_trl(model: Path, folder: Path, steps: int) -> dict[str, Any]:
     """TRL's GRPO trainer with a tool."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.trainer import grpo_trainer
 
+    # Any: some of what is set below is not meant to be.
+    trl: Any = import_module("trl")
+    grpo_trainer: Any = import_module("trl.trainer.grpo_trainer")
     found: list[dict[str, float]] = []
     said: dict[str, int] = {}
 
@@ -186,7 +188,7 @@ def run_trl(model: Path, folder: Path, steps: int) -> dict[str, Any]:
         "message.content + (message.tool_calls | tojson if message.tool_calls else '') + '<|end|>'",
     )
     length = TURNS * (TOKENS + 2 * len(tokenizer(RESULT).input_ids))
-    config = GRPOConfig(
+    config = trl.GRPOConfig(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=PROMPTS * MEMBERS,
@@ -213,7 +215,7 @@ def run_trl(model: Path, folder: Path, steps: int) -> dict[str, Any]:
         ]
         for number in range(PROMPTS)
     ]
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         str(model),
         lambda completions, **_: [reward_of(str(one[-1]["content"])) for one in completions],
         args=config,

@@ -79,7 +79,6 @@ def kinds_on(mesh: str) -> list[str]:
 
 
 SOON = {
-    ("2 replicas x 2 shards", "windowed, capped"),
     ("context 2", "mixture with sinks"),
     ("expert 2", "mixture with sinks"),
 }
@@ -508,6 +507,7 @@ def gather_everywhere(source: WeightSource) -> dict[str, torch.Tensor]:
     return whole
 
 
+@pytest.mark.long
 def test_ranks_that_divide_experts_send_a_token_once_to_each_rank_that_it_asks(
     processes: Processes, model_of: Any
 ) -> None:
