@@ -114,14 +114,14 @@ def _spelled(name: str) -> str:
 
 def _read(checked: Json, body: Json) -> WireRequest:
     config = _config(body.get("generationConfig") or {})
-    mode = (checked.get("toolConfig") or {}).get("functionCallingConfig", {}).get("mode", "")
+    calling = (checked.get("toolConfig") or {}).get("functionCallingConfig") or {}
     options = RequestOptions(
         max_tokens=config.get("maxOutputTokens"),
         temperature=config.get("temperature"),
         top_p=config.get("topP"),
         stop=tuple(config.get("stopSequences") or ()),
         seed=config.get("seed"),
-        may_call=mode.upper() != "NONE",
+        may_call=(calling.get("mode") or "").upper() != "NONE",
         format=_format(config),
     )
     messages = _messages_of(checked, body)
@@ -204,8 +204,7 @@ def _messages_of(checked: Json, body: Json) -> list[Message]:
     """The conversation. Contents of the model that follow each other are one answer, which a
     client has kept as the parts of its stream.
     """
-    given, raw = checked.get("contents") or [], body.get("contents") or []
-    given, raw = (([one] if isinstance(one, dict) else one) for one in (given, raw))
+    given, raw = _contents(checked), _contents(body)
     messages = []
     if system := checked.get("systemInstruction"):
         text = "".join(_text(part, "systemInstruction") for part in system.get("parts") or ())
@@ -223,6 +222,12 @@ def _messages_of(checked: Json, body: Json) -> list[Message]:
             answered = []
         messages += _said(parts, where)
     return [*messages, _answer(answered, "contents")] if answered else messages
+
+
+def _contents(body: Json) -> Sequence[Json]:
+    """The contents of a body, which may be one without a list."""
+    given = body.get("contents")
+    return [] if given is None else [given] if isinstance(given, dict) else given
 
 
 def _check(part: Json, where: str) -> None:

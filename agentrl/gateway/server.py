@@ -331,8 +331,9 @@ def create_app(
     app = FastAPI(title="agentrl gateway", responses=_refusals(), docs_url=None, redoc_url=None)
     _add_calls(app, registry)
 
-    _add_models(app, registry)
+    # Before the models, among whose names a method would be looked for.
     _add_googles(app, registry)
+    _add_models(app, registry)
 
     @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
     async def rewards(request: Request) -> dict[str, str]:
@@ -476,7 +477,7 @@ def _add_models(app: FastAPI, registry: SessionRegistry) -> None:
 def _add_googles(app: FastAPI, registry: SessionRegistry) -> None:
     """Google's protocol, whose paths say which model is asked, and whether for a stream."""
 
-    async def answer() -> None:
+    async def answer(model: str) -> None:
         """Described here and answered by `CallEndpoint`."""
 
     def session_of(request: Request) -> AgentSession:
@@ -485,13 +486,13 @@ def _add_googles(app: FastAPI, registry: SessionRegistry) -> None:
     described = {"requestBody": _describe_body(GENERATE)}
     for version in ("v1beta", "v1alpha", "v1"):
         models = f"/{version}/models"
-        for method in ("generateContent", "streamGenerateContent"):
+        for method, content in (("generateContent", _ANSWERS), ("streamGenerateContent", _PARTS)):
             app.add_api_route(
                 f"{models}/{{model}}:{method}",
                 answer,
                 methods=["POST"],
                 operation_id=f"{method}_{version}",
-                responses={200: {"description": "The answer, or its parts", "content": _ANSWERS}},
+                responses={200: {"description": "The answer, or its parts", "content": content}},
                 openapi_extra=described,
             )
             route = app.router.routes[-1]
@@ -558,6 +559,11 @@ _ANSWERS: dict[str, Any] = {
     "application/json": {"schema": {"type": "object"}},
     "text/event-stream": {"schema": {"type": "string"}},
 }
+_PARTS: dict[str, Any] = {
+    **_ANSWERS,
+    "application/json": {"schema": {"type": "array", "items": {"type": "object"}}},
+}
+"""What a stream of Google's consists of: a list, unless events are asked for."""
 
 
 def _describe_body(protocol: WireProtocol) -> dict[str, Any]:
@@ -615,7 +621,7 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> Response:
         path, status, detail = request.url.path, error.status_code, error.detail
-        if status == 404 or (status == 405 and _GEMINI.match(path)):
+        if status == 404 or (request.method == "POST" and _NO_METHOD.match(path)):
             status = 404  # at Google, the method stands in the path
             detail = f"there is no {request.method} {path:.200}. {_CALLS_GO}"
         return say(request, status, "invalid_request", detail, error.headers)
@@ -667,6 +673,8 @@ _GOOGLES = {
 """The names of finish reasons at Google."""
 _GEMINI = re.compile(r"/v1(?:alpha|beta)\d*/|/v1/(?:models|publishers)/.+:[a-zA-Z]+$")
 """The paths of Google's protocol, at which refusals have its form."""
+_NO_METHOD = re.compile(r"/v1(?:alpha|beta)?/models/[^/]+:[a-zA-Z]+$")
+"""Those with a method of Google's, of which the ones that are here have been found."""
 _GOOGLES_PATH, _GOOGLES_KEY = "/v1beta/", "x-goog-api-key"
 _CALLS_GO = f"Calls go to {CHAT.path}, {RESPONSES.path}, {MESSAGES.path} and {GENERATE.path}"
 

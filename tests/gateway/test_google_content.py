@@ -150,6 +150,8 @@ def test_lengths_and_models_are_told():
         ({"contents": [{"parts": [{"inlineData": {"data": ""}}]}]}, "contents[0]: inlineData"),
         ({"contents": [user("a"), {"role": "model", "parts": [{"text": "b"}]}]}, "a last message"),
         ({"contents": []}, "no message"),
+        ({"contents": None}, "no message"),
+        ({"contents": {"role": "model", "other": 1}}, "no message"),
         ({"contents": "hi"}, "contents"),
         ({"contents": [user("x" * 200_000)]}, "the context holds"),
     ],
@@ -173,6 +175,8 @@ def test_what_is_not_supported_is_refused_in_googles_form(fields, named):
             lost = await client.post("/policy:embedContent", json=body)
             assert lost.json()["error"]["status"] == "NOT_FOUND"
             assert "Calls go to" in lost.json()["error"]["message"]
+            options = await client.options("/policy:generateContent")
+            assert (options.status_code, options.headers["allow"]) == (405, "POST")
         return 1.0
 
     served(play, saying("hi"))
