@@ -22,9 +22,8 @@ INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(P
 # Its 72 chat templates are test data; what it depends on is not needed.
 CHAT_TEMPLATES = trl==1.16.0
 
-# Tests run in so many processes at a time, as they often wait; those that take both cores one after another, in one of
-# them.
-WORKERS ?= 3
+# Tests run in so many processes at a time; those that take both cores one after another, in one of them.
+WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config --durations=10"
 
