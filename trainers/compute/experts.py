@@ -67,10 +67,10 @@ class DividedExperts:
         states_PH = hidden_MH.index_select(0, places_P)
         experts_P, weights_P = chosen_MK[places_P, choices_P], weights_MK[places_P, choices_P]
         if not len(places_P):
-            # One token that nobody asked for: the experts need a gradient, even if it is zero,
-            # as others wait for it.
-            nobody = hidden_MH.new_zeros(1, hidden_MH.shape[1])
-            states_PH = torch.cat([states_PH, nobody])
+            # No token came here. The other ranks wait for the gradient of these experts, so the
+            # experts compute a token of zeros, and their gradient is zero.
+            blank = hidden_MH.new_zeros(1, hidden_MH.shape[1])
+            states_PH = torch.cat([states_PH, blank])
             experts_P = torch.cat([experts_P, experts_P.new_zeros(1)])
             weights_P = torch.cat([weights_P, weights_P.new_zeros(1)])
         parts_PH = self.compute(states_PH, experts_P[:, None], weights_P[:, None])

@@ -89,7 +89,7 @@ class _Place:
         environment: Mapping[str, str] = {},
         folder: str = "",
     ) -> Executed:
-        """Run a command line; as root where there are users and nobody is named."""
+        """Run a command line. Without `user`, root runs it if the machine has users."""
         who = ("root" if user is None else str(user)) if self.has_users else ""
         command = Command(
             shell(line), deadline=seconds, environment=environment, folder=folder, user=who
