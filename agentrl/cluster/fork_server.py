@@ -85,7 +85,8 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, pickled)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writable = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        descriptors: Sequence[int] = self._fds  # type: ignore[attr-defined]
+        self.sentinel, writable = self._server.connect_to_new_process(descriptors)
         # The process sees by this copy whether its parent lives.
         parent = os.dup(writable)
         self.finalizer = util.Finalize(self, _close, (parent, self.sentinel))
