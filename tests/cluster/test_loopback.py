@@ -24,6 +24,7 @@ class Anything:
         return os.getpid()
 
 
+@pytest.mark.long
 def test_a_ray_that_a_run_has_started_listens_on_the_loopback_interface_only() -> None:
     join_shared_ray()
 

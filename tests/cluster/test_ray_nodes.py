@@ -52,6 +52,7 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(
             finished(run, STEPS)
 
 
+@pytest.mark.long
 def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
     script = (
         "from agentrl.cluster.ray_cluster import join_ray; join_ray(); print('ready', flush=True);"

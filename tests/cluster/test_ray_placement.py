@@ -64,6 +64,7 @@ def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(
     asyncio.run(main())
 
 
+@pytest.mark.long
 def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

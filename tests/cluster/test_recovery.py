@@ -306,6 +306,7 @@ def test_ranks_that_die_while_the_run_is_stopped_are_not_started_again() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_real_ranks_that_are_killed_and_stopped_cost_no_step_and_change_no_weight(
     shallow_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ class Holder:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_choices_are_lost_with_the_actor_that_held_them() -> None:
     import ray
 

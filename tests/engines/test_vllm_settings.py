@@ -164,6 +164,7 @@ def resolved(folder: Path, *runs: tuple[dict[str, Any], str, int]) -> list[dict[
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_vllm_resolves_its_config_on_gpus_as_serve_does_and_the_planner_counts(
     tiny_model_dir: Path,
 ) -> None:

@@ -136,6 +136,7 @@ def test_no_hostile_attempt_earns_anything_in_a_jail() -> None:
 
 @needs_docker
 @pytest.mark.slow
+@pytest.mark.long
 def test_no_hostile_attempt_earns_anything_in_a_container(docker_host: str) -> None:
     docker = {"name": "docker", "host": docker_host, "image": BASE}
     attempts = [*HOSTILE.values(), "MEND"]

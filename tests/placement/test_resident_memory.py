@@ -111,10 +111,8 @@ def compared(
     return json.loads(done.stdout.splitlines()[-1])["peak"], counted.total
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [pytest.param("none", marks=pytest.mark.long), pytest.param("full", marks=pytest.mark.slow)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_step_takes_the_resident_memory_that_was_counted(tmp_path: Path, recompute: str) -> None:
     measured, counted = compared(tmp_path, SMALL, recompute, 512)
     assert counted == pytest.approx(measured, rel=0.15)

@@ -138,6 +138,7 @@ def test_a_policy_comes_nearer_to_its_teacher(tmp_path: Path, agentrl: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_learns_from_an_earlier_self_and_a_run_that_goes_on_has_the_same_one(
     tmp_path: Path, agentrl: Callable[..., Done]
 ) -> None:
@@ -178,6 +179,7 @@ class MortalEngine(LocalEngine):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_teacher_s_engine_that_dies_is_restarted_and_changes_nothing(
     tmp_path: Path, agentrl: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:

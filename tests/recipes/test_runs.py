@@ -292,6 +292,7 @@ def test_a_killed_run_of_a_mixture_of_experts_ends_with_the_weights_of_one_that_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_nothing_twice(
     tmp_path,
 ):

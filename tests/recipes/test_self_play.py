@@ -50,6 +50,7 @@ def opponents_of(run: Path) -> dict[int, list]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_gets_nearer_to_optimal_play_and_records_whom_the_policy_played(tmp_path):
     train(*SMALL, "run_dir=run", "steps=8", "recipe.latest=0.4", "checkpoint.keep=1", cwd=tmp_path)
     rows, played = rows_of(tmp_path / "run"), opponents_of(tmp_path / "run")

@@ -198,6 +198,7 @@ main()
         ("evaluation.overlap=true", "timeline.jsonl", '"step": 1, "phase": "weights"'),
     ],
 )
+@pytest.mark.long
 def test_a_run_killed_while_it_is_evaluated_has_each_result_once_when_it_was_resumed(
     path: Path, agentrl: Any, where: str, file: str, reached: str
 ) -> None:

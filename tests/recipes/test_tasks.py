@@ -170,6 +170,7 @@ trackers: []
 """
 
 
+@pytest.mark.long
 def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
     tmp_path: Path, agentrl: Any, tiny_model_dir: Path
 ) -> None:
@@ -208,6 +209,7 @@ trackers: []
 """
 
 
+@pytest.mark.long
 def test_a_resumed_run_depends_on_no_name_of_a_metric(
     tmp_path: Path, agentrl: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -578,6 +578,7 @@ def test_orphans_are_reaped_and_background_processes_go_on(docker_host: str) -> 
 
 @docker
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_that_is_used_up_is_named(docker_host: str) -> None:
     async def main(provider: SandboxProvider) -> None:
         sandbox = await provider.start(SPEC)

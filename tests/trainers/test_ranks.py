@@ -175,6 +175,7 @@ def test_deepspeed_keeps_what_of_the_contract_no_other_test_shows(
     long=(
         *("fsdp, whole", "fsdp, recomputing", "fsdp, adapters"),
         *("ZeRO 2, offloaded", "ZeRO 2, adapters", "ZeRO 3, offloaded, recomputing"),
+        "ZeRO 3, adapters",
     ),
 )
 def test_twenty_steps_on_two_ranks_are_those_of_one_process(
@@ -329,6 +330,7 @@ def test_a_trainer_takes_up_what_another_kind_or_number_of_ranks_has_saved(
         torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_deepspeed_keeps_its_own_settings_when_it_takes_up_a_checkpoint(
     processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
