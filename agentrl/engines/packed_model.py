@@ -244,14 +244,17 @@ def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind)
     window = kind.window if kind.window is not None and kind.window < block.length else None
     mask_R1TL = block.mask_R1TL(window, query_NHD.dtype)
     if kind.softcap is None and kind.sinks_H is None:
+        # Heads that share keys see the same ones where there is one new token. As tokens of one
+        # head they read them once, in half the time.
+        is_shared = block.shape_RT[1] == 1
         out_RHTD = scaled_dot_product_attention(
-            query_RHTD,
+            query_RHTD.reshape(*keys_RKLD.shape[:2], -1, size) if is_shared else query_RHTD,
             keys_RKLD,
             values_RKLD,
             attn_mask=mask_R1TL,
             scale=kind.scale,
-            enable_gqa=True,
-        )
+            enable_gqa=not is_shared,
+        ).reshape(*query_RHTD.shape[:3], -1)
     else:
         pieces = zip(
             torch.split(query_RHTD, _PIECE, 2), torch.split(mask_R1TL, _PIECE, 2), strict=True
