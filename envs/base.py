@@ -19,6 +19,7 @@ class Safe(ToolEnv):
 import difflib
 import inspect
 import json
+import pickle
 import random
 import time
 from abc import ABC, abstractmethod
@@ -112,11 +113,17 @@ class TextEnv(ABC):
     """A text environment. A subclass implements `start` and `step`.
 
     `rng` is the episode's only source of randomness; each `reset` seeds it.
+
+    Where the attributes of the instance are all that an episode is, and can be pickled, write
+    `restorable = True`: then rollouts can go back to its states. Attributes that can be made again
+    are left out by a `__getstate__`, as for pickle.
     """
 
     system_prompt: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     isolation: Literal["inline", "thread", "process"] = "thread"
+    restorable: bool = False
+    """The attributes of the instance are the whole state of an episode, and can be pickled."""
     rng: random.Random
 
     @abstractmethod
@@ -139,6 +146,16 @@ class TextEnv(ABC):
 
     def close(self) -> None | Awaitable[None]:
         """Release what the environment holds; by default nothing."""
+        return None
+
+    def snapshot(self) -> bytes | Awaitable[bytes]:
+        """The attributes of the instance, pickled."""
+        return pickle.dumps(self.__getstate__())
+
+    def restore(self, state: bytes) -> None | Awaitable[None]:
+        """Replace the attributes of the instance by those of then."""
+        self.__dict__.clear()
+        self.__dict__.update(pickle.loads(state))
         return None
 
 

@@ -21,6 +21,7 @@ class Calculator(ToolEnv):
     )
     # It answers in microseconds, so it needs no thread.
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""

@@ -46,6 +46,7 @@ class FrozenLake(TextEnv):
         "The last line is what is left, down, right, up of you."
     )
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""

@@ -43,6 +43,8 @@ class Gem(TextEnv):
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `gem.make`."""
 
+    deterministic = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._env: Any = None

@@ -20,6 +20,7 @@ class GuessNumber(TextEnv):
     system_prompt = "Guess the secret number. Answer with one number."
     # It answers in microseconds, so it needs no thread.
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""

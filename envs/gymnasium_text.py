@@ -197,6 +197,8 @@ class GymnasiumText(TextEnv):
         counts.
         """
 
+    deterministic = True
+
     def __init__(self, env_id: str = "") -> None:
         """`env_id` is the id if the options give none."""
         self._defaults = {"id": env_id} if env_id else {}

@@ -46,6 +46,8 @@ class Harbor(SandboxedEnv):
         reward: str = "reward"
         """Which one of the verifier's rewards counts."""
 
+    restorable = False  # a trial has sandboxes of its own
+
     def __init__(self, folders: tuple[str, ...]) -> None:
         super().__init__()
         self._folders = tuple(map(Path, folders))

@@ -47,6 +47,7 @@ class KuhnPoker(TextEnv):
     """
 
     isolation = "inline"
+    restorable = True
     reward_range = (-2.0, 2.0)
     system_prompt = (
         "You play poker with three cards: jack, queen and king. Each player antes 1 chip and gets"

@@ -173,6 +173,7 @@ class OracleEnv(TextEnv):
     """
 
     isolation = "inline"
+    restorable = True
     system_prompt = SYSTEM_PROMPT
 
     class Options(Settings):
@@ -212,10 +213,16 @@ class OracleEnv(TextEnv):
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Begin at the first decision."""
-        self.problem = self.enumeration(options)
+        chosen = read_options(self.Options, options)
+        self._chosen = chosen.problem, json.dumps(chosen.settings, sort_keys=True), chosen.other
         self.number = 0
         self.earned = 0.0
         return prompt_of(self.point.decision)
+
+    @property
+    def problem(self) -> PlayedProblem:
+        """The problem of the episode."""
+        return played(*self._chosen)
 
     @property
     def point(self) -> _Point:

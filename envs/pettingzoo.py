@@ -137,6 +137,8 @@ class PettingZoo(TextEnv):
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of the game's `env` or `parallel_env`."""
 
+    deterministic = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._env: Any = None

@@ -80,7 +80,12 @@ class Programs:
         self._sandbox: ProgramSandbox | None = None
         self._limits = SandboxLimits()
         self._kept: list[str] = []
+        self._config: SandboxConfig | None = None
         self.printed = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the sandbox, which is borrowed again for the next program."""
+        return {**self.__dict__, "_sandbox": None}
 
     async def start(self, limits: SandboxLimits, config: SandboxConfig) -> None:
         """Begin an episode, and borrow the sandbox."""
@@ -88,9 +93,11 @@ class Programs:
         if self._sandbox is None or self._sandbox.config != config:
             await self.close()
             self._sandbox = await borrow(config)
+        self._config = config
 
     async def close(self) -> None:
         """Return the sandbox."""
+        self._config = None
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await give_back(sandbox)
@@ -114,8 +121,10 @@ class Programs:
 
     async def _outcome(self, program: str) -> Ran | LimitHit:
         """Run a program. A lost sandbox says nothing about the program, so it is run once more."""
-        if self._sandbox is None:
+        if self._config is None:
             raise EnvError("no episode is being played; call reset first")
+        if self._sandbox is None:
+            self._sandbox = await borrow(self._config)
         outcome = await self._sandbox.run(program, limits=self._limits)
         if isinstance(outcome, SandboxLost):
             outcome = await self._sandbox.run(program, limits=self._limits)
@@ -139,6 +148,7 @@ class PythonTool(ToolEnv):
     )
     # Its calls wait for the sandbox on the event loop.
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""
@@ -175,6 +185,11 @@ class PythonTool(ToolEnv):
     async def close(self) -> None:
         """Return the sandbox, which all environments of this process share."""
         await self.programs.close()
+
+    async def restore(self, state: bytes) -> None:
+        """Go back to a state; the next program borrows a sandbox."""
+        await self.programs.close()
+        super().restore(state)
 
     async def python(self, code: str) -> str:
         """Run a Python program. Names that it sets can be used by the next one.

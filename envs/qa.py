@@ -74,6 +74,7 @@ class QuestionAnswer(ToolEnv):
     # Its own code answers in microseconds, and the programs of the model are waited for on the
     # event loop.
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """A row of questions. Other columns are allowed: rewards may read them."""
@@ -133,7 +134,6 @@ class QuestionAnswer(ToolEnv):
 
     def __init__(self) -> None:
         self._programs = Programs()
-        self._specs_of_all = self._specs
         self._golds: tuple[str, ...] = ()
         self._history: list[dict[str, Any]] = []
 
@@ -157,7 +157,7 @@ class QuestionAnswer(ToolEnv):
         chosen = read_options(self.Options, options)
         self._golds = tuple(_plain(str(gold)) for gold in chosen.golds)
         self._specs = tuple(
-            spec for spec in self._specs_of_all if spec.name == _TOOL_OF[chosen.tool]
+            spec for spec in type(self)._specs if spec.name == _TOOL_OF[chosen.tool]
         )
         self.tools = tuple(spec.schema for spec in self._specs)
         if chosen.tool == "python":
@@ -171,6 +171,16 @@ class QuestionAnswer(ToolEnv):
     async def close(self) -> None:
         """Return the sandbox, if it was needed."""
         await self._programs.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the tools' classes of arguments, which pickle does not find."""
+        return {name: value for name, value in self.__dict__.items() if name != "_specs"}
+
+    async def restore(self, state: bytes) -> None:
+        """Go back to a state; the next program borrows a sandbox."""
+        await self._programs.close()
+        super().restore(state)
+        self._specs = tuple(spec for spec in type(self)._specs if spec.schema in self.tools)
 
     async def step(self, action: str) -> StepResult:
         """Run the calls of a message, or take it as the answer."""

@@ -55,6 +55,8 @@ class ReasoningGym(TextEnv):
         questions.
         """
 
+    deterministic = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._data: Any = None

@@ -1,5 +1,6 @@
 """What environments share in which the model works in a sandbox: its tools, and the limits."""
 
+import pickle
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ from pydantic import Field
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.errors import EnvError
+from agentrl.flow import now
 from agentrl.protocols import (
     Command,
     Executed,
@@ -15,6 +17,8 @@ from agentrl.protocols import (
     Resources,
     Sandbox,
     SandboxProvider,
+    SandboxSnapshot,
+    SandboxSpec,
     shell,
 )
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
@@ -22,6 +26,7 @@ from agentrl.settings.base import Settings
 
 LARGEST_FILE = 1 << 20
 """Bytes of a file that the model can read or edit."""
+_NOT_STATE = {"_lender", "_choice", "_sandbox", "_kept"}
 _USED_UP = {
     "deadline": "it took longer than it may",
     "cpu": "it used more processor time than it may",
@@ -74,6 +79,7 @@ class SandboxedEnv(ToolEnv):
         " submit."
     )
     isolation = "inline"
+    restorable = True
     options: SandboxOptions
     last: Executed | None = None
     """How the model's last command has ended."""
@@ -84,6 +90,8 @@ class SandboxedEnv(ToolEnv):
         self._lender: SandboxProvider | None = None
         self._choice: dict[str, Any] = {}
         self._sandbox: Sandbox | None = None
+        self._kept: list[tuple[float, SandboxSnapshot]] = []
+        """The files of states, each with the time until which they are kept."""
 
     @abstractmethod
     async def _begin(self, seed: int) -> tuple[str, Sandbox]:
@@ -99,12 +107,38 @@ class SandboxedEnv(ToolEnv):
         self.call_shortly(self.options.short_calls)
         self.last, self.commands = None, 0
         await self._end()
+        await self._borrow_provider()
+        instruction, self._sandbox = await self._begin(seed)
+        return instruction
+
+    async def snapshot(self) -> bytes:
+        """The state of the episode, with the name of its files, which are kept for a lease.
+
+        What runs in the sandbox in the background is no part of it.
+        """
+        files = await self._live.snapshot()
+        while self._kept and self._kept[0][0] < now():
+            await self._provider.remove(self._kept.pop(0)[1])
+        self._kept.append((now() + self.options.lease, files))
+        own = {name: value for name, value in self.__dict__.items() if name not in _NOT_STATE}
+        return pickle.dumps((own, files))
+
+    async def restore(self, state: bytes) -> None:
+        """Go back to a state, in a sandbox that starts with its files."""
+        own, files = pickle.loads(state)
+        await self._end()
+        self.__dict__.update(own)
+        await self._borrow_provider()
+        chosen = self.options
+        self._sandbox = await self._provider.start(
+            SandboxSpec(files, chosen.resources, lease=chosen.lease)
+        )
+
+    async def _borrow_provider(self) -> None:
         if self._lender is None or self._choice != self.options.sandbox:
             await self.close()
             self._lender = await borrow_provider(self.options.sandbox)
             self._choice = self.options.sandbox
-        instruction, self._sandbox = await self._begin(seed)
-        return instruction
 
     async def close(self) -> None:
         """End the sandbox, and give back the provider."""

@@ -105,6 +105,7 @@ class Search(ToolEnv):
     # In so small an index a search takes about a tenth of a millisecond; building it takes one or
     # two.
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""
@@ -152,6 +153,15 @@ class Search(ToolEnv):
         if self._index is not None:
             self._index.close()
             self._index = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the index, which is made again from the documents."""
+        return {**self.__dict__, "_index": None}
+
+    def restore(self, state: bytes) -> None:
+        """Go back to a state; the next search makes its index."""
+        self.close()
+        super().restore(state)
 
     def search(self, query: str, k: Annotated[int, Field(ge=1, le=10)] = 3) -> str:
         """Find the documents that fit a query best: their numbers, titles and an excerpt.

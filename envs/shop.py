@@ -111,6 +111,7 @@ class Shop(ToolEnv):
         " them. Look at the rooms with the tools, book one, then finish."
     )
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""

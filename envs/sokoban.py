@@ -95,6 +95,7 @@ class Sokoban(TextEnv):
     # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels,
     # once per group.
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""

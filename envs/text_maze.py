@@ -71,6 +71,7 @@ class TextMaze(TextEnv):
         " hold the key of its colour. Say left, down, right or up."
     )
     isolation = "inline"
+    restorable = True
 
     class Options(Settings):
         """The options of `reset`."""

@@ -73,6 +73,8 @@ class TextArena(TextEnv):
         `seat` is ignored.
         """
 
+    deterministic = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._env: Any = None

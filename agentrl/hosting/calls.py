@@ -6,7 +6,7 @@ where the environment runs, so that they cross every transport. Where an episode
 `calls_taken` takes them out again, into the turn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from agentrl.hosting.wrappers import Wrapper
@@ -23,6 +23,18 @@ class KeepsCalls(Wrapper):
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         self._last: object = None
+
+    def restore(self, state: bytes) -> None | Awaitable[None]:
+        """Go back to a state, whose last step has told its calls already."""
+        restoring = super().restore(state)
+        if restoring is not None:
+            return self._after(restoring)
+        self._last = getattr(self.env, CALLS, None)
+        return None
+
+    async def _after(self, restoring: Awaitable[None]) -> None:
+        await restoring
+        self._last = getattr(self.env, CALLS, None)
 
     def stepped(self, result: StepResult) -> StepResult:
         """The result with the calls of the step. A malformed one is left for the host to refuse."""

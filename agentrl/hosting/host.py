@@ -67,6 +67,14 @@ class Host(Protocol):
         """A scripted player's action. The player is called where the environment runs."""
         ...
 
+    async def snapshot(self, seconds: float) -> Any:
+        """The reply of `Env.snapshot`, within `seconds`."""
+        ...
+
+    async def restore(self, seconds: float, state: bytes) -> None:
+        """Call `Env.restore`, within `seconds`."""
+        ...
+
     async def close(self, seconds: float) -> None:
         """Close the instance within `seconds`, or abandon it if it is broken. Errors are logged."""
         ...

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.hosting.host import call_env, consult_player, has_async, inner_env, log_failure
-from agentrl.protocols.env import Env, ScriptedPlayer
+from agentrl.protocols.env import Env, ScriptedPlayer, call_restore, call_snapshot
 
 
 class InlineHost:
@@ -32,6 +32,14 @@ class InlineHost:
     async def consult(self, seconds: float, player: ScriptedPlayer, rng: random.Random) -> str:
         """A scripted player's action."""
         return await consult_player(self, self._env, player, rng)
+
+    async def snapshot(self, seconds: float) -> Any:
+        """The reply of `Env.snapshot`, within `seconds`."""
+        return await call_env(self, "snapshot", seconds, lambda: call_snapshot(self._env))
+
+    async def restore(self, seconds: float, state: bytes) -> None:
+        """Call `Env.restore`, within `seconds`."""
+        await call_env(self, "restore", seconds, lambda: call_restore(self._env, state))
 
     async def close(self, seconds: float) -> None:
         """Close the instance, whether or not it is broken: nothing else holds its memory."""

@@ -11,7 +11,13 @@ from agentrl.hosting.host import Host, inner_env
 from agentrl.hosting.inline import InlineHost
 from agentrl.hosting.process import ProcessHost
 from agentrl.hosting.process_env import ProcessEnv
-from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
+from agentrl.hosting.replies import (
+    checked_prompt,
+    checked_reset,
+    checked_state,
+    checked_step,
+    checked_tools,
+)
 from agentrl.hosting.thread import ThreadHost
 from agentrl.protocols.env import (
     Env,
@@ -19,6 +25,7 @@ from agentrl.protocols.env import (
     ResetResult,
     ScriptedPlayer,
     StepResult,
+    can_restore,
     isolation_of,
     system_prompt_of,
     tools_of,
@@ -96,11 +103,7 @@ class LiveEnv:
         copied = unshared(options, f"the options of {name}", keep_handles=True)
         reply = await self._host.reset(self._deadlines.reset, seed=seed, options=copied)
         result = self._check(checked_reset, reply)
-        # The properties are read inside the check: an environment's own code may compute them.
-        self.tools = self._check(lambda name, env: checked_tools(name, tools_of(env)), self.env)
-        self.system_prompt = self._check(
-            lambda name, env: checked_prompt(name, system_prompt_of(env)), self.env
-        )
+        self._read_properties()
         return result
 
     async def step(self, action: str) -> StepResult:
@@ -111,6 +114,30 @@ class LiveEnv:
             reply = await self._host.step("step", self._deadlines.step, action)
         return self._check(checked_step, reply)
 
+    @property
+    def restorable(self) -> bool:
+        """True if it can tell the states of its episode and go back to them; known after
+        `reset`.
+        """
+        return can_restore(self.env)
+
+    async def snapshot(self) -> bytes:
+        """The state of the episode between two steps, for `restore` of an instance that was made in
+        the same way.
+        """
+        if not self.restorable:
+            raise EnvError(
+                f"{self._host.name} cannot go back to a state: write its `snapshot` and `restore`,"
+                " or declare it `deterministic` (agentrl.Env)"
+            )
+        state = await self._host.snapshot(self._deadlines.reset)
+        return self._check(checked_state, state)
+
+    async def restore(self, state: bytes) -> None:
+        """Go back to a state of an episode, this one or another's."""
+        await self._host.restore(self._deadlines.reset, state)
+        self._read_properties()
+
     async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
         """A scripted player's action; the player is called in the process where the environment
         runs.
@@ -120,6 +147,13 @@ class LiveEnv:
     async def close(self) -> None:
         """Close the instance. Errors are only logged, since its episodes are over."""
         await self._host.close(self._deadlines.close)
+
+    def _read_properties(self) -> None:
+        # Inside the check: an environment's own code may compute them.
+        self.tools = self._check(lambda name, env: checked_tools(name, tools_of(env)), self.env)
+        self.system_prompt = self._check(
+            lambda name, env: checked_prompt(name, system_prompt_of(env)), self.env
+        )
 
     def _check(self, check: Callable[[str, Any], T], reply: Any) -> T:
         try:

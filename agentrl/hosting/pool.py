@@ -9,6 +9,7 @@ from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process_env import ProcessEnv
+from agentrl.hosting.snapshots import rewindable
 from agentrl.protocols.env import Env, Isolation
 
 
@@ -56,13 +57,13 @@ class EnvPool:
             env = self._factories[name]()
         except RAISED_BY_CODE as error:
             raise EnvError(f"making the environment {name!r} raised {describe(error)}") from error
-        # Pictures and calls are added where the environment runs, so that they cross every
-        # transport.
+        # Pictures, calls and ways back are added where the environment runs, so that they cross
+        # every transport.
         if isinstance(env, ProcessEnv):
             env.pictures = self._pictures
             env.records_calls = True
         else:
-            env = recorded(pictured(env) if self._pictures else env)
+            env = rewindable(recorded(pictured(env) if self._pictures else env))
         return LiveEnv(env, self._deadlines, isolation=self._isolation.get(name))
 
     async def release(self, name: str, env: LiveEnv) -> None:

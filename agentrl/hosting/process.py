@@ -46,6 +46,14 @@ class ProcessHost:
         begin = partial(self._env.consult, player, rng)
         return str(await self._call("step", seconds, begin))
 
+    async def snapshot(self, seconds: float) -> Any:
+        """The reply of `Env.snapshot`, within `seconds`."""
+        return await self._call("snapshot", seconds, self._env.snapshot)
+
+    async def restore(self, seconds: float, state: bytes) -> None:
+        """Call `Env.restore`, within `seconds`."""
+        await self._call("restore", seconds, partial(self._env.restore, state))
+
     async def close(self, seconds: float) -> None:
         """Close the instance, unless it is broken, and kill its process."""
         try:

@@ -6,6 +6,7 @@ out-of-memory killer therefore costs only the current episode. The worker
 JSON, never pickle, so that an untrusted environment cannot make the driver run code.
 """
 
+import base64
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -51,17 +52,28 @@ class ProcessEnv:
         """The infos have the calls that the environment made; known when a worker starts."""
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.restorable = False
+        """The environment can tell its states and go back to them; known after `reset`."""
         self._worker: WorkerHandle | None = None
         self._killed = False
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Start an episode, and the process if none is running."""
         self._start("reset").forget_old_output()
-        extras = {"pictures": self.pictures, "records_calls": self.records_calls}
-        answer = self._ask("reset", seed=seed, options=dict(options), **extras)
-        self.system_prompt, self.tools = str(answer["system_prompt"]), tuple(answer["tools"])
+        answer = self._ask("reset", seed=seed, options=dict(options), **self._extras)
+        self._note_episode(answer)
         result: ResetResult = _result(answer)
         return result
+
+    def snapshot(self) -> bytes:
+        """The state of the episode. It is read again in a worker of the same environment only."""
+        return base64.b64decode(str(_result(self._ask("snapshot"))))
+
+    def restore(self, state: bytes) -> None:
+        """Go back to a state of an episode, in a process that is started if none is running."""
+        self._start("restore").forget_old_output()
+        text = base64.b64encode(state).decode()
+        self._note_episode(self._ask("restore", state=text, **self._extras))
 
     def check(self) -> tuple[str, ...]:
         """Check in a worker that the environment can be found, without making it; return the
@@ -123,6 +135,14 @@ class ProcessEnv:
     def pid(self) -> int | None:
         """The worker's process id, or `None` if none is running."""
         return None if self._worker is None else self._worker.pid
+
+    @property
+    def _extras(self) -> dict[str, bool]:
+        return {"pictures": self.pictures, "records_calls": self.records_calls}
+
+    def _note_episode(self, answer: Mapping[str, Any]) -> None:
+        self.system_prompt, self.tools = str(answer["system_prompt"]), tuple(answer["tools"])
+        self.restorable = bool(answer["restorable"])
 
     def _start(self, call: str) -> WorkerHandle:
         if self._worker is None:

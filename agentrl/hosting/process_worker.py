@@ -1,6 +1,7 @@
 """The worker's end of an environment in a process: it makes the instance and answers the calls."""
 
 import asyncio
+import base64
 import faulthandler
 import importlib
 import inspect
@@ -15,7 +16,16 @@ from agentrl import plugins
 from agentrl.errors import ConfigError, describe
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.pictures import pictured
-from agentrl.protocols.env import Env, preload_of, system_prompt_of, tools_of, unwrapped_env
+from agentrl.hosting.snapshots import rewindable
+from agentrl.protocols.env import (
+    Env,
+    call_restore,
+    can_restore,
+    preload_of,
+    system_prompt_of,
+    tools_of,
+    unwrapped_env,
+)
 
 
 def serve(fd: int, address: str, scratch: str) -> None:
@@ -55,7 +65,8 @@ class _Hosted:
             )
             if call == "check":
                 answer["preload"] = self._preload
-            if call == "reset":
+            if call in ("reset", "restore"):
+                answer["restorable"] = can_restore(self._env)
                 answer["system_prompt"] = str(system_prompt_of(self._env) or "")
                 answer["tools"] = list(tools_of(self._env))
             return json.dumps(answer, default=_plain).encode()
@@ -80,11 +91,13 @@ class _Hosted:
                 return None
             os.chdir(self._scratch)
             env = pictured(make()) if draws else make()
-            self._env = recorded(env) if records else env
+            self._env = rewindable(recorded(env) if records else env)
         env = self._env
         # By position, as everywhere: an environment may call its parameter what it likes.
         if call == "step":
             return env.step(arguments["action"])
+        if call == "restore":
+            return call_restore(env, base64.b64decode(arguments["state"]))
         if call != "consult":
             return getattr(env, call)(**arguments)
         module, _, name = arguments["player"].partition(":")
@@ -102,6 +115,8 @@ async def _awaited(awaitable: Any) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     return value if isinstance(value, str) else f"{value!r:.200}"
 
 

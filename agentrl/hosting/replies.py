@@ -67,6 +67,20 @@ def checked_step(name: str, reply: Any) -> StepResult:
     )
 
 
+def checked_state(name: str, state: Any) -> bytes:
+    """The reply of `snapshot`.
+
+    Raises:
+        EnvError: it is no bytes.
+    """
+    if not isinstance(state, bytes):
+        raise EnvError(
+            f"{name}.snapshot must return bytes, got {state!r:.80} ({type(state).__name__}):"
+            " `pickle.dumps(...)`, or the name of what is kept elsewhere"
+        )
+    return state
+
+
 def checked_tools(name: str, tools: Any) -> tuple[dict[str, Any], ...]:
     """The tools that an environment offers, in types that JSON has.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.hosting.call_thread import CallThread
 from agentrl.hosting.host import call_env, consult_player, has_async, inner_env, log_failure
-from agentrl.protocols.env import Env, ScriptedPlayer
+from agentrl.protocols.env import Env, ScriptedPlayer, call_restore, call_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,14 @@ class ThreadHost:
     async def consult(self, seconds: float, player: ScriptedPlayer, rng: random.Random) -> str:
         """A scripted player's action."""
         return await consult_player(self, self._env, player, rng)
+
+    async def snapshot(self, seconds: float) -> Any:
+        """The reply of `Env.snapshot`, within `seconds`."""
+        return await self._call("snapshot", seconds, lambda: call_snapshot(self._env))
+
+    async def restore(self, seconds: float, state: bytes) -> None:
+        """Call `Env.restore`, within `seconds`."""
+        await self._call("restore", seconds, lambda: call_restore(self._env, state))
 
     async def close(self, seconds: float) -> None:
         """Close the instance. A sync close runs in the background, after a call that hangs (if that

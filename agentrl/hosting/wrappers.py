@@ -14,6 +14,7 @@ package registers a wrapper in the entry-point group `agentrl.env_wrappers`: a c
 
 import inspect
 import json
+import pickle
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from agentrl.protocols.env import (
     Env,
     ResetResult,
     StepResult,
+    call_restore,
+    call_snapshot,
+    can_restore,
     isolation_of,
     preload_of,
     system_prompt_of,
@@ -42,6 +46,8 @@ _Result = TypeVar("_Result", ResetResult, StepResult)
 class Wrapper:
     """An `Env` around another one: override what you change. All else is delegated to the inner
     environment, which may be sync or async. `began` and `stepped` get its results.
+
+    Its state, for `snapshot`, is all of its attributes, which have to be picklable.
     """
 
     def __init__(self, env: Env) -> None:
@@ -59,6 +65,11 @@ class Wrapper:
         """
         declared: str = isolation_of(self.env)
         return "inline" if inspect.iscoroutinefunction(self.env.step) else declared
+
+    @property
+    def restorable(self) -> bool:
+        """True if the inner environment can tell its state and go back to it."""
+        return can_restore(self.env)
 
     @property
     def unwrapped(self) -> Env:
@@ -79,6 +90,25 @@ class Wrapper:
     def close(self) -> None | Awaitable[None]:
         """Close the inner environment."""
         return self.env.close()
+
+    def snapshot(self) -> bytes | Awaitable[bytes]:
+        """The state of this wrapper and of the inner environment."""
+        state = call_snapshot(self.env)
+        return self._packed_later(state) if inspect.isawaitable(state) else self._packed(state)
+
+    def restore(self, state: bytes) -> None | Awaitable[None]:
+        """Go back to a state of both."""
+        own, of_inner = pickle.loads(state)
+        self.__dict__.update(own)
+        restoring: None | Awaitable[None] = call_restore(self.env, of_inner)
+        return restoring
+
+    def _packed(self, inner: bytes) -> bytes:
+        own = {name: value for name, value in self.__dict__.items() if name != "env"}
+        return pickle.dumps((own, inner))
+
+    async def _packed_later(self, inner: Awaitable[bytes]) -> bytes:
+        return self._packed(await inner)
 
     def began(self, result: ResetResult) -> ResetResult:
         """The result of the reset, in place of the inner environment's `result`."""

@@ -35,7 +35,7 @@ class Env(Protocol):
     """A Gymnasium environment with text in and out. Methods may be sync or async.
 
     One instance plays one episode at a time; `reset` may be called again for the next. All
-    randomness comes from `seed`. Environments never handle tokens. Five attributes are optional:
+    randomness comes from `seed`. Environments never handle tokens. Seven attributes are optional:
 
     - `system_prompt: str`: the system message of every episode;
     - `tools: Sequence[Mapping]`: JSON schemas of callable functions, passed to the chat template;
@@ -45,7 +45,16 @@ class Env(Protocol):
       each step. Rewards that watch calls see these; else they read the messages as JSON;
     - `render_html() -> str`: draws the present state as HTML, after each reset and step. `agentrl
       view` shows it beside the messages, without scripts or requests: styles, SVG and `data:`
-      images work.
+      images work;
+    - `snapshot() -> bytes` and `restore(state: bytes) -> None`, both sync or both async: the whole
+      state of the episode between two steps, its random state included, and the way back to it.
+      Any instance that was made in the same way can be restored, also one that plays something
+      else, and as often as is wanted. From there on the same actions give the same replies as if
+      nothing had happened in between. `restorable: bool` says whether an instance can do it, for
+      classes that always have the methods;
+    - `deterministic: bool`: the seed, the options and the actions decide every reply, whenever and
+      wherever they are repeated. Without a `snapshot` of its own, such an environment goes back by
+      playing its actions again (`agentrl/hosting/snapshots.py`).
 
     The optional `info["success"]` says whether the episode reached its goal. At the end of a game
     of one message, `info["answer"]` may give the message that would have reached it (`check_env`
@@ -120,6 +129,31 @@ def preload_of(factory: object) -> Sequence[str]:
     """The modules that a factory of environments asks to import once, before processes start."""
     modules: Sequence[str] = getattr(factory, "preload", ())
     return modules
+
+
+def can_restore(env: object) -> bool:
+    """True if an environment can tell its state and go back to it (`snapshot`, `restore`)."""
+    declared = getattr(env, "restorable", None)
+    if declared is not None:
+        return bool(declared)
+    return all(callable(getattr(env, name, None)) for name in ("snapshot", "restore"))
+
+
+def call_snapshot(env: Any) -> Any:
+    """The reply of `snapshot` of an environment that can restore, which may be an awaitable."""
+    return env.snapshot()
+
+
+def call_restore(env: Any, state: bytes) -> Any:
+    """Call `restore` of an environment that can; the reply may be an awaitable."""
+    return env.restore(state)
+
+
+def is_deterministic(env: object) -> bool:
+    """True if an environment declares that its actions, repeated, give the same episode
+    (`deterministic`).
+    """
+    return bool(getattr(env, "deterministic", False))
 
 
 def options_class_of(factory: object) -> type[Settings] | None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from agentrl.errors import ConfigError, EnvError, LethalTaskError
 from agentrl.flow import Suspect, Suspicion
@@ -17,13 +17,24 @@ from agentrl.hosting.calls import calls_taken
 from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.remote.choice import FullError, LostError, UnreachableError, open_at_any
 from agentrl.remote.link import Link, link_to
-from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, ReplyFrame, Stepped, server_url
+from agentrl.remote.protocol import (
+    TOKEN_VARIABLE,
+    Began,
+    Opened,
+    ReplyFrame,
+    Restored,
+    Saved,
+    Stepped,
+    server_url,
+)
 from agentrl.trajectory import MadeCall
 
-_Answer = TypeVar("_Answer", Opened, Began, Stepped)
+_Answer = TypeVar("_Answer", Opened, Began, Stepped, Saved, Restored)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
 _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
+_SAVED: TypeAdapter[Saved] = TypeAdapter(Saved)
+_RESTORED: TypeAdapter[Restored] = TypeAdapter(Restored)
 _ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
@@ -59,6 +70,8 @@ class RemoteEnv:
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.calls_made: Sequence[MadeCall] | None = None
+        self.restorable = False
+        """The environment can go back to its states; known after `reset`."""
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._lease: _Lease | None = None
@@ -103,6 +116,7 @@ class RemoteEnv:
             reply = await self._begin(self._lease, seed, options)
         began = _read(_BEGAN, reply)
         self.system_prompt, self.tools = began.system_prompt, tuple(began.tools)
+        self.restorable = began.restorable
         return began.observation, began.info
 
     async def step(self, action: str) -> StepResult:
@@ -126,6 +140,41 @@ class RemoteEnv:
             suspicion().ended(self._suspect)
         self.calls_made, info = calls_taken(stepped.info)
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, info
+
+    async def snapshot(self) -> bytes:
+        """The state of the episode, and the server that can go back to it.
+
+        Raises:
+            EnvError: the server or the environment failed, or no episode is being played.
+        """
+        lease = self._lease
+        if lease is None:
+            raise EnvError("no episode is being played; call reset first")
+        lease.seq += 1
+        saved = _read(_SAVED, await self._ask(lease, "snapshot"))
+        return to_json({"server": lease.link.url, "state": saved.state})
+
+    async def restore(self, state: bytes) -> None:
+        """Go back to a state, at the server that has given it.
+
+        Raises:
+            EnvError: the server or the environment failed, or the server has been started again.
+        """
+        then = from_json(state)
+        if self._lease is not None and self._lease.link.url != then["server"]:
+            await self.close()
+        if self._lease is None:
+            self._lease = await open_at_any(
+                [link_to(then["server"], self._token)],
+                _open,
+                kind="server",
+                kind_when_full="servers of the environment",
+            )
+        self._lease.seq += 1
+        reply = await self._ask(self._lease, "restore", state=then["state"])
+        restored = _read(_RESTORED, reply)
+        self.system_prompt, self.tools = restored.system_prompt, tuple(restored.tools)
+        self.restorable = True
 
     async def close(self) -> None:
         """Close the session, without waiting for the server's answer."""

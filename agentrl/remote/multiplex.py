@@ -19,6 +19,10 @@ from agentrl.remote.protocol import (
     OpenFrame,
     Refusal,
     ResetFrame,
+    Restored,
+    RestoreFrame,
+    Saved,
+    SnapshotFrame,
     Stepped,
     packed,
 )
@@ -84,7 +88,9 @@ class Multiplexed:
             answer = self._refusal_frame(frame.id, Refusal(500, repr(error)))
         self._send(answer)
 
-    async def _do(self, frame: Frame) -> Opened | Began | Stepped | dict[str, Any]:
+    async def _do(
+        self, frame: Frame
+    ) -> Opened | Began | Stepped | Saved | Restored | dict[str, Any]:
         if isinstance(frame, OpenFrame):
             return await self._sessions.open(self._name)
         if isinstance(frame, CloseFrame):
@@ -92,6 +98,10 @@ class Multiplexed:
             return {}
         if isinstance(frame, ResetFrame):
             return await self._sessions.reset(frame.session, frame, self._name)
+        if isinstance(frame, SnapshotFrame):
+            return await self._sessions.snapshot(frame.session, frame, self._name)
+        if isinstance(frame, RestoreFrame):
+            return await self._sessions.restore(frame.session, frame, self._name)
         return await self._sessions.step(frame.session, frame, self._name)
 
     def _refusal_frame(self, request: int | None, refusal: Refusal) -> bytes:

@@ -5,6 +5,8 @@ Over plain HTTP, for any client:
     POST   /sessions                                             -> Opened
     POST   /sessions/{session}/reset  {"seq": 1, "seed": 7}      -> Began
     POST   /sessions/{session}/step   {"seq": 2, "action": ".."} -> Stepped
+    POST   /sessions/{session}/snapshot {"seq": 3}               -> Saved
+    POST   /sessions/{session}/restore {"seq": 4, "state": ".."} -> Restored
     DELETE /sessions/{session}                                   -> {}
 
 The WebSocket /sessions/ws offers the same for many sessions at once. In both directions, a frame is
@@ -15,8 +17,9 @@ owes many answers stops reading. (/ws is OpenEnv's.)
 The sessions used over a WebSocket end when the client has had none for `reconnect_seconds`. A
 client that reconnects says so by the same text of its choice: /sessions/ws?client=TEXT.
 
-`seq` counts the resets and steps of a session from 1. Repeating the last number with the same
-content repeats the answer and has no other effect, so a client can resend a request that was lost.
+`seq` counts the requests of a session, but for the last kind, from 1. Repeating the last number
+with the same content repeats the answer and has no other effect, so a client can resend a request
+that was lost.
 
 `STATUSES` explains each status.
 """
@@ -46,14 +49,17 @@ STATUSES = {
     404: "No such session: it expired, was deleted, failed or never existed",
     408: "The request was not written in time",
     409: (
-        "`seq` is neither the last nor the next, or a step without a running episode; the session"
-        " stays open"
+        "`seq` is neither the last nor the next, a step or a snapshot without a running episode,"
+        " or a snapshot of an environment that can make none; the session stays open"
     ),
     413: (
         "The body is larger than the server accepts (a WebSocket is closed with 1009); the session"
         " stays open"
     ),
-    422: "Not JSON, or JSON of another shape; the session stays open",
+    422: (
+        "Not JSON, JSON of another shape, or a state that this server has not given; the session"
+        " stays open"
+    ),
     424: "The environment does not accept these `options`; the session ended",
     429: "The server has as many sessions as it allows: retry after `Retry-After` seconds",
     500: "The environment raised, or broke its contract; the session ended",
@@ -100,6 +106,22 @@ class Step(_Message):
     action: str
 
 
+class Snapshot(_Message):
+    """Ask for the state of the episode."""
+
+    seq: Whole = Field(ge=1)
+    """One more than the `seq` of the session's last request."""
+
+
+class Restore(_Message):
+    """Go back to a state."""
+
+    seq: Whole = Field(ge=1)
+    """One more than the `seq` of the session's last request."""
+    state: str
+    """As this server has given it (`Saved`), whichever session asked. No other is taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """A session: an environment for one client. Any client that knows `session` may use it."""
@@ -119,6 +141,23 @@ class Began:
 
     observation: str
     info: dict[str, Any]
+    system_prompt: str
+    tools: list[dict[str, Any]]
+    restorable: bool = False
+    """Its states can be saved, and restored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The state of an episode, for `Restore` at the same server while that runs."""
+
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The episode goes on from the state."""
+
     system_prompt: str
     tools: list[dict[str, Any]]
 
@@ -164,6 +203,22 @@ class StepFrame(Step):
     session: str
 
 
+class SnapshotFrame(Snapshot):
+    """POST /sessions/{session}/snapshot."""
+
+    id: int
+    op: Literal["snapshot"]
+    session: str
+
+
+class RestoreFrame(Restore):
+    """POST /sessions/{session}/restore."""
+
+    id: int
+    op: Literal["restore"]
+    session: str
+
+
 class CloseFrame(_Message):
     """DELETE /sessions/{session}."""
 
@@ -172,7 +227,7 @@ class CloseFrame(_Message):
     session: str
 
 
-Frame = OpenFrame | ResetFrame | StepFrame | CloseFrame
+Frame = OpenFrame | ResetFrame | StepFrame | SnapshotFrame | RestoreFrame | CloseFrame
 FRAMES: TypeAdapter[list[Frame]] = TypeAdapter(
     Annotated[list[Annotated[Frame, Field(discriminator="op")]], Field(max_length=MOST_MESSAGES)]
 )

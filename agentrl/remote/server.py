@@ -31,6 +31,10 @@ from agentrl.remote.protocol import (
     ProblemDetail,
     Refusal,
     Reset,
+    Restore,
+    Restored,
+    Saved,
+    Snapshot,
     Step,
     Stepped,
 )
@@ -178,6 +182,22 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     )
     async def step(session: str, request: Step) -> Stepped:
         return await sessions.step(session, request)
+
+    @app.post(
+        "/sessions/{session}/snapshot",
+        operation_id="snapshot_session",
+        responses=_refusals(404, 409, 422, 500, 504),
+    )
+    async def snapshot(session: str, request: Snapshot) -> Saved:
+        return await sessions.snapshot(session, request)
+
+    @app.post(
+        "/sessions/{session}/restore",
+        operation_id="restore_session",
+        responses=_refusals(404, 409, 422, 500, 503, 504),
+    )
+    async def restore(session: str, request: Restore) -> Restored:
+        return await sessions.restore(session, request)
 
     @app.delete("/sessions/{session}", operation_id="close_session", responses=_refusals(404, 422))
     async def close(session: str) -> dict[str, str]:

@@ -1,6 +1,9 @@
 """The sessions of a server: each has an environment, its last answer and an expiry time."""
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,10 +18,21 @@ from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import deadline, now
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pool import EnvPool
-from agentrl.remote.protocol import Began, Opened, Refusal, Reset, Step, Stepped
+from agentrl.remote.protocol import (
+    Began,
+    Opened,
+    Refusal,
+    Reset,
+    Restore,
+    Restored,
+    Saved,
+    Snapshot,
+    Step,
+    Stepped,
+)
 from agentrl.settings.base import Settings
 
-Answer = TypeVar("Answer", Began, Stepped)
+Answer = TypeVar("Answer", Began, Stepped, Saved, Restored)
 
 
 class ServerLimits(Settings):
@@ -117,6 +131,7 @@ class Sessions:
         self._sessions: dict[str, _Session] = {}
         self._opening = 0
         self._sockets: Counter[str] = Counter()
+        self._seal = _Seal()
         self._gone_since: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -191,6 +206,7 @@ class Sessions:
                 info=info,
                 system_prompt=session.env.system_prompt,
                 tools=[dict(tool) for tool in session.env.tools],
+                restorable=session.env.restorable,
             )
 
         return await self._once(
@@ -218,6 +234,35 @@ class Sessions:
             )
 
         return await self._once(session_id, client, request.seq, ("step", request.action), go_on)
+
+    async def snapshot(
+        self, session_id: str, request: Snapshot, client: str | None = None
+    ) -> Saved:
+        """The state of the episode, sealed; a repeated request gets the first answer."""
+
+        async def save(session: _Session) -> Saved:
+            if not session.playing:
+                raise Refusal(409, "no episode is being played: reset the session first")
+            if not session.env.restorable:
+                raise Refusal(409, "this environment cannot go back to its states")
+            return Saved(self._seal.close(await session.env.snapshot()))
+
+        return await self._once(session_id, client, request.seq, ("snapshot",), save)
+
+    async def restore(
+        self, session_id: str, request: Restore, client: str | None = None
+    ) -> Restored:
+        """Go back to a state; a repeated request gets the first answer."""
+
+        async def go_back(session: _Session) -> Restored:
+            self._refuse_if_draining()
+            await session.env.restore(self._seal.open(request.state))
+            session.playing = True
+            return Restored(session.env.system_prompt, [dict(tool) for tool in session.env.tools])
+
+        return await self._once(
+            session_id, client, request.seq, ("restore", request.state), go_back
+        )
 
     async def close(self, session_id: str) -> None:
         """End a session; its environment is reused by the next one."""
@@ -334,6 +379,37 @@ class Sessions:
                 True  # a call is running or has failed, so this instance must not be reused
             )
         await self._host.release(self._name, session.env)
+
+
+class _Seal:
+    """Marks the states that this server has given, as it may run whatever is in one: a state of
+    anybody else is refused.
+    """
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def close(self, state: bytes) -> str:
+        """The state with its mark, as text."""
+        return base64.b64encode(self._mark(state) + state).decode()
+
+    def open(self, text: str) -> bytes:
+        """The state of such a text.
+
+        Raises:
+            Refusal: it has not been made here.
+        """
+        try:
+            whole = base64.b64decode(text, validate=True)
+        except ValueError:
+            whole = b""
+        mark, state = whole[:32], whole[32:]
+        if not hmac.compare_digest(mark, self._mark(state)):
+            raise Refusal(422, "this state was not given by this server since it started")
+        return state
+
+    def _mark(self, state: bytes) -> bytes:
+        return hmac.digest(self._key, state, hashlib.sha256)
 
 
 def _status_of(error: Exception) -> int:

@@ -9,6 +9,10 @@ of blocking the test. While a call runs, the global `random` and `numpy.random` 
 turn, so that only the check of global randomness reports an environment that uses them. Their
 states are restored afterwards.
 
+An environment that can go back to its states (`snapshot`, `restore`, or `deterministic`) has to do
+it: the same actions give the same replies from there, in another instance and in the same one, and
+taking a state changes nothing. A remark says what that costs.
+
 At the end the first episode is played again wherever a run may play it (`env.isolation`): on an
 event loop and, if the environment's address is given, as `agentrl check-env` does, in a process of
 its own.
@@ -46,6 +50,7 @@ from agentrl.errors import (
 )
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
+from agentrl.hosting.snapshots import ReplaysActions, rewindable
 from agentrl.protocols import (
     Env,
     ScriptedPlayer,
@@ -55,6 +60,7 @@ from agentrl.protocols import (
     tools_of,
     unwrapped_env,
 )
+from agentrl.protocols.env import call_restore, call_snapshot, can_restore
 from agentrl.rollout.agents import (
     SINGLE_AGENT,
     agents_in,
@@ -308,6 +314,7 @@ class _Check:
             self._check_global_seed(scripts)
             self._check_state(scripts)
             self._check_interleaving(scripts)
+            self._check_snapshot(scripts[0])
             self._check_inline(scripts[0])
             if self.address is not None:
                 self._check_process(scripts[0], self.address)
@@ -332,6 +339,59 @@ class _Check:
                 f"{died.text}. It must not end its process: raise an exception instead, or call"
                 " what exits in a process of its own",
             )
+
+    def _check_snapshot(self, script: _Script) -> None:
+        """Go back to the beginning and the middle of an episode, in a fresh instance and in the one
+        that has gone on.
+        """
+        lines: list[str] = []
+        last = len(script.actions) - 1
+        for cut in sorted({0, max(0, last) // 2, max(0, last)}):
+            with _Subject(self) as first, _Subject(self) as second:
+                first.env, second.env = rewindable(first.env), rewindable(second.env)
+                try:
+                    second.reset(script.seed)
+                    different = first.replay(script, cut)
+                    if not can_restore(first.env):
+                        return
+                    different = different or self._check_way_back(script, cut, first, second, lines)
+                except _Hung:
+                    raise
+                except _Broken as broken:
+                    different = str(broken)
+            if different:
+                self.note(
+                    f"[snapshot] after {cut} steps: {different}. The state is all that decides the"
+                    " next replies, the random state included, and shares nothing with the instance"
+                )
+                return
+        self.remarks.append(f"[snapshot] {lines[-1]}")
+
+    def _check_way_back(
+        self,
+        script: _Script,
+        cut: int,
+        first: "_Subject",
+        second: "_Subject",
+        lines: list[str],
+    ) -> str:
+        began = time.perf_counter()
+        state = first.snapshot()
+        taken = time.perf_counter() - began
+        if difference := first.go_on(script, cut):
+            return f"the episode went on differently once its state had been taken: {difference}"
+        for subject, where in ((second, "in another instance"), (first, "in the same instance")):
+            began = time.perf_counter()
+            subject.restore(state, first)
+            back = time.perf_counter() - began
+            if difference := subject.go_on(script, cut):
+                return f"{where}, a restored state went on differently: {difference}"
+        lines.append(
+            f"a state after {cut} steps has {len(state):,} bytes; it took {1e3 * taken:.2f} ms to"
+            f" take, and {1e3 * back:.2f} ms to go back to"
+            + (", by playing its actions again" if isinstance(first.env, ReplaysActions) else "")
+        )
+        return ""
 
     def _check_inline(self, script: _Script) -> None:
         """A run may play it on the event loop, which is what it declares, or what `env.isolation`
@@ -635,6 +695,29 @@ class _Subject:
         yield self.reset(script.seed)
         for action in script.actions[:turns]:
             yield self.step(action)
+
+    def snapshot(self) -> bytes:
+        """The state of the episode."""
+        state = self._call("snapshot", lambda: call_snapshot(self.env))
+        if not isinstance(state, bytes):
+            raise _Broken("snapshot", f"snapshot returned {type(state).__name__}: return bytes")
+        return state
+
+    def restore(self, state: bytes, taken_of: "_Subject") -> None:
+        """Go back to a state of another subject, whose agents these are."""
+        self._call("restore", lambda: call_restore(self.env, state))
+        self._agents, self._actor = taken_of.agents_then
+        self._turn = taken_of.turn_then
+
+    def go_on(self, script: _Script, cut: int) -> str:
+        """Play a script from its step `cut` on; returns the first difference, or an empty
+        string.
+        """
+        self.agents_then, self.turn_then = (self._agents, self._actor), self._turn
+        for turn, action in enumerate(script.actions[cut:], cut + 1):
+            if (seen := self.step(action)) != script.seen[turn]:
+                return _difference(script, turn, seen)
+        return ""
 
     def replay(self, script: _Script, turns: int | None = None) -> str:
         """Replay the script; returns the first difference, or an empty string."""

@@ -4,6 +4,7 @@ finds it.
 
 import asyncio
 import os
+import pickle
 import random
 import re
 import threading
@@ -295,6 +296,32 @@ class BlocksInline(Sound):
         return super().step(action)
 
 
+class GoesBack(Sound):
+    """Can go back to its states."""
+
+    def snapshot(self) -> bytes:
+        return pickle.dumps((self.turns, self.rng))
+
+    def restore(self, state: bytes) -> None:
+        self.turns, self.rng = pickle.loads(state)
+
+
+class ForgetsItsDraws(GoesBack):
+    def restore(self, state: bytes) -> None:
+        self.turns, _ = pickle.loads(state)
+
+
+class DrawsForAState(GoesBack):
+    def snapshot(self) -> bytes:
+        self.draw()
+        return super().snapshot()
+
+
+class GivesNoBytes(GoesBack):
+    def snapshot(self) -> Any:
+        return self.turns, self.rng
+
+
 BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("shape", NoClose, "lacks one of the methods"),
     ("shape", WrongReset, "return (observation, info)"),
@@ -356,6 +383,9 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("gold", WrongGold, "seed 0 does not: reward 0, success False; its last message was '8'"),
     ("reward", PaysTooMuch, "the reward 1 outside of its reward_range, -1 to 0.5"),
     ("attributes", with_attribute("reward_range", 1), "write (lowest, highest)"),
+    ("snapshot", ForgetsItsDraws, "a restored state went on differently"),
+    ("snapshot", DrawsForAState, "went on differently once its state had been taken"),
+    ("snapshot", GivesNoBytes, "snapshot returned tuple: return bytes"),
 ]
 
 
@@ -578,6 +608,13 @@ def test_with_an_address_it_is_played_in_a_process_of_its_own_too(
         assert "2. " not in str(error.value)
     else:
         assert check_env(make, address=address) == ()
+
+
+def test_what_it_costs_to_go_back_to_a_state_is_remarked_on() -> None:
+    (remark,) = check_env(GoesBack)
+    assert re.match(r"\[snapshot\] a state after 4 steps has [\d,]+ bytes; it took", remark)
+    (remark,) = check_env(with_attribute("deterministic", True))
+    assert remark.endswith("by playing its actions again")
 
 
 def test_what_cannot_play_on_the_event_loop_and_does_not_say_it_can_is_only_told() -> None:
