@@ -1,5 +1,6 @@
 """What environments share in which the model works in a sandbox: its tools, and the limits."""
 
+import asyncio
 import pickle
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -9,7 +10,6 @@ from pydantic import Field
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.errors import EnvError
-from agentrl.flow import now
 from agentrl.protocols import (
     Command,
     Executed,
@@ -117,9 +117,10 @@ class SandboxedEnv(ToolEnv):
         What runs in the sandbox in the background is no part of it.
         """
         files = await self._live.snapshot()
-        while self._kept and self._kept[0][0] < now():
+        now = asyncio.get_running_loop().time()
+        while self._kept and self._kept[0][0] < now:
             await self._provider.remove(self._kept.pop(0)[1])
-        self._kept.append((now() + self.options.lease, files))
+        self._kept.append((now + self.options.lease, files))
         own = {name: value for name, value in self.__dict__.items() if name not in _NOT_STATE}
         return pickle.dumps((own, files))
 
