@@ -106,14 +106,14 @@ class Step(_Message):
     action: str
 
 
-class Snapshot(_Message):
+class SaveState(_Message):
     """Ask for the state of the episode."""
 
     seq: Whole = Field(ge=1)
     """One more than the `seq` of the session's last request."""
 
 
-class Restore(_Message):
+class RestoreState(_Message):
     """Go back to a state."""
 
     seq: Whole = Field(ge=1)
@@ -149,7 +149,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The state of an episode, for `Restore` at the same server while that runs."""
+    """The state of an episode, for `RestoreState` at the same server while that runs."""
 
     state: str
 
@@ -203,7 +203,7 @@ class StepFrame(Step):
     session: str
 
 
-class SnapshotFrame(Snapshot):
+class SnapshotFrame(SaveState):
     """POST /sessions/{session}/snapshot."""
 
     id: int
@@ -211,7 +211,7 @@ class SnapshotFrame(Snapshot):
     session: str
 
 
-class RestoreFrame(Restore):
+class RestoreFrame(RestoreState):
     """POST /sessions/{session}/restore."""
 
     id: int

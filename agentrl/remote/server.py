@@ -31,10 +31,10 @@ from agentrl.remote.protocol import (
     ProblemDetail,
     Refusal,
     Reset,
-    Restore,
     Restored,
+    RestoreState,
     Saved,
-    Snapshot,
+    SaveState,
     Step,
     Stepped,
 )
@@ -188,7 +188,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
         operation_id="snapshot_session",
         responses=_refusals(404, 409, 422, 500, 504),
     )
-    async def snapshot(session: str, request: Snapshot) -> Saved:
+    async def snapshot(session: str, request: SaveState) -> Saved:
         return await sessions.snapshot(session, request)
 
     @app.post(
@@ -196,7 +196,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
         operation_id="restore_session",
         responses=_refusals(404, 409, 422, 500, 503, 504),
     )
-    async def restore(session: str, request: Restore) -> Restored:
+    async def restore(session: str, request: RestoreState) -> Restored:
         return await sessions.restore(session, request)
 
     @app.delete("/sessions/{session}", operation_id="close_session", responses=_refusals(404, 422))

@@ -23,10 +23,10 @@ from agentrl.remote.protocol import (
     Opened,
     Refusal,
     Reset,
-    Restore,
     Restored,
+    RestoreState,
     Saved,
-    Snapshot,
+    SaveState,
     Step,
     Stepped,
 )
@@ -236,7 +236,7 @@ class Sessions:
         return await self._once(session_id, client, request.seq, ("step", request.action), go_on)
 
     async def snapshot(
-        self, session_id: str, request: Snapshot, client: str | None = None
+        self, session_id: str, request: SaveState, client: str | None = None
     ) -> Saved:
         """The state of the episode, sealed; a repeated request gets the first answer."""
 
@@ -250,7 +250,7 @@ class Sessions:
         return await self._once(session_id, client, request.seq, ("snapshot",), save)
 
     async def restore(
-        self, session_id: str, request: Restore, client: str | None = None
+        self, session_id: str, request: RestoreState, client: str | None = None
     ) -> Restored:
         """Go back to a state; a repeated request gets the first answer."""
 
