@@ -6,7 +6,7 @@ copy and this module loads no torch.
 
 The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; this
 module never handles text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except
-those that `to_samples` finds too old or trained on before.
+those that `to_samples` finds too old, masked or trained on before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -451,9 +451,9 @@ def to_samples(
     turns, if there are any.
 
     `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked
-    turn's number. Tokens sampled by a version before `oldest_version`, and those of turns that have
-    been trained on before, carry no loss, like prompt tokens. Samples that are left without a loss
-    token by that are left out.
+    turn's number. Tokens sampled by a version before `oldest_version`, those of turns that have
+    been trained on before, and those of turns that are not trained (`Turn.trained`) carry no loss,
+    like prompt tokens. Samples that are left without a loss token by that are left out.
 
     Raises:
         ValueError: as `TrainingSample`; or there is not one advantage, or one for each turn.
@@ -477,7 +477,8 @@ def to_samples(
     for piece in pieces:
         sample = _sample(piece, oldest_version, trajectory.trained_turns)
         samples.append(_with_experts_of(samples, sample))
-    if oldest_version > 0 or trajectory.trained_turns:
+    masked = not all(turn.trained for turn in trajectory.turns)
+    if oldest_version > 0 or trajectory.trained_turns or masked:
         samples = _without_lossless(samples)
     samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
     if samples and isinstance(trajectory.status, Truncated):
@@ -537,6 +538,7 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
         np.zeros(length, np.float32),
     )
     advantages_T, rewards_T = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    trained_T = np.ones(length, np.bool_)
     end = 0
     for number, turn, advantage, reward in piece:
         begin = end
@@ -548,11 +550,12 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
         rollout_logprobs_T[sampled] = turn.completion.logprobs
         policy_versions_T[sampled] = turn.completion.policy_versions
         advantages_T[sampled] = advantage
+        trained_T[sampled] = turn.trained and number >= first_turn
         turn_ids_T[begin:end] = number
         rewards_T[end - 1] += reward if number >= first_turn else 0.0
         supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
         experts.append(turn.completion.experts)
-    loss_mask_T = (policy_versions_T >= max(oldest_version, 0)) & (turn_ids_T >= first_turn)
+    loss_mask_T = (policy_versions_T >= max(oldest_version, 0)) & trained_T
     return TrainingSample(
         token_ids_T,
         loss_mask_T,

@@ -356,6 +356,9 @@ class Turn:
     calls: tuple[MadeCall, ...] | None = None
     """The calls that the environment made of the answer, in whatever syntax; None if it does not
     say."""
+    trained: bool = True
+    """Its tokens carry loss; they do not in a summary that is masked
+    (`agentrl/conversation/context.py`)."""
 
     __eq__ = same_fields
 

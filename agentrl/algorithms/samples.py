@@ -175,6 +175,8 @@ def _why_lossless(trajectory: Trajectory, oldest_version: int) -> str:
         return "the model has sampled no token"
     if not any(len(turn.completion.token_ids) for turn in trajectory.new_turns):
         return "all its turns were trained on before"
+    if not any(turn.trained for turn in trajectory.new_turns):
+        return "all its new turns are masked summaries"
     return f"all its tokens are older than version {oldest_version} (rollout.max_staleness)"
 
 

@@ -4,6 +4,7 @@
     context: {name: last_k, turns: 3}
     context: {name: scratchpad}
     context: {name: summary, max_prompt_tokens: 2000}
+    context: {name: summary, max_prompt_tokens: 2000, train: false}
 
 A conversation keeps its whole transcript, of which the model sees a part. A context policy decides
 what stays in that part. It always begins with the opening: the system message and the first
@@ -28,11 +29,30 @@ class ContextPolicy(Settings):
     """Base class of the context policies: shows everything and requests nothing."""
 
     name: str
+    observation_characters: int = Field(0, ge=0)
+    """Most characters that are shown of what the environment answers to an action, such as the
+    output of a tool: of longer ones the beginning and the end, with a notice between them. 0: no
+    limit."""
 
     @property
     def instructions(self) -> str:
         """Text that follows the environment's prompt in the system message."""
         return ""
+
+    def shorten(self, observation: str) -> str:
+        """What is shown of an observation."""
+        left_out = len(observation) - self.observation_characters
+        if not self.observation_characters or left_out <= 0:
+            return observation
+        end = self.observation_characters // 2
+        begin = self.observation_characters - end
+        last = observation[len(observation) - end :]
+        return f"{observation[:begin]}\n[{left_out} characters left out]\n{last}"
+
+    @property
+    def trains_requests(self) -> bool:
+        """Whether the answers to `request` are trained on."""
+        return True
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
         """The messages to keep of those shown so far, which end with an answer; `shown` itself to
@@ -105,8 +125,9 @@ class Summary(ContextPolicy):
     """Shows the opening, the model's own summary, and everything after it.
 
     When the next prompt would be longer than `max_prompt_tokens`, the model must first summarise
-    everything before it. The summary is a turn like any other, with exact tokens, trained like any
-    other, and marked `info["context"] = "summary"`.
+    everything before it. The summary is a turn like any other, with exact tokens, and marked
+    `info["context"] = "summary"`. It is trained like any other, unless `train` is false: then the
+    prompts after it hold the same tokens, and its own carry no loss.
     """
 
     name: Literal["summary"] = "summary"
@@ -120,6 +141,13 @@ class Summary(ContextPolicy):
         " only."
     )
     """The request for a summary."""
+    train: bool = True
+    """Train on the summaries: they earn what the episode earns. False masks them."""
+
+    @property
+    def trains_requests(self) -> bool:
+        """As the setting says."""
+        return self.train
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
         """The opening and the summary right after a summary, else everything."""

@@ -118,18 +118,20 @@ def correlation(
 
 
 def repetition(answers: Sequence[IntArray]) -> float | None:
-    """The share of an answer's passages that stood in it before, over all answers; `None` if all
-    are too short.
+    """The share of an answer's passages that stood in it before, over all answers; `None` if those
+    that are long enough to repeat any have less than a tenth of the tokens.
     """
     factors = np.random.default_rng(0).integers(1, 2**63, _WINDOW, dtype=np.uint64) | np.uint64(1)
-    passages = distinct = 0
+    passages = distinct = in_long = 0
     for tokens in answers:
         if len(tokens) >= 2 * _WINDOW:
+            in_long += len(tokens)
             windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), _WINDOW)
             hashes = (windows * factors).sum(1, dtype=np.uint64)  # modulo 2^64
             passages += len(hashes)
             distinct += len(np.unique(hashes))
-    return 1 - distinct / passages if passages else None
+    rare = in_long * 10 < sum(map(len, answers))
+    return None if rare or not passages else 1 - distinct / passages
 
 
 def disagreement(groups: Sequence[Group]) -> float | None:

@@ -246,7 +246,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "health/reward_by_length/<quarter>": (
             "Mean score of a quarter of the episodes, 1 to 4 from the shortest on."
         ),
-        "health/repetition": "Share of passages of 8 tokens that stood in the same answer before.",
+        "health/repetition": (
+            "Share of passages of 8 tokens that stood in the same answer before; not there if"
+            " answers of 16 tokens or more have less than a tenth of all tokens."
+        ),
         "health/disagreement": (
             "Share of the pairs of members that two parts of the reward order differently."
         ),

@@ -38,6 +38,7 @@ _TURN = pa.struct(
         ("env_seconds", pa.float64()),
         ("asked", pa.float64()),
         ("picture", pa.string()),
+        ("trained", pa.bool_()),
     ]
 )
 _CALL = pa.struct(
@@ -81,8 +82,8 @@ limit, the error or the reason in the status. `started`, `asked` and the times o
 rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the sampled ones,
 `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing of the state
 that a turn answers, and of the last one. A message that was `given` came with the task and was not
-sampled in the episode, whatever its role. `calls` are those of tools
-(`agentrl/observe/tool_calls.py`); one without a name could not be read.
+sampled in the episode, whatever its role. A turn that is not `trained` is masked. `calls` are those
+of tools (`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with
 the same id.
@@ -166,6 +167,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
                 "env_seconds": turn.env_seconds,
                 "asked": turn.asked + epoch,
                 "picture": turn.picture,
+                "trained": turn.trained,
             }
             for turn in trajectory.turns
         ],

@@ -143,6 +143,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
             turn["reward"],
             json.loads(turn["info"]),
             bool(turn["forked"]),
+            trained=turn.get("trained") is not False,  # earlier versions kept none
         )
         for turn in row["turns"] or ()
     ]

@@ -362,9 +362,10 @@ class EnvEpisodeRunner:
             key = _state_key(info, observation)
             is_over = terminated or truncated
             state = state if is_over else episode_state.agents[next_agent(info, agents)]
+            shown = state.role.context.shorten(observation)
             state.unanswered = [
                 *state.unanswered,
-                Message("tool" if env.tools and state.turns else "user", observation),
+                Message("tool" if env.tools and state.turns else "user", shown),
             ]
             if terminated:
                 return Terminated()
@@ -403,9 +404,9 @@ class EnvEpisodeRunner:
         state.unanswered = coming
         if not isinstance(reply, _Reply):
             return reply
-        state.turns.append(
-            reply.turn(0.0, {"context": state.role.context.name}, reply.answered, "")
-        )
+        context = state.role.context
+        turn = reply.turn(0.0, {"context": context.name}, reply.answered, "")
+        state.turns.append(replace(turn, trained=context.trains_requests))
         state.asked = None
         return None
 

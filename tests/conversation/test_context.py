@@ -168,6 +168,32 @@ def test_a_summary_is_a_turn_of_its_own_and_stands_for_what_was_before_it():
     assert learnt == len(said) + 8, "summaries are trained, with their ends of turn"
 
 
+def test_masked_summaries_are_the_same_tokens_without_loss():
+    answers = ["a", "b", "did ab", "c", "abc", "d", "abcd", "e"]
+    limit = len(shown(*OPENING, "assistant:a", "user:room 1"))
+    trained, masked = (
+        played(Summary(max_prompt_tokens=limit, prompt="Sum up.", train=train), answers)
+        for train in (True, False)
+    )
+    assert masked[1] == trained[1], "the engine sees the same prompts"
+    samples = to_samples(masked[0], 1.0)
+    for sample, other in zip(samples, to_samples(trained[0], 1.0), strict=True):
+        assert sample.token_ids.tolist() == other.token_ids.tolist()
+    learnt = "".join(
+        TemplateRenderer(ByteTokenizer()).decode(sample.token_ids[sample.loss_mask])
+        for sample in samples
+    )
+    assert learnt.replace(END, "") == "abcde"
+
+
+def test_a_sample_of_nothing_but_a_masked_summary_is_left_out():
+    trajectory, _ = played(Summary(max_prompt_tokens=1, train=False), ["a"])
+    assert len(trajectory.turns) == 9
+    kept = to_samples(trajectory, 1.0)
+    assert [sum(sample.loss_mask) for sample in kept] == [2] * 5
+    assert [sample.continues for sample in kept] == [False, True, True, True, True]
+
+
 def test_a_summary_that_does_not_fit_into_the_context_truncates_the_episode():
     long = "x" * 300
     trajectory, _ = played(Summary(max_prompt_tokens=100), ["a", long, "c"], max_context=400)
@@ -198,6 +224,21 @@ def test_real_templates_show_what_they_are_told_to(tmp_path, template, context):
     assert "room 4" in prompts[-1]
     seen = [sample.token_ids[: sample.loss_mask.argmax()] for sample in to_samples(trajectory, 1.0)]
     assert renderer.decode(seen[-1]) in prompts
+
+
+def test_the_middle_of_a_long_observation_is_left_out_and_all_of_the_task_is_shown():
+    class Long(Rooms):
+        def reset(self, *, seed, options):
+            return "0123456789" + super().reset(seed=seed, options=options)[0], {}
+
+        def step(self, action):
+            return f"begin {'x' * 100} end", *super().step(action)[1:]
+
+    context = Full(observation_characters=9)
+    trajectory, prompts = played(context, ["a"], make_env=Long)
+    assert trajectory.status == Terminated()
+    cut = "begin\n[101 characters left out]\n end"
+    assert prompts[1] == shown(OPENING[0], "user:0123456789room 0", "assistant:a", f"user:{cut}")
 
 
 def test_a_config_names_a_context():

@@ -109,6 +109,8 @@ def test_repetition_counts_the_passages_that_stood_in_the_same_answer_before():
     assert repetition([ints([*range(16), *range(16)])]) == pytest.approx(9 / 25)
     assert repetition([ints(range(16)), ints(range(16))]) == 0  # in another answer
     assert repetition([ints([3] * 15)]) is None
+    short = [ints(range(15))] * 20
+    assert repetition([*short, ints([3] * 27)]) is None, "one odd answer among many short ones"
 
 
 @given(st.lists(st.integers(0, 3), min_size=16, max_size=60))
