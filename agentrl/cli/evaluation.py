@@ -1,4 +1,4 @@
-"""`agentrl eval` and `agentrl compare`."""
+"""`agentrl eval`, `agentrl compare` and `agentrl rescore`."""
 
 import math
 from collections.abc import Iterator
@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from agentrl.cli.arguments import Overrides, Step
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.cli.stopping import run_or_stop
 from agentrl.config.from_file import load_config
+from agentrl.errors import ConfigError
 from agentrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from agentrl.observe.reports import Comparison
+    from agentrl.recipes.rescore import Changes, Rescored
 
 
 def evaluate(  # noqa: PLR0917  typer calls it by name
@@ -109,6 +112,79 @@ def compare_runs(
             highlight=False,
             soft_wrap=True,
         )
+
+
+def rescore_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    reward: Annotated[
+        str,
+        typer.Option(help="The section reward of a config, as YAML: numeric, or {name: numeric}."),
+    ],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Only the episodes of this step.")
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="Most changed episodes to list.")] = 5,
+    into: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="A new .jsonl file for all scores."),
+    ] = None,
+) -> None:
+    """Score the saved episodes of a run again, with another reward, and show what changes. The run
+    is not touched.
+    """
+    from agentrl.recipes.rescore import changes, rescore, write_scores
+
+    config = load_config(run_config(run), [f"reward={reward}", "batch_processing.constraints=[]"])
+    into = output(into) if into is not None else None
+    if into is not None and into.exists():
+        raise ConfigError(f"{into} is there already: name a new file")
+    rescored = run_or_stop(rescore(config.config, run_config(run).parent, step))
+    for line in _told(changes(rescored)):
+        console.print(line, highlight=False, soft_wrap=True)
+    known = [one for one in rescored if abs(one.change) > 0]
+    if known and show:
+        console.print(_most_changed(sorted(known, key=lambda one: -abs(one.change))[:show]))
+    errors = [one for one in rescored if math.isnan(one.after)]
+    if errors:
+        console.print(
+            f"[red]{escape(_name_of(errors[0].trajectory))}[/red]"
+            f" {escape(str(errors[0].score.status))}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if into is not None:
+        write_scores(into, rescored)
+        console.print(f"wrote {into}", highlight=False, soft_wrap=True)
+
+
+def _told(found: "Changes") -> Iterator[str]:
+    yield (
+        f"{found.episodes:,} episodes in {found.groups:,} groups: {found.changed:,} scores change;"
+        f" {found.failed:,} cannot be scored, {found.unknown:,} had no score"
+    )
+    yield f"mean score {found.means[0]:.4g} -> {found.means[1]:.4g}"
+    yield f"success {found.successes[0]:.1%} -> {found.successes[1]:.1%}"
+    yield f"groups whose scores differ {found.mixed[0]:,} -> {found.mixed[1]:,}"
+    if not math.isnan(found.reordered):
+        yield f"pairs of a group that change places: {found.reordered:.1%}"
+
+
+def _most_changed(found: "list[Rescored]") -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("episode", "step", "before", "after", "the model said last"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        said = [message.said for message in one.trajectory.messages if message.is_answer]
+        last = said[-1] if said else ""
+        shown = last if len(last) <= 60 else f"{last[:57]}..."
+        table.add_row(
+            escape(_name_of(one.trajectory)),
+            str(one.step),
+            f"{one.before:.4g}",
+            f"{one.after:.4g}",
+            escape(shown.replace("\n", " ")),
+        )
+    return table
 
 
 def _comparison(one: "Comparison") -> Iterator[str]:

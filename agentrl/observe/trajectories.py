@@ -57,6 +57,7 @@ SCHEMA = pa.schema(
         ("task", pa.string()),
         ("env", pa.string()),
         ("seed", pa.int64()),
+        ("options", pa.string()),
         ("status", pa.string()),
         ("detail", pa.string()),
         ("trained_turns", pa.int32()),
@@ -77,13 +78,13 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the
-limit, the error or the reason in the status. `started`, `asked` and the times of `scoring`, when
-rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the sampled ones,
-`oldest_version` that of the new turns. `picture` is HTML: the environment's drawing of the state
-that a turn answers, and of the last one. A message that was `given` came with the task and was not
-sampled in the episode, whatever its role. A turn that is not `trained` is masked. `calls` are those
-of tools (`agentrl/observe/tool_calls.py`); one without a name could not be read.
+"""`options` (the task's), `info`, `parts`, `words` (what judges said, by part) and `tool_calls` are
+JSON; `detail` is the limit, the error or the reason in the status. `started`, `asked` and the times
+of `scoring`, when rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the
+sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing
+of the state that a turn answers, and of the last one. A message that was `given` came with the task
+and was not sampled in the episode, whatever its role. A turn that is not `trained` is masked.
+`calls` are those of tools (`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with
 the same id.
@@ -120,6 +121,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "task": trajectory.task.id,
         "env": trajectory.task.env,
         "seed": trajectory.task.seed,
+        "options": json.dumps(dict(trajectory.task.options), default=repr),
         "status": status.name,
         "detail": next(
             (str(getattr(status, n)) for n in ("limit", "error") if hasattr(status, n)), ""

@@ -89,23 +89,33 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
 
 
 def read_recordings(folder: Path) -> Iterator[Recorded]:
-    """All conversations in the Parquet files of a folder.
+    """All conversations in the files of a folder's steps, and none of an evaluation.
 
     Of an episode that a run has trained on in parts, only the last one: it has all of the turns.
     """
+    for _, row in saved_rows(folder):
+        if row["detail"] != SEGMENT.limit:
+            yield Recorded(played_in(row), nan if row["score"] is None else row["score"])
+
+
+def saved_rows(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a folder's steps, each with its step. Episodes of evaluations, which lie beside
+    them, are left out.
+    """
     import pyarrow.parquet as pq
 
-    for file in sorted(folder.glob("*.parquet")):
+    for file in sorted(folder.glob("step_*.parquet")):
+        step = int(file.stem.removeprefix("step_"))
         with pq.ParquetFile(file) as opened:
             for batch in opened.iter_batches(columns=_COLUMNS):
-                rows = (row for row in batch.to_pylist() if row["detail"] != SEGMENT.limit)
-                yield from (
-                    Recorded(_trajectory(row), nan if row["score"] is None else row["score"])
-                    for row in rows
-                )
+                yield from ((step, row) for row in batch.to_pylist())
 
 
-_COLUMNS = ["id", "agent", "task", "env", "seed", "detail", "score", "messages", "turns"]
+_COLUMNS = [
+    *("id", "agent", "task", "env", "seed", "options", "status", "detail", "success", "score"),
+    *("messages", "turns"),
+]
+"""Earlier versions wrote no `options`."""
 
 
 def same_tokens(trajectories: Iterable[Trajectory], renderer: TemplateRenderer) -> bool:
@@ -130,7 +140,8 @@ def _texts(trajectory: Trajectory) -> list[str]:
     return [*filter(None, said), *(call.name for answer in answers for call in answer.tool_calls)]
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
+def played_in(row: dict[str, Any]) -> Trajectory:
+    """The trajectory of a row, as one that has ended by itself."""
     turns = [
         Turn(
             ints(turn["prompt_ids"]),
@@ -147,7 +158,8 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         )
         for turn in row["turns"] or ()
     ]
-    task = Task(row["env"], row["seed"], {}, row["task"])
+    options = json.loads(row.get("options") or "{}")
+    task = Task(row["env"], row["seed"], options, row["task"])
     return Trajectory(
         row["id"],
         task,

@@ -100,6 +100,13 @@ def test_a_least_score_chooses_what_is_imitated(tmp_path: Path) -> None:
         imitated(RecordingsConfig(path=folder, least_score=2))
 
 
+def test_held_out_episodes_of_a_run_are_not_imitated(tmp_path: Path) -> None:
+    folder = written(tmp_path, trajectories=[(said("a", "left"), 1.0)])
+    evaluated = [(said("held", "left"), Score(1.0))]
+    write_trajectories(folder / "trajectories" / "held_out_000000.parquet", evaluated)
+    assert [one.id for one in imitated(RecordingsConfig(path=folder))] == ["a"]
+
+
 def test_an_episode_that_was_trained_in_parts_is_imitated_once(tmp_path: Path) -> None:
     folder = written(
         tmp_path, trajectories=[(said("a", "left", status=SEGMENT), 0.0), (said("a", "left"), 1.0)]

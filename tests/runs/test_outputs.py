@@ -17,6 +17,7 @@ COMMANDS = [
     ("export", "{run}", "{own}"),
     ("export-episodes", "{run}", "{own}"),
     ("eval", "{run}", "--report", "{own}"),
+    ("rescore", "{run}", "--reward", "environment", "-o", "{own}"),
     ("gateway", "{run}", "--record", "{own}"),
     ("model", "init", "{own}"),
 ]

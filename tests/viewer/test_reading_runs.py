@@ -24,7 +24,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(params=["ended", "killed"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    made = MadeUpRun(tmp_path / "made" / "one")
+    made = MadeUpRun(tmp_path / "made" / "one", env="guess_number")
     made.begin()
     made.step()
     made.evaluate((0.0, 1.0))
@@ -77,6 +77,7 @@ def test_the_page_and_notebooks_write_nothing_into_a_run(run):
         ["replay", "RUN"],
         ["compare", "RUN", "RUN"],
         ["export-episodes", "RUN", "episodes.jsonl"],
+        ["rescore", "RUN", "--reward", "{name: length, free: 0, limit: 99}", "-o", "scores.jsonl"],
     ],
     ids=lambda command: command[0],
 )
