@@ -41,6 +41,7 @@ LAYERS = [
     {"runs"},
     {"assembly"},
     {"recipes", "viewer"},
+    {"doctor"},
     {"cli"},
     {"__main__"},
 ]

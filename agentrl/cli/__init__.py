@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from agentrl.cli import (
+    doctor,
     engines,
     environments,
     evaluation,
@@ -55,6 +56,7 @@ app.command("profile")(viewing.show_profile)
 app.command()(viewing.report)
 app.command("export-episodes")(viewing.export_run_episodes)
 app.command("replay")(viewing.replay_episode)
+app.command(cls=TakesSettings)(doctor.doctor)
 app.command()(environments.envs)
 app.command("check-model")(models.check_model)
 app.command("check-env")(environments.check_environment)

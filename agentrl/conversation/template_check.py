@@ -75,10 +75,7 @@ def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
     yield Finding(
         "family", renderer.family or "none is recognised: prompts are what the chat template writes"
     )
-    stops = ", ".join(
-        f"{renderer.decode(ints([one]))!r} ({one})" for one in renderer.stop_token_ids
-    )
-    yield Finding("answers end with", stops)
+    yield _ends(renderer)
     can = renderer.template.abilities
     folded = [words for name, words in _PLACES.items() if not getattr(can, name)]
     yield Finding(
@@ -89,6 +86,26 @@ def template_findings(renderer: TemplateRenderer) -> Iterator[Finding]:
     yield from _calls(renderer)
     yield _control(renderer)
     yield from _turns(renderer)
+
+
+def _ends(renderer: TemplateRenderer) -> Finding:
+    """The tokens that end answers. The template has to write one of them after an answer, else it
+    is that of another model. (Families have formats of their own.)
+    """
+    stops = ", ".join(
+        f"{renderer.decode(ints([one]))!r} ({one})" for one in renderer.stop_token_ids
+    )
+    said = [Message("user", "Well?"), Message("assistant", "So it is."), Message("user", "Oh.")]
+    if not renderer.family and "family" not in renderer.calls_read_by:
+        written = renderer.whole(said, ())
+        if not np.isin(written, list(renderer.stop_token_ids)).any():
+            text = renderer.decode(written[-24:])
+            words = (
+                f"{stops}, and the template writes none of them after an answer: it ends {text!r},"
+                " so it is the template of another model"
+            )
+            return Finding("answers end with", words, False)
+    return Finding("answers end with", stops)
 
 
 def _reasoning(renderer: TemplateRenderer) -> Finding:

@@ -68,6 +68,11 @@ Probe = Callable[[Mapping[str, str]], Machine]
 """Returns what a machine says of itself to a process with such an environment. Picklable."""
 
 
+def has_driver() -> bool:
+    """True if a driver of GPUs is loaded on this machine."""
+    return any(Path(driver).exists() for driver in _DRIVERS)
+
+
 def ask_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The `AskGpus` of this machine: in a child process, with torch.
 
@@ -76,7 +81,7 @@ def ask_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     Raises:
         ConfigError: torch cannot ask; says what it printed.
     """
-    if not any(Path(driver).exists() for driver in _DRIVERS):
+    if not has_driver():
         return ()
     listed = _entries(environ.get(_VISIBLE, ""))
     if not any(entry.startswith("MIG-") for entry in listed):
