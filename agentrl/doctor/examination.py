@@ -4,7 +4,7 @@ import asyncio
 import io
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ _LARGE_LR = 1e-3
 
 async def examine(
     loaded: LoadedConfig, *, quick: bool = False, facts: MachineFacts | None = None
-) -> AsyncIterator[Diagnosis]:
+) -> AsyncGenerator[Diagnosis, None]:
     """All diagnoses, in the order of what has to be right first. `facts`: by default asked here.
 
     `quick`: without what starts engines, trainers or environments.

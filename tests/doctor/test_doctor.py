@@ -62,10 +62,10 @@ class FrozenEngine(LocalEngine):
     """An engine that keeps its old weights and says that it has the new ones."""
 
     async def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        kept = {name: one.detach().clone() for name, one in self._entered().weights().items()}
+        kept = {name: one.detach().clone() for name, one in self._entered().weights.items()}
         await super().update_weights(weights, version)
         with torch.no_grad():
-            for name, one in self._entered().weights().items():
+            for name, one in self._entered().weights.items():
                 one.copy_(kept[name])
 
 
