@@ -39,8 +39,9 @@ async def examine(
     `quick`: without what starts engines, trainers or environments.
     """
     config = loaded.config
-    asked = facts or await asyncio.to_thread(machine_facts, config.run_dir)
-    for one in machine_diagnoses(asked, config):
+    if facts is None:
+        facts = await asyncio.to_thread(machine_facts, config.run_dir)
+    for one in machine_diagnoses(facts, config):
         yield one
     async for one in address_diagnoses(config):
         yield one
