@@ -411,6 +411,21 @@ SEGMENT = Truncated("segment")
 
 
 @dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """The place where an episode has left another one of its group (`rollout.branches`), whose
+    turns it has until there.
+    """
+
+    parent: str
+    """The id of the other episode."""
+    turn: int
+    """The number of the first turn of its own, which answers the same prompt as the other's."""
+    share: float
+    """Its share of the tree: 1 over the number of all episodes that the tree was to have. Branches
+    that were not played, as the episode was over by then, count as this one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One episode from the view of one agent. Unless its status is `SEGMENT`, it is over."""
 
@@ -434,7 +449,8 @@ class Trajectory:
     """The tokens of a truncated episode that follow its last turn: what the model would have
     answered next."""
     trained_turns: int = 0
-    """Number of turns that were trained on before, in segments; here they are only context."""
+    """Number of turns that are trained on elsewhere: before, in segments, or with the episode that
+    this one has left (`branch`). Here they are only context."""
     opponent: int | None = None
     """The version of the policy that played the other agents, where that was an earlier one
     (self-play)."""
@@ -448,6 +464,9 @@ class Trajectory:
     begun: str = field(default="", compare=False)
     """A name of what the environment showed at the beginning, to all agents; "" if unknown (see
     `beginning`)."""
+    branch: BranchPoint | None = None
+    """The place where it has left another episode; None for one that was played from its
+    beginning."""
 
     @property
     def beginning(self) -> str:
@@ -505,7 +524,7 @@ class Trajectory:
 
     @property
     def new_turns(self) -> tuple[Turn, ...]:
-        """The turns that have not been trained on before."""
+        """The turns that are trained on here."""
         return self.turns[self.trained_turns :]
 
     @property

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.algorithms.advantages import compared_by_state
 from agentrl.algorithms.grpo import Grpo
@@ -31,6 +31,16 @@ class Gigpo(Grpo):
         """Discount of these turns' returns. With 1, ways of different lengths to the same reward
         are equally good.
         """
+
+        @model_validator(mode="after")
+        def _turns_count_once(self) -> Self:
+            if self.credits_trees:
+                raise ValueError(
+                    f"advantage={self.advantage} compares states by playing on from them, and gigpo"
+                    " by meeting them again, where shared turns would count twice: choose"
+                    " algorithm=grpo, or another advantage"
+                )
+            return self
 
     config: Config
 

@@ -17,9 +17,13 @@ from agentrl.algorithms.advantages import (
     numbers_in,
     returns_to_go,
 )
+from agentrl.algorithms.branches import branch_advantages, tree_advantages
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.protocols.algorithm import AlgorithmOffers, MemberAdvantage
 from agentrl.trajectory import Group
+
+Comparing = Literal["group_std", "group_mean", "leave_one_out", "branch", "tree"]
+"""What the reward of an episode is compared with."""
 
 
 class Grpo(PolicyAlgorithm):
@@ -35,11 +39,13 @@ class Grpo(PolicyAlgorithm):
     class Config(PolicyLoss):
         """The baseline of the advantages, and the loss."""
 
-        advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
+        advantage: Comparing = "group_std"
         """The comparison of a reward; see `agentrl.algorithms.advantages`. `group_std` is biased,
         whatever the batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of the
-        gradient). The others are not biased. With `reward_to_go` the spread is that of the group's
-        turns."""
+        gradient). The next two are not biased. With `reward_to_go` the spread is that of the
+        group's turns. The last two give each turn an advantage of its own, from episodes that have
+        left others (`rollout.branches`): `branch` by what the state is worth, not biased, and
+        `tree` as Tree-GRPO, which is."""
 
         std: Deviation = "population"
         """The standard deviation of `group_std`, of the numbers of a group: with `population` of n
@@ -63,29 +69,62 @@ class Grpo(PolicyAlgorithm):
 
         @model_validator(mode="after")
         def _something_is_divided_by_it(self) -> Self:
-            if self.std == "sample" and self.advantage != "group_std":
+            if self.std == "sample" and self.advantage not in ("group_std", "tree"):
                 raise ValueError(
                     "std=sample is the standard deviation that advantage=group_std divides by, and"
                     f" {self.advantage} divides by none: leave it out"
                 )
             return self
 
+        @model_validator(mode="after")
+        def _trees_have_credit_of_their_own(self) -> Self:
+            set_too = [
+                name
+                for name, set_ in (
+                    ("gamma", self.gamma != 1),
+                    ("reward_to_go", self.reward_to_go),
+                    ("kl_reward", self.kl_reward > 0),
+                )
+                if set_
+            ]
+            if set_too and self.credits_trees:
+                raise ValueError(
+                    f"advantage={self.advantage} compares whole returns of episodes that share"
+                    f" turns, and knows no {' and no '.join(set_too)}: leave it out (`kl` is in the"
+                    " loss)"
+                )
+            return self
+
+        @property
+        def credits_trees(self) -> bool:
+            """True if the advantages are those of episodes that have left others."""
+            return self.advantage in ("branch", "tree")
+
     config: Config
 
     @property
     def offers(self) -> AlgorithmOffers:
         """See `PolicyAlgorithm`."""
+        own = self.config
         return replace(
-            super().offers, compares_members=True, credits_turns=self.config.reward_to_go
+            super().offers,
+            compares_members=True,
+            credits_turns=own.reward_to_go or own.credits_trees,
+            credits_trees=own.credits_trees,
         )
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
-        """One advantage per member; with `reward_to_go`, one per turn.
+        """One advantage per member; with `reward_to_go`, or in trees, one per turn.
 
         Raises:
-            ValueError: a member has no score, or one that is not a finite number.
+            ValueError: a member has no score, or one that is not a finite number; or it has left
+                an episode that is not in the group.
         """
         own, rewards_G = self.config, scored(group)
+        if own.advantage == "branch":
+            return branch_advantages(group)
+        if own.advantage == "tree":
+            return tree_advantages(group, deviation=own.std)
         if own.reward_to_go:
             return compared_by_turn(
                 group.turn_rewards_G, own.advantage, own.gamma, own.baseline, own.std
@@ -95,6 +134,11 @@ class Grpo(PolicyAlgorithm):
 
     def spread(self, group: Group) -> float:
         """The mean square of the advantages before they are divided (`AlgorithmOffers.spread`)."""
+        if self.config.credits_trees:
+            own = self.config.advantage == "branch"
+            of_turns = branch_advantages(group) if own else tree_advantages(group, by_std=False)
+            found = numbers_in(of_turns)
+            return fsum(a * a for a in found) / max(1, len(found))
         undivided = copy(self)
         undivided.config = self.config.model_copy(update={"advantage": "group_mean"})
         found = numbers_in(undivided.advantages(group))
@@ -111,7 +155,7 @@ class Rloo(Grpo):
     class Config(Grpo.Config):
         """As `grpo`, with the baseline of the other members."""
 
-        advantage: Literal["group_std", "group_mean", "leave_one_out"] = "leave_one_out"
+        advantage: Comparing = "leave_one_out"
         """The comparison of a reward."""
 
 

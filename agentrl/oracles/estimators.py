@@ -18,7 +18,7 @@ Dimension suffixes: P logits of the policy, W tokens of the problem, N loss toke
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ from agentrl.oracles.problems import (
 from agentrl.protocols import ActorCritic, Algorithm, AlgorithmOffers, LossTokens
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import (
+    BranchPoint,
     Completion,
     Group,
     Score,
@@ -57,6 +58,16 @@ from agentrl.trajectory import (
 
 START = 0
 """The token that every prompt consists of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """Where the trees of a group branch, if they come so far: the numbers of turns, and how many
+    branches leave at each.
+    """
+
+    turns: tuple[int, ...] = ()
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +314,7 @@ class Oracle:
         members: int,
         reference_P: Tensor | None = None,
         keeps: Callable[[Group], bool] = lambda group: True,
+        branching: "Branching | None" = None,
     ) -> Tensor:
         """The expectation of the gradient that the algorithm ascends, over all groups of so many
         members; shape P.
@@ -310,19 +322,11 @@ class Oracle:
         On-policy, in the first minibatch, with one group in a batch, and with an exact critic.
         `reference_P`: the logits of the reference, by default the policy's own. `keeps`: which
         groups are trained on; others are replaced by the next ones, so that the expectation is that
-        over the kept ones.
+        over the kept ones. `branching`: members are trees of episodes.
         """
-        probabilities = self.probabilities(logits_P).tolist()
-        everything = self.group(range(len(self.paths)), logits_P)
-        played = list(zip(everything.trajectories, everything.scores, strict=True))
         critic = self.critic(logits_P)
         total_W, kept = torch.zeros(sum(self._tokens()), dtype=torch.float64), 0.0
-        for numbers in combinations_with_replacement(range(len(self.paths)), members):
-            counts = [numbers.count(n) for n in set(numbers)]
-            ways = math.factorial(members) / math.prod(map(math.factorial, counts))
-            chance = ways * math.prod(probabilities[n] for n in numbers)
-            trajectories, scores = zip(*(played[n] for n in numbers), strict=True)
-            group = Group(everything.task, trajectories, scores)
+        for chance, group in self.groups(logits_P, members, branching):
             if not keeps(group):
                 continue
             kept += chance
@@ -331,6 +335,83 @@ class Oracle:
                 batch = self.with_reference(batch, reference_P)
             total_W += chance * self._ascent_of_tokens(algorithm, batch, logits_P, critic)
         return self.by_logits(total_W / kept, logits_P)
+
+    def groups(
+        self, logits_P: Tensor, members: int, branching: "Branching | None" = None
+    ) -> Iterator[tuple[float, Group]]:
+        """All groups of so many members, each with its probability; with `branching`, of so many
+        trees.
+        """
+        trees = list(self.trees(logits_P, branching or Branching()))
+        for numbers in combinations_with_replacement(range(len(trees)), members):
+            counts = [numbers.count(n) for n in set(numbers)]
+            ways = math.factorial(members) / math.prod(map(math.factorial, counts))
+            chance = ways * math.prod(trees[n][0] for n in numbers)
+            played = [one for place, n in enumerate(numbers) for one in _named(trees[n][1], place)]
+            scores = [Score(t.env_return, turns=tuple(u.reward for u in t.turns)) for t in played]
+            yield chance, Group(played[0].task, tuple(played), tuple(scores))
+
+    def trees(
+        self, logits_P: Tensor, branching: "Branching"
+    ) -> Iterator[tuple[float, tuple[Trajectory, ...]]]:
+        """All episodes with their branches, each with its probability."""
+        probabilities = self.probabilities(logits_P).tolist()
+        whole = self.group(range(len(self.paths)), logits_P).trajectories
+        share = 1 / (1 + len(branching.turns) * branching.width)
+        for number, trunk in enumerate(whole):
+            reached = [turn for turn in branching.turns if turn < len(trunk.turns)]
+            ways: list[list[tuple[float, Trajectory]]] = []
+            for turn in (turn for turn in reached for _ in range(branching.width)):
+                alike = self._alike(number, turn)
+                total = sum(probabilities[n] for n in alike)
+                branch = BranchPoint(trunk.id, turn, share)
+                ways.append(
+                    [
+                        (
+                            probabilities[n] / total,
+                            replace(whole[n], branch=branch, trained_turns=turn),
+                        )
+                        for n in alike
+                    ]
+                )
+            for chosen in product(*ways):
+                chance = math.prod(own for own, _ in chosen)
+                yield probabilities[number] * chance, (trunk, *(branch for _, branch in chosen))
+
+    def _alike(self, number: int, turn: int) -> list[int]:
+        """The paths that come to the same state at this turn in the same way."""
+        begun, (state, *_) = self.paths[number].turns[:turn], self.paths[number].turns[turn]
+        return [
+            n
+            for n, path in enumerate(self.paths)
+            if path.turns[:turn] == begun
+            and len(path.turns) > turn
+            and path.turns[turn][0] == state
+        ]
+
+    def noise(
+        self,
+        algorithm: Algorithm,
+        logits_P: Tensor,
+        *,
+        members: int,
+        branching: "Branching | None" = None,
+    ) -> float:
+        """The variance of the algorithm's gradient, over its squared mean, for each sampled token:
+        so many tokens have to be sampled until the gradient is as large as its noise.
+        """
+        critic = self.critic(logits_P)
+        mean_P, square, tokens = torch.zeros_like(logits_P), 0.0, 0.0
+        for chance, group in self.groups(logits_P, members, branching):
+            batch = collate(samples_of([group], algorithm))
+            found_W = self._ascent_of_tokens(algorithm, batch, logits_P, critic)
+            found_P = self.by_logits(found_W, logits_P)
+            mean_P += chance * found_P
+            square += chance * float(found_P @ found_P)
+            sampled = (len(u.completion.token_ids) for t in group.trajectories for u in t.new_turns)
+            tokens += chance * sum(sampled)
+        along = float(mean_P @ mean_P)
+        return (square - along) / along * tokens
 
     def with_reference(self, batch: TrainBatch, logits_P: Tensor) -> TrainBatch:
         """A batch of this problem's paths with the logprobs of a reference of these logits."""
@@ -455,6 +536,16 @@ def with_advantages(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic
     return replace(batch, advantages_N=estimate.advantages_N[asked.own_N])
 
 
+def _named(tree: Sequence[Trajectory], place: int) -> list[Trajectory]:
+    """The episodes of a tree under names that no other tree of the group has."""
+    trunk = f"{place}"
+    named = [replace(tree[0], id=trunk)]
+    for number, one in enumerate(tree[1:]):
+        assert one.branch is not None
+        named.append(replace(one, id=f"{place}/{number}", branch=replace(one.branch, parent=trunk)))
+    return named
+
+
 def residual(found_P: Tensor, wanted_P: Tensor) -> float:
     """The part of the wanted gradient that is not along the found one, relative to the whole.
 
@@ -471,6 +562,7 @@ def cosine(found_P: Tensor, wanted_P: Tensor) -> float:
 
 __all__ = [
     "Action",
+    "Branching",
     "Decision",
     "ExactCritic",
     "Oracle",

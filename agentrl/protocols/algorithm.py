@@ -83,6 +83,9 @@ class AlgorithmOffers(Offers):
     credits_turns: bool = False
     """The turns of an episode have advantages of their own, which do not add up to 0 over a
     group."""
+    credits_trees: bool = False
+    """It compares episodes that have left others of their group, whose first turns they share
+    (`rollout.branches`)."""
     charges_rewards: bool = False
     """`prepared` takes costs off the rewards (`TrainBatch.charged`), so its batches know what their
     advantages come from."""
