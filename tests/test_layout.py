@@ -48,6 +48,7 @@ LAYERS = [
 PLUGINS_MAY_IMPORT = {
     "arrays",
     "batch",
+    "branches",
     "cluster",
     "conversation",
     "distribution",
@@ -184,6 +185,7 @@ SETTINGS_MODULES = {
     "arrays",
     "base",
     "batch",
+    "branches",
     "budget",
     "config",
     "context",

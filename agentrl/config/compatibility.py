@@ -463,6 +463,49 @@ def members_have_others_to_compare_with(run: ConfiguredRun) -> str:
     )
 
 
+def branches_can_be_played(run: ConfiguredRun) -> str:
+    config, rollout = run.config, run.config.rollout
+    if rollout.branches is None:
+        return ""
+    reasons = {
+        "rollout.workers": (rollout.workers > 0, "play no branches yet"),
+        "rollout.extra_members": (
+            rollout.extra_members > 0,
+            "end a group before its branches are played",
+        ),
+        f"rollout.staleness_rule={rollout.staleness_rule}": (
+            rollout.rule.trains_on_segments,
+            "trains on parts of episodes, which branches share",
+        ),
+        f"rollout.context={rollout.context.name}": (
+            rollout.context.name != "full",
+            "shows the model other prompts than those that branches share",
+        ),
+        f"batch_processing.normalize={config.batch_processing.normalize}": (
+            config.batch_processing.normalize != "group",
+            "counts the turns that branches share more than once",
+        ),
+        f"env={config.env.name}": (
+            config.env.is_agent,
+            "is a program, which cannot go back to a state",
+        ),
+        "env.agents": (bool(config.env.agents), "makes several agents, and branches have one"),
+        f"recipe={config.recipe.name}": (
+            not run.has_recipe("policy_gradient"),
+            "plays no branches",
+        ),
+    }
+    for setting, (is_set, why) in reasons.items():
+        if is_set:
+            return f"rollout.branches: {setting} {why}. Leave one of both out"
+    if all(AlgorithmOffers.of(algorithm).credits_trees for _, algorithm in run.algorithms):
+        return ""
+    return (
+        "rollout.branches: episodes that share turns need an advantage that knows it, or it would"
+        " be biased: write algorithm.advantage=branch or tree, or leave rollout.branches out"
+    )
+
+
 def episodes_have_others_to_be_normalised_with(run: ConfiguredRun) -> str:
     config, scope = run.config, run.config.batch_processing.normalize
     is_alone = config.rollout.groups_per_step == config.rollout.group_size == 1
@@ -829,6 +872,20 @@ RULES = (
     ),
     CompatibilityRule(("rollout.workers", "gateway", "env"), workers_have_gateways_of_their_own),
     CompatibilityRule(("rollout.group_size", "algorithm"), members_have_others_to_compare_with),
+    CompatibilityRule(
+        (
+            "rollout.branches",
+            "rollout.workers",
+            "rollout.extra_members",
+            "rollout.staleness_rule",
+            "rollout.context",
+            "batch_processing.normalize",
+            "env",
+            "recipe",
+            "algorithm",
+        ),
+        branches_can_be_played,
+    ),
     CompatibilityRule(
         ("rollout", "algorithm", _NORMALIZE), episodes_have_others_to_be_normalised_with
     ),

@@ -163,6 +163,18 @@ CREATE TABLE IF NOT EXISTS unused (    -- answers of trained episodes that are i
 """
 """A table that ledgers of this format get when they are opened to write, since older ones lack it.
 """
+_BRANCHES_SCHEMA = """
+CREATE TABLE IF NOT EXISTS branches (    -- episodes that have left another one of their task
+    task INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    launch INTEGER NOT NULL,
+    parent TEXT NOT NULL,    -- the id of the other episode
+    turn INTEGER NOT NULL,   -- the first turn of its own
+    PRIMARY KEY (task, member, attempt, launch)
+) WITHOUT ROWID;
+"""
+"""As `_UNUSED_SCHEMA`."""
 
 # The operations. Each row applied must change exactly one row of its table.
 _ADMIT = (
@@ -208,6 +220,9 @@ _SEGMENT = (
 _UNUSED = (
     "INSERT INTO unused (task, member, attempt, launch, why, answers, tokens) VALUES (?, ?, ?, ?,"
     " ?, ?, ?)"
+)
+_BRANCHED = (
+    "INSERT INTO branches (task, member, attempt, launch, parent, turn) VALUES (?, ?, ?, ?, ?, ?)"
 )
 _REUSED = (
     "INSERT INTO reuses (task, step, count) SELECT number, ?, 1 FROM tasks WHERE id = ? AND fate ="
@@ -360,6 +375,18 @@ class LedgerReader:
     def episode_fates(self) -> Fates:
         """The fates of all episodes of all launches."""
         return self._fates("episodes")
+
+    def branches(self, task: int) -> Mapping[tuple[int, int, int], tuple[str, int]]:
+        """The episodes of a task that have left another one: by member, attempt and launch, the
+        other's id and the first turn of their own.
+        """
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'branches'").fetchone():
+            return {}
+        query = "SELECT member, attempt, launch, parent, turn FROM branches WHERE task = ?"
+        return {
+            (member, attempt, launch): (parent, turn)
+            for member, attempt, launch, parent, turn in self._rows(query, task)
+        }
 
     def unused_answers(self) -> Mapping[str, tuple[int, int]]:
         """Answers and tokens, by reason, that were sampled in episodes that ended and are in none
@@ -521,6 +548,12 @@ class Ledger(LedgerReader):
     def begin(self, number: int, member: int, attempt: int) -> None:
         """Record that an episode of task `number` is about to begin."""
         self._append(_BEGIN, (number, member, attempt, self._launch))
+
+    def branched(self, number: int, member: int, attempt: int, parent: str, turn: int) -> None:
+        """Record that an episode that is about to begin leaves the episode `parent` of its task at
+        a turn.
+        """
+        self._append(_BRANCHED, (number, member, attempt, self._launch, parent, turn))
 
     def end(self, number: int, member: int, attempt: int, fate: Fate, why: str) -> None:
         """Record the fate of an episode that will not be trained on."""
@@ -759,6 +792,7 @@ def _connect(
             raise ConfigError("it was written by another version of agentrl")
         if mode == "rwc":
             db.executescript(_UNUSED_SCHEMA)
+            db.executescript(_BRANCHES_SCHEMA)
         db.execute("PRAGMA synchronous=NORMAL")
     except (sqlite3.DatabaseError, ConfigError) as error:
         db.close()

@@ -7,6 +7,7 @@ that can be sent to another process.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentrl.rollout.branches import BranchPlan, BranchStart
 from agentrl.trajectory import Task, Trajectory
 
 
@@ -35,6 +36,10 @@ class Assignment:
     """The policy version that was live when the group was admitted."""
     reports_turns: bool = False
     """The member reports its turns while it plays (`TurnsPlayed`), to be trained on in parts."""
+    plan: BranchPlan | None = None
+    """Where it reports the states that branches leave from (`StateSaved`)."""
+    start: BranchStart | None = None
+    """Where it leaves another episode, if it does not play from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,14 @@ class TurnsPlayed:
 
     segments: tuple[Trajectory, ...] = ()
     """Each has the status `SEGMENT`, and all turns from the first on."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSaved:
+    """The state of the environment before the turn of this number, for branches."""
+
+    turn: int
+    state: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,7 @@ class RewardRetried:
     trajectory_id: str
 
 
-MemberReport = TokensSampled | TurnsPlayed | EpisodeOver | RewardRetried
+MemberReport = TokensSampled | TurnsPlayed | StateSaved | EpisodeOver | RewardRetried
 Report = Callable[[MemberReport], None]
 """Takes what a member reports, in order. It returns at once, and raises nothing."""
 

@@ -8,6 +8,7 @@ from agentrl.conversation.context import FULL, Context
 from agentrl.errors import ConfigError, PluginError
 from agentrl.flow.retries import Retries
 from agentrl.hosting.config import EnvDeadlines
+from agentrl.rollout.branches import BranchesConfig
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.rule_registry import load_rule
 from agentrl.rollout.staleness import StalenessRule
@@ -139,6 +140,10 @@ class RolloutConfig(Settings):
     """Episodes played beyond `group_size`: the first to finish make the group, the rest are
     cancelled. Hides slow and failing environments, and favours short episodes: watch the metric
     `bias/seconds`."""
+    branches: BranchesConfig | None = None
+    """Episodes that leave another one of their group at a turn and go on from there, for
+    `algorithm.advantage=branch` or `tree` (docs/branches.md). `{}` is one branch of each member, at
+    a turn that is drawn. By default there are none."""
     budget: Budget = Budget()
     context: Context = FULL
     """The part of its conversation that the model sees: `full`, `last_k`, `scratchpad` or `summary`

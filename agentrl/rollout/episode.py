@@ -6,9 +6,10 @@ error)`. Any other exception is a defect and propagates.
 
 import json
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from agentrl.arrays import IntArray, floats, ints
 from agentrl.conversation.chats import history_in
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.errors import RolloutError
+from agentrl.errors import ConfigError, EnvError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.live_env import LiveEnv
@@ -30,6 +31,7 @@ from agentrl.protocols import (
     ScriptedPlayer,
 )
 from agentrl.rollout.agents import (
+    SINGLE_AGENT,
     agents_in,
     check_routes,
     earnings,
@@ -40,9 +42,11 @@ from agentrl.rollout.agents import (
 from agentrl.rollout.assignment import (
     Assignment,
     Report,
+    StateSaved,
     TurnsPlayed,
     ignore_reports,
 )
+from agentrl.rollout.branches import BranchPlan, BranchStart
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.runner import Episode
 from agentrl.rollout.seeds import derive_seed
@@ -303,11 +307,12 @@ class EnvEpisodeRunner:
         episode = Episode.of(assignment, self.own_budgets.get(task.env, self.budget), report)
         report_turns = report if assignment.reports_turns else ignore_reports
         episode_state = _EpisodeState(episode, started, report_turns)
+        branch = None if assignment.start is None else assignment.start.branch
         try:
             env = self.envs.acquire(task.env)
             try:
                 with deadline("environment", "episode", self.deadline, episode.clock):
-                    status = await self._take_turns(episode, episode_state, env)
+                    status = await self._take_turns(assignment, report, episode_state, env)
             finally:
                 # From here on the last turn may have failed, or may earn the verdict on the whole.
                 report_turns(TurnsPlayed())
@@ -323,22 +328,27 @@ class EnvEpisodeRunner:
         for state in episode_state.agents.values():
             if state.role.trained:
                 trajectory = state.trajectory(episode, status, seconds, episode_state.picture)
-                whole.append(replace(trajectory, begun=episode_state.begun))
+                shared = 0 if branch is None else branch.turn
+                whole.append(
+                    replace(
+                        trajectory, begun=episode_state.begun, branch=branch, trained_turns=shared
+                    )
+                )
         return tuple(whole)
 
     async def _take_turns(
-        self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv
+        self, assignment: Assignment, report: Report, episode_state: _EpisodeState, env: LiveEnv
     ) -> Status:
-        began = episode.clock.now()
-        observation, info = await env.reset(episode.task.seed, episode.task.options)
-        episode_state.picture, info = taken(info, self.picture_bytes)
-        key = _state_key(info, observation)
-        agents = agents_in(info)
-        episode_state.agents = self._agent_states(episode, agents, info, env)
-        state = episode_state.agents[next_agent(info, agents)]
-        episode_state.begun = _begun(observation, state.agent, info, env)
-        state.unanswered = [*state.unanswered, *history_in(info), Message("user", observation)]
-        turns = 0
+        episode, plan = episode_state.episode, assignment.plan
+        began = episode.clock.now() - _seconds_before(assignment.start)
+        state, key = await (
+            self._begin(episode_state, env)
+            if assignment.start is None
+            else self._leave(assignment.start, episode_state, env)
+        )
+        agents = tuple(episode_state.agents) if state.agent else SINGLE_AGENT
+        _check_can_branch(plan, agents, env)
+        turns, saved = len(state.turns), 0
         while not (spent := _spent(episode, turns, began)):
             if request := state.role.context.request(state.conversation, state.unanswered):
                 ended = await self._summarise(episode_state, state, env, request)
@@ -346,11 +356,15 @@ class EnvEpisodeRunner:
                     return ended
                 if spent := _spent(episode, turns, began):
                     break
+            if plan is not None and plan.has(state.turns, saved):
+                saved += 1
+                report(StateSaved(turns, await env.snapshot()))
             turns += 1
             reply = await self._ask(episode_state, state, env)
             if not isinstance(reply, _Reply):
                 return reply
-            reward, info, picture = 0.0, {}, episode_state.picture
+            info: dict[str, Any] = {}
+            reward, picture = 0.0, episode_state.picture
             try:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
                 episode_state.picture, info = taken(info, self.picture_bytes)
@@ -372,6 +386,47 @@ class EnvEpisodeRunner:
             if is_over:
                 return _truncated("env", episode_state)
         return _truncated(spent, episode_state)
+
+    async def _begin(self, episode_state: _EpisodeState, env: LiveEnv) -> tuple[_AgentState, str]:
+        """Reset the environment; returns the agent that acts first, and the name of the state."""
+        episode = episode_state.episode
+        observation, info = await env.reset(episode.task.seed, episode.task.options)
+        episode_state.picture, info = taken(info, self.picture_bytes)
+        agents = agents_in(info)
+        episode_state.agents = self._agent_states(episode, agents, info, env)
+        state = episode_state.agents[next_agent(info, agents)]
+        episode_state.begun = _begun(observation, state.agent, info, env)
+        state.unanswered = [*state.unanswered, *history_in(info), Message("user", observation)]
+        return state, _state_key(info, observation)
+
+    async def _leave(
+        self, start: BranchStart, episode_state: _EpisodeState, env: LiveEnv
+    ) -> tuple[_AgentState, str]:
+        """Go back to the state in which this episode leaves another one; returns the agent, and the
+        name of the state.
+        """
+        await env.restore(start.state)
+        episode, parent = episode_state.episode, start.parent
+        next_turn = parent.turns[start.branch.turn]
+        states = self._agent_states(episode, SINGLE_AGENT, {}, env)
+        (state,) = states.values()
+        state.unanswered = ()
+        messages = iter(parent.messages)
+        for turn in start.shared:
+            prompt = state.conversation.prompt(_until_answer(messages))
+            state.conversation.answer(turn.completion)
+            if prompt.forked != turn.forked or not np.array_equal(prompt.new_ids, turn.prompt_ids):
+                raise EnvError(
+                    f"{parent.id} cannot be gone back to: its prompts, rendered again, are others."
+                    " Leave rollout.branches out with this chat template"
+                )
+        state.unanswered = _until_answer(messages)
+        state.turns, state.head_start = list(start.shared), parent.head_start
+        episode.usage.sampled_tokens = sum(len(t.completion.token_ids) for t in start.shared)
+        episode_state.answers = len(start.shared)
+        episode_state.begun, episode_state.picture = parent.begun, next_turn.picture
+        episode_state.agents = states
+        return state, next_turn.state
 
     def _agent_states(
         self, episode: Episode, agents: Sequence[str], info: Mapping[str, Any], env: LiveEnv
@@ -434,6 +489,33 @@ class EnvEpisodeRunner:
         episode_state.answers += 1
         answered = elapsed()
         return _Reply(prompt, completion, conversation.answer(completion), asked, answered)
+
+
+def _until_answer(messages: Iterator[Message]) -> list[Message]:
+    """The messages up to the next answer of the model, which is taken too."""
+    return list(takewhile(lambda message: not message.is_answer, messages))
+
+
+def _seconds_before(start: BranchStart | None) -> float:
+    """The seconds of an episode's budget that were used by the other one that it leaves."""
+    shared = () if start is None else start.shared
+    return sum(turn.generate_seconds + turn.env_seconds for turn in shared)
+
+
+def _check_can_branch(plan: BranchPlan | None, agents: Sequence[str], env: LiveEnv) -> None:
+    if plan is None:
+        return
+    if agents is not SINGLE_AGENT:
+        raise ConfigError(
+            f"rollout.branches: the environment has the agents {', '.join(agents)}, and branches"
+            " are those of a single one: leave rollout.branches out"
+        )
+    if not env.restorable:
+        raise ConfigError(
+            "rollout.branches: the environment cannot go back to a state. Write its `snapshot` and"
+            " `restore`, or declare it `deterministic` (docs/branches.md), or leave"
+            " rollout.branches out"
+        )
 
 
 def _spent(episode: Episode, turns: int, began: float) -> str:

@@ -20,10 +20,12 @@ from agentrl.rollout.assignment import (
     EpisodeOver,
     MemberReport,
     RewardRetried,
+    StateSaved,
     TokensSampled,
     TurnsPlayed,
 )
 from agentrl.rollout.attempts import Attempts, LastAttempt
+from agentrl.rollout.branches import BranchStart
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.member import Member, MemberResult
@@ -31,7 +33,7 @@ from agentrl.rollout.outage import LONGEST_PAUSE
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
 from agentrl.scoring.pipeline import RewardPipeline
-from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
+from agentrl.trajectory import BranchPoint, Failed, Group, Score, Task, Trajectory
 
 _Scored = tuple[tuple[Trajectory, Score], ...]
 """One episode: the trajectory of each trained agent, with its score."""
@@ -103,6 +105,12 @@ class _GroupState:
     attempts: dict[int, int] = field(default_factory=dict)
     """The number of each member's last attempt."""
     played: dict[int, _Scored] = field(default_factory=dict)
+    wanted: int = 0
+    """Members that make the group, with the branches that have begun."""
+    saved: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    """The states of each member that branches leave from, by turn."""
+    starts: dict[int, BranchStart] = field(default_factory=dict)
+    """Where each branch begins, by its number as a member."""
     lost: list[str] = field(default_factory=list)
     """The reason for each lost member."""
     reason: DiscardReason = "stale"
@@ -219,7 +227,7 @@ class GroupRunner:
 
     async def _play(self, state: _GroupState) -> Group:
         ticket, number, task = state.ticket, state.number, state.task
-        size = self.group_size_of(task)
+        size = state.wanted = self.group_size_of(task)
         self.playing[number] = state
         try:
             async with state.flow as members:
@@ -230,7 +238,7 @@ class GroupRunner:
             # The slots of members that never began are still reserved.
             for _ in range(state.reserved_slots):
                 self.slots.release()
-        if len(state.played) < size:
+        if len(state.played) < state.wanted:
             raise MembersLostError("; ".join(state.lost))
         # The flow has cancelled the members that were still playing: each needs its one fate.
         for member in state.live:
@@ -280,12 +288,30 @@ class GroupRunner:
         last = await self.attempts.repeat(play, rng, lambda: self._stop_the_clock(state))
         if last.result.failure is None:
             state.played[member] = last.result.scored
+            self._branch(state, member)
         else:
             state.lost.append(_describe_loss(member, last))
-        complete = len(state.played) == self.group_size_of(state.task)
+        complete = len(state.played) == state.wanted
         if complete or len(state.lost) > self.config.extra_members:
             state.reason = "surplus" if complete else "failed"
             state.flow.cancel()
+
+    def _branch(self, state: _GroupState, member: int) -> None:
+        """Begin the branches of a member that has been played."""
+        branches = self.config.branches
+        if branches is None:
+            return
+        ((parent, _),) = state.played[member]
+        number = self.group_size_of(state.task) + member * branches.budget
+        for turn, saved in sorted(state.saved.pop(member, {}).items()):
+            if turn >= len(parent.turns):
+                continue  # its prompt was too long to be answered
+            for _ in range(branches.width):
+                branch = BranchPoint(parent.id, turn, branches.share)
+                state.starts[number] = BranchStart(saved, parent, branch)
+                state.wanted += 1
+                state.flow.start(self._play_member(state, number), name=str(number))
+                number += 1
 
     def _stop_the_clock(self, state: _GroupState) -> None:
         """Give the group the time of the outages since it began."""
@@ -301,8 +327,14 @@ class GroupRunner:
         episode = _LiveEpisode(attempt)
         try:
             self.ledger.begin(state.number, member, attempt)
+            if start := state.starts.get(member):
+                self.ledger.branched(
+                    state.number, member, attempt, start.parent.id, start.branch.turn
+                )
+            states = state.saved[member] = {}
             state.attempts[member], state.live[member] = attempt, episode
-            result = await self._play_in_slot(self._assign(state, member, attempt), episode)
+            assignment = self._assign(state, member, attempt)
+            result = await self._play_in_slot(assignment, episode, states)
         except asyncio.CancelledError:
             self._count_cancelled(state, episode)
             raise
@@ -321,6 +353,11 @@ class GroupRunner:
 
     def _assign(self, state: _GroupState, member: int, attempt: int) -> Assignment:
         task, ticket = state.task, state.ticket
+        start, branches = state.starts.get(member), self.config.branches
+        plan = None
+        if branches is not None and start is None:
+            rng = Random(derive_seed(self.seed, "branches", task.id, member))
+            plan = branches.plan(self.config.budget.turns, rng)
         return Assignment(
             id=f"{task.id}/{member}/{attempt}",
             task=task,
@@ -330,10 +367,16 @@ class GroupRunner:
             attempt=attempt,
             admitted_version=ticket.admitted_version,
             reports_turns=self.reports_turns,
+            plan=plan,
+            start=start,
         )
 
-    async def _play_in_slot(self, assignment: Assignment, episode: _LiveEpisode) -> MemberResult:
-        """The member's result. The slot is free as soon as the episode is over, scored or not."""
+    async def _play_in_slot(
+        self, assignment: Assignment, episode: _LiveEpisode, states: dict[int, bytes]
+    ) -> MemberResult:
+        """The member's result. The slot is free as soon as the episode is over, scored or not. The
+        `states` that branches leave from are filled in.
+        """
 
         def take_report(report: MemberReport) -> None:
             match report:
@@ -341,6 +384,8 @@ class GroupRunner:
                     episode.sampled_tokens += tokens
                 case TurnsPlayed(segments):
                     episode.segments = segments
+                case StateSaved(turn, saved):
+                    states[turn] = saved
                 case RewardRetried(trajectory_id):
                     self._reward_failed(trajectory_id)
                 case EpisodeOver(lengths):

@@ -259,6 +259,16 @@ ROWS = [
         ),
     ),
     Row(
+        "branches_can_be_played",
+        "rollout.branches={} algorithm=rloo",
+        "rollout.branches={} algorithm.advantage=branch",
+        (
+            "rollout.branches: episodes that share turns need an advantage that knows it, or it"
+            " would be biased: write algorithm.advantage=branch or tree, or leave"
+            " rollout.branches out"
+        ),
+    ),
+    Row(
         "episodes_have_others_to_be_normalised_with",
         (
             "algorithm=reinforce rollout.group_size=1 rollout.groups_per_step=1 "
@@ -510,3 +520,20 @@ def test_the_recipe_of_a_plug_in_adds_a_rule(lake):
     with pytest.raises(ConfigError) as refusal:
         load_config(lake, [recipe, "steps=4"])
     assert str(refusal.value) == "recipe.most_steps is 3: lower steps"
+
+
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        ("rollout.workers=2", "rollout.workers play no branches yet"),
+        ("rollout.extra_members=1", "rollout.extra_members end a group before"),
+        ("rollout.context.name=last_k rollout.context.turns=2", "shows the model other prompts"),
+        ("batch_processing.normalize=batch", "counts the turns that branches share more than once"),
+        ("env=agent:examples.agent:play", "cannot go back to a state"),
+        ("recipe=iterative_dpo", "recipe=iterative_dpo plays no branches"),
+    ],
+)
+def test_what_branches_do_not_go_with_is_named(lake: Path, also: str, said: str) -> None:
+    overrides = f"rollout.branches.at=every algorithm.advantage=branch {also}".split()
+    with pytest.raises(ConfigError, match=f"rollout.branches: .*{said}.*Leave one of both out"):
+        load_config(lake, overrides)
