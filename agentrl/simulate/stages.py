@@ -366,7 +366,7 @@ class Stages:
             bucket=bucket,
             buckets=min(most, -(-size // bucket)),
             ranks=[rank.node for rank in ranks],
-            parts=len(ranks) if self.trainer.shards >= 3 else 1,
+            parts=len(ranks) // self.trainer.mesh.replicate if self.trainer.shards >= 3 else 1,
             engines=[engine.node for engine in devices.of("engine")],
             readers=split * devices.data_parallel,
             slices=split,

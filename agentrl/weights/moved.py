@@ -54,7 +54,8 @@ class Parties:
     ranks: Sequence[int]
     """The machine of each rank of the trainer."""
     parts: int
-    """Ranks over which each weight is divided; 1 if every rank has it whole."""
+    """Ranks over which each weight is divided, those of a replica: the first ones, and the next; 1
+    if every rank has it whole."""
     engines: Sequence[int]
     """The machine of each engine."""
     readers: int
@@ -124,24 +125,25 @@ def gather_moves(parties: Parties, *, everywhere: bool = False) -> list[Move]:
     """
     if parties.parts == 1:
         return []
-    machines = Counter(parties.ranks)
-    near, first = machines[parties.ranks[0]], parties.ranks[0]
+    # Ranks of a replica do not ask those of others.
+    first, replica = parties.ranks[0], Counter(parties.ranks[: parties.parts])
     copies = len(parties.ranks) if everywhere else 1
-    each = parties.size if everywhere else parties.size // near
+    each = parties.size if everywhere else parties.size // parties.writers
     missing = (parties.parts - 1) / parties.parts
     moves = [
         Move("gather", "link", int(copies * parties.size * missing), int(each * missing)),
     ]
-    if len(machines) > 1:
-        far = 1 - near / len(parties.ranks)
-        receiving = machines if everywhere else [first]
+    if len(replica) > 1:
+        far = 1 - replica[first] / parties.parts
+        replicas = len(parties.ranks) // parties.parts
+        receiving = len(replica) * replicas if everywhere else 1
         # The devices of a machine receive from others side by side, each by its own card.
         moves.append(
             Move(
                 "gather from other machines",
                 "network",
-                int(len(receiving) * parties.size * far),
-                int(parties.size * far / near),
+                int(receiving * parties.size * far),
+                int(parties.size * far / parties.writers),
             )
         )
     return moves

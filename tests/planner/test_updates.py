@@ -24,7 +24,7 @@ from agentrl.planner.search import make_plan
 from agentrl.trainers.local import LocalTrainer
 from agentrl.weights.bundle import WeightBundle
 from agentrl.weights.config import WeightsConfig
-from agentrl.weights.moved import BytesMoved, Move
+from agentrl.weights.moved import BytesMoved, Move, Parties, gather_moves
 from agentrl.weights.publisher import Published, WeightPublisher
 from agentrl.weights.transports.live import LiveShipment
 
@@ -138,6 +138,26 @@ def test_roles_on_the_same_devices_share_memory_and_others_a_network() -> None:
     assert adapters.transport == "files"
     assert adapters.update.size == 4 * 8 * adapters.facts.ends_of()
     assert 0 < adapters.step.weights < shared.step.weights / 10
+
+
+@pytest.mark.parametrize(
+    ("parts", "machines", "gathered", "between"),
+    [
+        pytest.param(16, 2, 15 / 16, 1 / 2, id="one replica on two machines"),
+        pytest.param(8, 2, 7 / 8, 0, id="a replica on each machine"),
+        pytest.param(4, 2, 3 / 4, 0, id="two replicas on each machine"),
+        pytest.param(8, 4, 7 / 8, 1 / 2, id="a replica on each two machines"),
+    ],
+)
+def test_a_weight_is_gathered_within_a_replica(
+    parts: int, machines: int, gathered: float, between: float
+) -> None:
+    ranks = [rank * machines // 16 for rank in range(16)]
+    size = 1 << 30
+    parties = Parties(size, 1 << 20, 1 << 20, 1024, ranks, parts, [0], 1, 1, ())
+    moved = {move.name: move for move in gather_moves(parties)}
+    assert moved.pop("gather").total == gathered * size
+    assert sum(move.total for move in moved.values()) == between * size
 
 
 def test_a_run_whose_cluster_assigns_no_devices_sends_files() -> None:
