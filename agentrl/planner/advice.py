@@ -17,6 +17,7 @@ from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import OFFERED_KINDS
 from agentrl.placement.inventory import Inventory
 from agentrl.planner.memory import overfull
+from agentrl.planner.meshes import AXES
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
 from agentrl.protocols.component_settings import TrainerSettingsOffers
@@ -45,7 +46,7 @@ class Change:
 
 
 def what_fits(
-    config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 5
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 6
 ) -> list[str]:
     """Changes that make a config fit, as overrides: single ones, else several together; and other
     devices.
@@ -187,6 +188,8 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
         _setting("engine", tensor_parallel=n) for n in (1, *growing) if n <= max(inventory.sizes)
     )
     yield from (_setting("trainer", world_size=n) for n in growing)
+    for axis in AXES[1:]:
+        yield from (_setting("trainer", world_size=len(inventory), **{axis: n}) for n in growing)
     if config.placement.lists or config.placement.name != "auto":
         placement = config.placement.model_copy(
             update={"name": "auto", "engine": None, "trainer": None}

@@ -92,6 +92,7 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
         yield "this trainer cannot sleep while the engine works"
     yield from _undivided_heads(stages, devices)
     yield from _undivided_experts(stages)
+    yield from _undivided_contexts(stages)
     yield from _short_cache(stages, work, devices)
 
 
@@ -166,6 +167,15 @@ def _undivided_experts(stages: Stages) -> Iterator[str]:
         yield (
             f"trainer.expert_parallel={parts} divides the experts of a layer, and the model has"
             f" {experts or 'none'}"
+        )
+
+
+def _undivided_contexts(stages: Stages) -> Iterator[str]:
+    """Context parallelism of the trainer gives each rank equally many heads."""
+    heads, parts = stages.facts.kv.heads.queries, stages.trainer.mesh.context
+    if heads % parts:
+        yield (
+            f"trainer.context_parallel={parts} divides attention heads, and the model has {heads}"
         )
 
 

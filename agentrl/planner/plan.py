@@ -7,6 +7,7 @@ from typing import Any
 from agentrl.models.facts import ModelFacts
 from agentrl.placement.device_map import DeviceMap
 from agentrl.planner.memory import DeviceLoad
+from agentrl.planner.meshes import MeshChoice, MeshOption
 from agentrl.simulate.stages import Workload
 from agentrl.weights.moved import BytesMoved
 
@@ -44,6 +45,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """Another mesh of the trainer's ranks that makes a step faster, and the map for it."""
+
+    devices: DeviceMap
+    mesh: MeshOption
+    step: StepEstimate
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The map of a run's devices that was chosen."""
 
@@ -65,6 +75,10 @@ class Plan:
     """The reason for this map."""
     considered: tuple[Candidate, ...]
     """All maps that were considered."""
+    meshes: MeshChoice | None = None
+    """The meshes that the trainer's ranks could have on this map; None if it has one rank."""
+    advice: Advice | None = None
+    """What makes a step faster than this map and the mesh of the config; None if nothing does."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """The settings that follow from the model and the devices, by their dotted names."""
 

@@ -1,6 +1,6 @@
 """A plan, for the terminal and as JSON."""
 
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from rich.console import Console
@@ -10,10 +10,13 @@ from agentrl.placement.config import Role, format_devices
 from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import KEPT_ASLEEP, Footprint
 from agentrl.planner.memory import DeviceLoad, fullest_host
-from agentrl.planner.plan import Candidate, Plan
+from agentrl.planner.meshes import MeshChoice, MeshOption
+from agentrl.planner.plan import Advice, Candidate, Plan
 
 _MAX_SHOWN_CANDIDATES = 8
 """Most candidates to show in the table."""
+_MAX_SHOWN_MESHES = 4
+"""Most meshes to show beside that of the config."""
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -32,6 +35,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_memory(plan))
     console.print(_step(plan))
     console.print(_update(plan))
+    if plan.meshes is not None and plan.meshes.others:
+        console.print(_meshes(plan.meshes))
+    if plan.advice is not None:
+        console.print(_advice(plan.advice), highlight=False, soft_wrap=True)
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
     if len(plan.considered) > 1:
         console.print(_candidates_table(plan.considered))
@@ -133,6 +140,35 @@ def _update(plan: Plan) -> Table:
     return table
 
 
+def _meshes(choice: MeshChoice) -> Table:
+    """The mesh of the config, and the best others."""
+    title = f"\nmesh of the trainer's {choice.ranks} ranks"
+    table = _table(
+        "settings", "seconds to train", "compute", "communication", "optimizer", "GiB of a rank",
+        title=title,
+    )  # fmt: skip
+    for option in (choice.written, *choice.others[:_MAX_SHOWN_MESHES]):
+        role = ", as it is" if option is choice.written else ""
+        parts = (option.train.total, *astuple(option.train))
+        table.add_row(
+            f"{option.name}{role}",
+            *(f"{seconds:,.2f}" for seconds in parts),
+            f"{option.memory / GIB:.2f}{': too much' if option.problems else ''}",
+        )
+    return table
+
+
+def _advice(advice: Advice) -> str:
+    written = advice.devices.settings() | {
+        f"trainer.{axis}": n for axis, n in advice.mesh.settings.items()
+    }
+    settings = " ".join(f"{key}={value}" for key, value in written.items())
+    return (
+        f"[bold]faster[/bold]  {settings}: {advice.step.seconds:,.1f} s a step on {advice.devices},"
+        f" with {advice.step.train:,.1f} of training"
+    )
+
+
 def _candidates_table(considered: tuple[Candidate, ...]) -> Table:
     table = _table("map", "seconds a step", title="considered")
     for candidate in considered[:_MAX_SHOWN_CANDIDATES]:
@@ -195,6 +231,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "held": plan.update.held,
             "phases": [[asdict(move) for move in phase] for phase in plan.update.phases],
         },
+        "meshes": _meshes_as_json(plan.meshes),
+        "faster": None if plan.advice is None else _advice_as_json(plan.advice),
         "reason": plan.reason,
         "considered": [
             {
@@ -204,4 +242,34 @@ def as_json(plan: Plan) -> dict[str, Any]:
             }
             for candidate in plan.considered
         ],
+    }
+
+
+def _meshes_as_json(choice: MeshChoice | None) -> dict[str, Any] | None:
+    if choice is None:
+        return None
+
+    def as_data(option: MeshOption) -> dict[str, Any]:
+        return {
+            "settings": dict(option.settings),
+            "memory": option.memory,
+            "seconds": option.train.total,
+            "train": asdict(option.train),
+            "problems": list(option.problems),
+        }
+
+    return {
+        "ranks": choice.ranks,
+        "written": as_data(choice.written),
+        "others": [as_data(option) for option in choice.others],
+    }
+
+
+def _advice_as_json(advice: Advice) -> dict[str, Any]:
+    return {
+        "map": str(advice.devices),
+        "settings": advice.devices.settings()
+        | {f"trainer.{axis}": n for axis, n in advice.mesh.settings.items()},
+        "seconds": advice.step.seconds,
+        "train": advice.step.train,
     }

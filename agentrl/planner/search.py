@@ -8,6 +8,7 @@ Nothing is loaded: memory and times are computed from the model's shape, and the
 simulated.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -18,7 +19,8 @@ from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.inventory import Inventory
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import loads, overfull, problems
-from agentrl.planner.plan import Candidate, Plan, StepEstimate
+from agentrl.planner.meshes import GAIN, MeshChoice, MeshOption, mesh_choice, with_mesh
+from agentrl.planner.plan import Advice, Candidate, Plan, StepEstimate
 from agentrl.planner.run_facts import (
     chosen_settings,
     layouts,
@@ -31,6 +33,8 @@ from agentrl.simulate.world import World
 
 _MAX_SIMULATED_CANDIDATES = 4
 """Most candidates to simulate: the fastest by a rough estimate."""
+_MAX_SIMULATED_MESHES = 2
+"""The same of other meshes of the trainer's ranks."""
 _SIMULATED_STEPS = 2
 """Steps to simulate after the first `rollout.max_staleness` ones, which do not count."""
 
@@ -66,6 +70,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         raise ConfigError(
             f"no step could be simulated on {chosen.devices}: {'; '.join(chosen.problems)}"
         )
+    choices = [mesh_choice(config, facts, work, candidate.devices) for candidate in simulated]
     unfit = [candidate for candidate in looked_at if candidate.problems]
     return Plan(
         facts,
@@ -77,6 +82,8 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         stages.update(chosen.devices),
         _reason(config, simulated, len(fitting), len(looked_at)),
         (*simulated, *fitting[_MAX_SIMULATED_CANDIDATES:], *unfit),
+        choices[0],
+        _advise(config, facts, work, simulated, choices),
         chosen_settings(written, config),
     )
 
@@ -149,6 +156,35 @@ def _simulate_candidate(
         candidate,
         step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness),
     )
+
+
+def _advise(
+    config: RunConfig,
+    facts: ModelFacts,
+    work: Workload,
+    simulated: Sequence[Candidate],
+    choices: Sequence[MeshChoice | None],
+) -> Advice | None:
+    """The map and the mesh with the fastest step, if it is clearly faster than the fastest map with
+    the mesh of the config.
+    """
+    promising: list[tuple[float, Candidate, MeshOption]] = []
+    for candidate, choice in zip(simulated, choices, strict=True):
+        if choice is not None and choice.advised is not None and candidate.step is not None:
+            saved = choice.written.train.total - choice.advised.train.total
+            promising.append((candidate.step.seconds - saved, candidate, choice.advised))
+    promising.sort(key=lambda entry: entry[0])
+    found: list[Advice] = []
+    for _, candidate, option in promising[:_MAX_SIMULATED_MESHES]:
+        changed = with_mesh(config, option.settings, len(candidate.devices.of("trainer")))
+        if changed is not None:
+            played = _simulate_candidate(changed, stages_of(changed, facts), work, candidate)
+            if played.step is not None:
+                found.append(Advice(candidate.devices, option, played.step))
+    best, now = min(found, key=lambda one: one.step.seconds, default=None), simulated[0].step
+    if best is None or now is None or best.step.seconds > (1 - GAIN) * now.seconds:
+        return None
+    return best
 
 
 def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int) -> str:
