@@ -157,9 +157,10 @@ def engine_policy(
     sampling: SamplingParams,
     *,
     trained: bool,
+    apart: bool = False,
 ) -> EnginePolicy:
     """The `model` that an engine serves, as a policy that stops where the model's template ends a
-    message.
+    message. `apart`: it is not the engine of the run's policy.
     """
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
@@ -173,6 +174,7 @@ def engine_policy(
         EngineSettingsOffers.of(config.engine.settings).structured_outputs,
         vocabulary_size(model),
         config.rollout.deadlines.seconds_per_context_token,
+        apart,
     )
 
 
@@ -194,6 +196,7 @@ def other_roles(
                 own,
                 config.rollout.sampling,
                 trained=False,
+                apart=True,
             )
             roles[agent] = Role(served, own, config.rollout.context, trained=False)
     return roles
@@ -259,14 +262,19 @@ async def worker_parts(
     others = other_roles(config, model, renderer, frozen)
     async with episode_player(config, None, renderer) as player:
 
-        def policy_of(name: str, sampling: SamplingParams, *, trained: bool) -> EnginePolicy:
-            return engine_policy(config, engine(name), model, renderer, sampling, trained=trained)
+        def policy_of(
+            name: str, sampling: SamplingParams, *, trained: bool, apart: bool = False
+        ) -> EnginePolicy:
+            return engine_policy(
+                config, engine(name), model, renderer, sampling, trained=trained, apart=apart
+            )
 
         def make_runner(policy: PlayedPolicy) -> EpisodeRunner:
             served = policy_of(policy.engine, policy.sampling, trained=policy.trained)
             if not policy.opponent:
                 return player(served, others)
-            opposed = policy_of(policy.opponent, config.rollout.sampling, trained=False)
+            sampling = config.rollout.sampling
+            opposed = policy_of(policy.opponent, sampling, trained=False, apart=True)
             role = Role(opposed, renderer, config.rollout.context, trained=False)
             return player(served, {**others, **dict.fromkeys(policy.opposing, role)})
 

@@ -23,6 +23,7 @@ from agentrl.engines.router import Router
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.episode import EnvEpisodeRunner
+from agentrl.rollout.token_budget import TokenBudget
 from agentrl.rollout.workers.messages import PlayedPolicy
 from agentrl.rollout.workers.pool import WorkerRunner
 from agentrl.scoring.build import build_pipeline
@@ -44,6 +45,8 @@ class RolloutAssembly:
     runner: EnvEpisodeRunner | AgentEpisodeRunner | WorkerRunner
     reward: RewardPipeline
     frozen: Mapping[FrozenRoute, Router]
+    tokens: TokenBudget
+    """Of the engine's KV caches, for all episodes that its policy plays."""
 
     def evaluating(
         self, how: EvaluationSampling
@@ -72,7 +75,14 @@ async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Rollo
         reward_of(config, _rules(config, cluster)) as reward,
         frozen_engines(config, cluster, model) as frozen,
     ):
-        yield RolloutAssembly(config, model, engine, make_runner(engine, frozen), reward, frozen)
+        runner, tokens = make_runner(engine, frozen), token_budget(config, engine)
+        yield RolloutAssembly(config, model, engine, runner, reward, frozen, tokens)
+
+
+def token_budget(config: RunConfig, engine: Router) -> TokenBudget:
+    """The budget of an engine's KV caches, for all episodes that its policy plays."""
+    budgets = [config.rollout.budget, *config.own_budgets().values()]
+    return TokenBudget(engine, max(budget.turns for budget in budgets))
 
 
 @asynccontextmanager

@@ -148,6 +148,7 @@ class TrainingAssembly(RolloutAssembly):
             keep_untrained=self.config.observe.untrained_episodes,
             teaches=teaches,
             places=lambda: places_of(self.config, self.engine.worker_count().alive),
+            tokens=self.tokens,
         )
         run.status.watch(rollouts.status)
         return rollouts
@@ -214,6 +215,7 @@ async def assemble_training(
                     rollouts.runner,
                     rollouts.reward,
                     rollouts.frozen,
+                    rollouts.tokens,
                     trainer,
                     advisors,
                     ExactMetrics.of_run(config, rollouts.runner.renderer, trainer, advisors.critic),
@@ -243,8 +245,9 @@ def _self_play(
     snapshots = Snapshots(config.run_dir.absolute() / "opponents", rules.every, rules.pool)
     opponents = []
     for engine in engines:
+        sampling = config.rollout.sampling
         served = engine_policy(
-            config, engine, model, runner.renderer, config.rollout.sampling, trained=False
+            config, engine, model, runner.renderer, sampling, trained=False, apart=True
         )
         role = Role(served, runner.renderer, config.rollout.context, trained=False)
         opponents.append(Opponent(role, engine, snapshots, config.weights.for_model(model).seconds))

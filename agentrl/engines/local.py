@@ -402,6 +402,7 @@ class LocalEngine(Engine):
             # the share of slots in use: each has room for a whole context
             / self._config.max_batch,
             older_kv_tokens=self._over_older_kv,
+            kv_tokens=self._config.max_batch * self.max_context,
         )
 
     def _load(self) -> "PackedModel":

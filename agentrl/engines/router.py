@@ -555,7 +555,7 @@ class Router(Engine):
             done = replica.engine.stats()
             replica.dead = EngineDeadError(f"engine {replica.number} was removed")
             self._removed = _sum_of(
-                [self._removed, replace(done, running=0, waiting=0, kv_use=0.0)]
+                [self._removed, replace(done, running=0, waiting=0, kv_use=0.0, kv_tokens=0)]
             )
         await self._close(replica)
         self._restarts_of_removed += replica.supervised.restarts
@@ -1025,6 +1025,7 @@ def _sum_of(stats: Sequence[EngineStats]) -> EngineStats:
         sum(s.proposed_tokens for s in stats),
         sum(s.accepted_tokens for s in stats),
         sum(s.older_kv_tokens for s in stats),
+        sum(s.kv_tokens for s in stats),
     )
 
 

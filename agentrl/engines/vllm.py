@@ -46,6 +46,7 @@ from agentrl.weights.store import readable_elsewhere
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -368,6 +369,7 @@ class VllmEngine(Engine):
             counters.proposed,
             counters.accepted,
             self._over_older_kv,
+            0 if self._llm is None else _kv_tokens(self._llm.vllm_config),
         )
 
     async def _started(self) -> "AsyncLLM":
@@ -756,6 +758,13 @@ def _experts(output: Any, request: GenerateRequest, count: int) -> ExpertChoices
         return None
     rows = len(request.prompt_ids) + count - 1 - request.experts_from
     return ExpertChoices.of(request.experts_from, chosen_TLK[:rows])
+
+
+def _kv_tokens(started: "VllmConfig") -> int:
+    """Tokens for which the KV caches have room; 0 if the model needs none."""
+    of_one: int = started.cache_config.kv_cache_size_tokens or 0
+    copies: int = started.parallel_config.data_parallel_size
+    return of_one * copies
 
 
 def _constraint(wanted: AnswerFormat) -> "StructuredOutputsParams":

@@ -103,7 +103,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             " short."
         ),
         "wasted_tokens/<why>": (
-            "Those of `failed` episodes, `surplus` members, `stale` or `filtered` groups."
+            "Those of `failed` episodes, `surplus` members, `stale` or `filtered` groups, and of"
+            " `preempted` episodes."
         ),
         "wasted_share": "Wasted tokens / (wasted tokens + tokens of the batch).",
         "generated_tokens": (
@@ -376,7 +377,25 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "channels/<name>/put_wait": "Seconds so far that episodes waited for room in it.",
         "channels/<name>/get_wait": "Seconds so far that the trainer waited for a group from it.",
         "live_episodes": "Episode slots in use.",
-        "live_episodes/limit": "Episode slots: the concurrency controller's present limit.",
+        "live_episodes/limit": (
+            "Episode slots: the present limit, by the load of the engines and by what their KV"
+            " caches hold."
+        ),
+        "live_episodes/tokens": (
+            "Tokens of the contexts of live episodes, evaluations at the same time included. This"
+            " and the next three are there if the engines tell how many tokens their KV caches"
+            " hold."
+        ),
+        "live_episodes/tokens_limit": "Tokens that the KV caches of all engines hold.",
+        "live_episodes/tokens_each": (
+            "Tokens that one more episode is expected to hold at most: what earlier ones held after"
+            " a turn x the share of them that came so far."
+        ),
+        "live_episodes/preempted": (
+            "Episodes that were broken off since the last step because the contexts of all exceeded"
+            " the KV caches. Each is played again."
+        ),
+        "envs/<env>/tokens_each": "`live_episodes/tokens_each` of one environment of a mixture.",
         "speculation/accepted": (
             "Share of the tokens proposed by speculative decoding (`engine.speculative`) that the"
             " model accepted, since the last step. What is sampled does not depend on it; where it"

@@ -110,6 +110,8 @@ class EngineStats:
     older_kv_tokens: int = 0
     """Sampled tokens that attended to KV of older weights than those that sampled them. An engine
     that does not know how old a piece of its cache is counts it as being as old as it may be."""
+    kv_tokens: int = 0
+    """Tokens for which the KV cache has room; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

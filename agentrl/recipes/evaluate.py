@@ -19,12 +19,15 @@ from agentrl.observe.reports import (
     EvaluationReport,
     PlayedTask,
 )
-from agentrl.rollout.assignment import Assignment, EpisodeOver, MemberReport
+from agentrl.rollout.assignment import Assignment, EpisodeOver, MemberReport, TokensSampled
 from agentrl.rollout.attempts import NO_RETRIES, Attempts
+from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.staleness import Ticket
+from agentrl.rollout.token_budget import Holding, TokenBudget
 from agentrl.runs.run import Run
 from agentrl.runs.task_sources import held_out_tasks
 from agentrl.tasks.suite_tasks import suite_episodes
@@ -53,37 +56,60 @@ async def play_members(
     tasks: Iterable[Task],
     config: RunConfig,
     turnstile: Turnstile | None = None,
+    tokens: TokenBudget | None = None,
 ) -> list[MemberResult]:
-    """Play and score each task once, at most `rollout.max_live_episodes` at a time. The results are
-    in order of the tasks.
+    """Play and score each task once, at most `rollout.max_live_episodes` at a time, and as many as
+    the engines' KV caches hold, if there is a budget of `tokens`. The results are in order of the
+    tasks.
 
     An episode that fails is not played again, unless the environments' server could not be reached:
     it waits for up to `rollout.deadlines.outage`. If there is a turnstile, each episode passes it
     before it begins.
     """
-    slots = asyncio.Semaphore(config.rollout.live_episodes().most)
+    most = config.rollout.live_episodes().most
+    slots = EpisodeSlots(most)
     attempts = Attempts(NO_RETRIES, Outages(config.rollout.deadlines.outage))
 
-    async def play(assignment: Assignment) -> MemberResult:
-        await slots.acquire()
+    def follow_tokens() -> None:
+        if (allowed := share.limit) is not None:
+            slots.limit = min(most, max(1, allowed))
+            slots.grant()
 
-        def take_report(report: MemberReport) -> None:
-            if isinstance(report, EpisodeOver):
-                slots.release()  # before it is scored
-
+    async def play(assignment: Assignment, place: Ticket) -> MemberResult | None:
+        await slots.acquire(place)
         if turnstile is not None:
             await turnstile.passes()
-        return await member.play(assignment, take_report)
 
-    async def play_until_over(task: Task) -> MemberResult:
+        async def play_in_slot(holding: Holding) -> MemberResult:
+            def take_report(report: MemberReport) -> None:
+                match report:
+                    case TokensSampled(_, answers, context):
+                        holding.answered(answers, context)
+                    case EpisodeOver(lengths):
+                        holding.end(whole=bool(lengths))
+                        slots.release()  # before it is scored
+
+            return await member.play(assignment, take_report)
+
+        return await share.play(assignment.task.env, play_in_slot)
+
+    async def play_until_over(number: int, task: Task) -> MemberResult:
         seed = derive_seed(config.seed, "sampling", task.id)
         assignment = Assignment(task.id, task, seed, priority=EVALUATION_PRIORITY)
-        rng = Random(derive_seed(config.seed, "pause", task.id))
-        last = await attempts.repeat(lambda attempt: play(assignment), rng)
+        rng, place = Random(derive_seed(config.seed, "pause", task.id)), Ticket(0, number, 0)
+        last = await attempts.repeat(lambda attempt: play(assignment, place), rng)
         return last.result
 
-    async with Flow("evaluation") as flow:
-        playing = [flow.start(play_until_over(task), name=task.id) for task in tasks]
+    share = (tokens or TokenBudget(None, 1)).join(follow_tokens)
+    follow_tokens()
+    try:
+        async with Flow("evaluation") as flow:
+            playing = [
+                flow.start(play_until_over(number, task), name=task.id)
+                for number, task in enumerate(tasks)
+            ]
+    finally:
+        share.leave()
     return [task.result() for task in playing]
 
 
@@ -137,7 +163,7 @@ async def _play_and_score(
 ) -> tuple[tuple[tuple[Trajectory, Score], ...], tuple[Trajectory, ...]]:
     """(scored episodes, failed ones) of these tasks."""
     member = Member(rollouts.evaluating(how), rollouts.reward)
-    results = await play_members(member, tasks, rollouts.config)
+    results = await play_members(member, tasks, rollouts.config, tokens=rollouts.tokens)
     _check_version(trajectory for result in results for trajectory in result.trajectories)
     scored: list[tuple[Trajectory, Score]] = []
     failed: list[Trajectory] = []

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from agentrl.assembly.rollouts import RolloutAssembly
+from agentrl.assembly.rollouts import RolloutAssembly, token_budget
 from agentrl.assembly.training import TrainingAssembly
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
@@ -109,7 +109,13 @@ class _Beside(Evaluations):
     def __init__(self, run: Run, parts: TrainingAssembly, engine: Router, flow: Flow) -> None:
         self._run, self._trainer, self._engine, self._flow = run, parts.trainer, engine, flow
         self._rollouts = RolloutAssembly(
-            parts.config, parts.model, engine, parts.runner, parts.reward, parts.frozen
+            parts.config,
+            parts.model,
+            engine,
+            parts.runner,
+            parts.reward,
+            parts.frozen,
+            token_budget(parts.config, engine),
         )
         self._snapshots = Snapshots(run.folder.absolute() / "evaluation_weights", 1, 1)
         self._last: asyncio.Task[None] | None = None

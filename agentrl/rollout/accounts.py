@@ -16,7 +16,7 @@ from agentrl.rollout.assignment import EpisodeLength
 from agentrl.rollout.durations import Durations
 from agentrl.trajectory import Failed, Group, Score, Trajectory
 
-DiscardReason = Literal["failed", "surplus", "stale", "filtered"]
+DiscardReason = Literal["failed", "surplus", "stale", "filtered", "preempted"]
 """The reason why sampled tokens are not trained on.
 
 | reason | whose tokens |
@@ -25,6 +25,7 @@ DiscardReason = Literal["failed", "surplus", "stale", "filtered"]
 | `surplus` | members whose group was complete without them (`rollout.extra_members`) |
 | `stale` | groups that a staleness rule gave up |
 | `filtered` | groups whose advantages are all 0 (`rollout.filter_zero_variance`) |
+| `preempted` | episodes that made room in the KV caches, and are played again |
 """
 
 

@@ -44,9 +44,18 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled:
-    """A model has answered, with so many tokens."""
+    """Models have answered, with so many tokens."""
 
     tokens: int
+    answers: int = 1
+    context: int = 0
+    """Tokens of the conversations with the policy by now: what its engine holds for the episode."""
+
+    def __add__(self, later: "TokensSampled") -> "TokensSampled":
+        """This and a later one as one."""
+        return TokensSampled(
+            self.tokens + later.tokens, self.answers + later.answers, later.context
+        )
 
 
 @dataclass(frozen=True, slots=True)

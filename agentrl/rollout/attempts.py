@@ -40,11 +40,12 @@ class Attempts:
 
     async def repeat(
         self,
-        play: Callable[[int], Awaitable[MemberResult]],
+        play: Callable[[int], Awaitable[MemberResult | None]],
         rng: Random,
         outage_noticed: Callable[[], None] = lambda: None,
     ) -> LastAttempt:
-        """Call `play` with 0, 1, 2 ... until the episode is played or its retries are spent.
+        """Call `play` with 0, 1, 2 ... until the episode is played or its retries are spent. It
+        returns None for an episode that was preempted, which costs no retry.
 
         `rng` spreads the pauses of the members. `outage_noticed` is called for each attempt that an
         outage has failed, before the pause.
@@ -53,7 +54,10 @@ class Attempts:
         in_outages = 0
         for attempt in count():
             started = now()
-            result = await play(attempt)
+            played = await play(attempt)
+            if played is None:
+                continue
+            result = played
             failure = result.failure
             if failure is None:
                 self.outages.episode_ended()

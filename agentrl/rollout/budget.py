@@ -58,8 +58,8 @@ class Budget(Settings):
         return "seconds" if self.seconds is not None and seconds >= self.seconds else ""
 
 
-def _ignore(tokens: int) -> None:
-    """Takes the length of an answer, for callers that do not follow an episode."""
+def _ignore(tokens: int, context: int) -> None:
+    """Takes an answer, for callers that do not follow an episode."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,13 +70,19 @@ class BudgetUsage:
     """The limits."""
     sampled_tokens: int = 0
     """Tokens of the models' answers so far."""
-    on_answer: Callable[[int], None] = _ignore
-    """Called with the number of tokens of each answer."""
+    on_answer: Callable[[int, int], None] = _ignore
+    """Called with the number of tokens of each answer, and of all contexts after it."""
+    contexts: dict[str, int] = field(default_factory=dict)
+    """The tokens of each conversation with the policy."""
 
-    def add_answer(self, tokens: int) -> None:
-        """Count an answer of so many tokens."""
+    def add_answer(self, tokens: int, context: int = 0, session: str = "") -> None:
+        """Count an answer of so many tokens. `context`: those of its conversation by now; 0 if an
+        engine of another model holds it.
+        """
         self.sampled_tokens += tokens
-        self.on_answer(tokens)
+        if context:
+            self.contexts[session] = context
+        self.on_answer(tokens, sum(self.contexts.values()))
 
     def longest_answer(self, most: int) -> int:
         """The tokens that the next answer may have: `most`, or fewer if less is left of the

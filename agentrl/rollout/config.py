@@ -156,12 +156,13 @@ class RolloutConfig(Settings):
     `package.module:Name`). `agentrl/rollout/staleness.py` lists the guarantees and costs of each.
     `wait`, `gate` and `drain` are for simulations alone (`agentrl simulate CONFIG`)."""
     max_live_episodes: int | None = Field(None, gt=0)
-    """Most episodes running at once; below this, the limit follows the engine's load
-    (`agentrl/rollout/concurrency.py`). By default eight times
+    """Most episodes running at once; below this, the limit follows the engines' load and what
+    their KV caches hold (docs/scaling.md). By default eight times
     `min_live_episodes`."""
     min_live_episodes: int | None = Field(None, gt=0)
     """Where that limit starts, and its lower bound. By default as many as all engines that are
-    alive serve at once (engines x `engine.max_batch`), and at least 128."""
+    alive serve at once (engines x `engine.max_batch`), and at least 128; or fewer, if their KV
+    caches do not hold the contexts of so many."""
     workers: int = Field(0, ge=0)
     """Processes that play the episodes, with `cluster=ray` on its machines in turn. Each has
     environments, a renderer and a tokenizer of its own; engines, rewards and the ledger stay with

@@ -32,6 +32,7 @@ class EnginePolicy:
     (`trainer.routing`). `formats`: the engine can constrain answers. `vocab_size`: an
     answer with an id that is not below it is a failure of the engine. `deadline` is that of an
     answer to a short prompt, in seconds; `seconds_per_context_token` adds to it (`Deadlines`).
+    `apart`: another engine than that of the run's policy, whose KV cache is another one.
     """
 
     engine: Engine
@@ -43,6 +44,7 @@ class EnginePolicy:
     formats: bool = False
     vocab_size: int | None = None
     seconds_per_context_token: float = 0.0
+    apart: bool = False
 
     @property
     def max_context(self) -> int:
@@ -83,5 +85,7 @@ class EnginePolicy:
             )
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
-        episode.usage.add_answer(len(completion.token_ids))
+        sampled = len(completion.token_ids)
+        context = 0 if self.apart else len(prompt.ids) + sampled
+        episode.usage.add_answer(sampled, context, episode.id)
         return completion

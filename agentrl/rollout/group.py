@@ -32,6 +32,7 @@ from agentrl.rollout.member import Member, MemberResult
 from agentrl.rollout.outage import LONGEST_PAUSE
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
+from agentrl.rollout.token_budget import Holding, TokenShare
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import BranchPoint, Failed, Group, Score, Task, Trajectory
 
@@ -50,6 +51,8 @@ class _LiveEpisode:
     """An episode that a member plays or scores, as far as it has reported."""
 
     attempt: int
+    holding: Holding
+    """What it holds of the engines' KV caches."""
     began: float = field(default_factory=elapsed)
     is_over: bool = False
     """Its slot is free again."""
@@ -133,6 +136,8 @@ class GroupRunner:
     ledger: Ledger
     events: EventLog
     slots: EpisodeSlots
+    tokens: TokenShare
+    """The episodes that hold tokens in the engines' KV caches."""
     accounts: RolloutAccounts
     seed: int
     """The run's."""
@@ -281,7 +286,7 @@ class GroupRunner:
     async def _play_member(self, state: _GroupState, member: int) -> None:
         """Play a member to its last attempt; then end the group if decided."""
 
-        async def play(attempt: int) -> MemberResult:
+        async def play(attempt: int) -> MemberResult | None:
             return await self._play_attempt(state, member, attempt)
 
         rng = Random(derive_seed(self.seed, "pause", state.task.id, member))
@@ -318,27 +323,38 @@ class GroupRunner:
         outages = self.attempts.outages.seconds - state.outage_seconds
         state.limit.allowance = outages + LONGEST_PAUSE
 
-    async def _play_attempt(self, state: _GroupState, member: int, attempt: int) -> MemberResult:
-        """Have an episode played in a slot, and record what becomes of it."""
+    async def _play_attempt(
+        self, state: _GroupState, member: int, attempt: int
+    ) -> MemberResult | None:
+        """Have an episode played in a slot, and record what becomes of it. None if it was
+        preempted.
+        """
         if state.reserved_slots:
             state.reserved_slots -= 1
         else:
             await self.slots.acquire(state.ticket)
-        episode = _LiveEpisode(attempt)
-        try:
+
+        async def play(holding: Holding) -> MemberResult:
             self.ledger.begin(state.number, member, attempt)
             if start := state.starts.get(member):
                 self.ledger.branched(
                     state.number, member, attempt, start.parent.id, start.branch.turn
                 )
             states = state.saved[member] = {}
-            state.attempts[member], state.live[member] = attempt, episode
+            state.attempts[member] = attempt
+            episode = state.live[member] = _LiveEpisode(attempt, holding)
             assignment = self._assign(state, member, attempt)
-            result = await self._play_in_slot(assignment, episode, states)
+            return await self._play_in_slot(assignment, episode, states)
+
+        try:
+            result = await self.tokens.play(state.task.env, play)
         except asyncio.CancelledError:
-            self._count_cancelled(state, episode)
+            self._count_cancelled(state, state.live[member])
             raise
-        del state.live[member]
+        episode = state.live.pop(member)
+        if result is None:
+            self._count_preempted(state, member, episode)
+            return None
         trajectories = tuple(map(episode.mark_trained, result.trajectories))
         result = replace(result, trajectories=trajectories)
         if result.failure is not None:
@@ -380,8 +396,9 @@ class GroupRunner:
 
         def take_report(report: MemberReport) -> None:
             match report:
-                case TokensSampled(tokens):
+                case TokensSampled(tokens, answers, context):
                     episode.sampled_tokens += tokens
+                    episode.holding.answered(answers, context)
                 case TurnsPlayed(segments):
                     episode.segments = segments
                 case StateSaved(turn, saved):
@@ -390,12 +407,14 @@ class GroupRunner:
                     self._reward_failed(trajectory_id)
                 case EpisodeOver(lengths):
                     episode.lengths = lengths
+                    episode.holding.end(whole=bool(lengths))
                     self._release_slot(episode)
 
         try:
             return await self.member.play(assignment, take_report)
         finally:
-            self._release_slot(episode)  # the member may have died without a report
+            episode.holding.end(whole=False)  # the member may have died without a report
+            self._release_slot(episode)
 
     def _release_slot(self, episode: _LiveEpisode) -> None:
         if not episode.is_over:
@@ -408,6 +427,12 @@ class GroupRunner:
         self.accounts.add_cancelled(
             state.discard_reason, episode.lengths, length, episode.untrained_tokens
         )
+
+    def _count_preempted(self, state: _GroupState, member: int, episode: _LiveEpisode) -> None:
+        self.accounts.tokens.add("preempted", episode.untrained_tokens)
+        why = "preempted: the engines' KV caches were full"
+        self.ledger.end(state.number, member, episode.attempt, "cancelled", why)
+        self.events.record("preempted", f"{state.task.id}/{member}/{episode.attempt}")
 
     def _count_failed(
         self,

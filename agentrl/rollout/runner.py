@@ -41,10 +41,10 @@ class Episode:
     def of(assignment: Assignment, budget: Budget, report: Report) -> "Episode":
         """The episode of an assignment, which reports each answer."""
 
-        def report_tokens(tokens: int) -> None:
-            report(TokensSampled(tokens))
+        def report_answer(tokens: int, context: int) -> None:
+            report(TokensSampled(tokens, 1, context))
 
-        usage = BudgetUsage(budget, on_answer=report_tokens)
+        usage = BudgetUsage(budget, on_answer=report_answer)
         return Episode(assignment.id, assignment.task, assignment.seed, assignment.priority, usage)
 
 

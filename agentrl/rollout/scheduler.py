@@ -46,6 +46,7 @@ from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner, RunnerOffers
 from agentrl.rollout.speculation import SpeculationMeter
 from agentrl.rollout.staleness import Ticket
+from agentrl.rollout.token_budget import TokenBudget
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
@@ -84,7 +85,8 @@ class Rollouts:
     failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
     `teaches`: whether anything can be learned from a group; with `rollout.filter_zero_variance`,
     others are replaced. `places` returns how many requests all engines serve at once at the moment,
-    and 0 if that is not known.
+    and 0 if that is not known. `tokens`: the budget of the engines' KV caches, if others play with
+    these engines too.
     """
 
     def __init__(
@@ -107,9 +109,12 @@ class Rollouts:
         keep_untrained: int = 0,
         teaches: Callable[[Group], bool] = lambda group: group.has_signal,
         places: Callable[[], int] = lambda: 0,
+        tokens: TokenBudget | None = None,
     ) -> None:
         self._config = config
         self._places = places
+        self._tokens = tokens or TokenBudget(engine, config.budget.turns)
+        self._share = self._tokens.join(self._follow_tokens)
         self._tasks = tasks
         self._engine = engine
         self._ledger = ledger
@@ -124,8 +129,9 @@ class Rollouts:
         self._next_number = next_number
         self._events = events or EventLog()
         self._controller = ConcurrencyController.between(*config.live_episodes(places()))
-        self._slots = EpisodeSlots(self._controller.limit)
+        self._slots = EpisodeSlots(self._limit())
         self._preemptions = 0
+        self._preempted_episodes = 0
         self._speculation = SpeculationMeter()
         self._episodes_ended = 0
         self._observe_at = 0
@@ -156,6 +162,7 @@ class Rollouts:
             ledger,
             self._events,
             self._slots,
+            self._share,
             self._accounts,
             seed,
             self._episode_ended,
@@ -182,7 +189,10 @@ class Rollouts:
     async def __aexit__(self, *exc: Any) -> None:
         self._closing = True
         self._flow.cancel()
-        await self._flow.__aexit__(*exc)
+        try:
+            await self._flow.__aexit__(*exc)
+        finally:
+            self._share.leave()
 
     async def next_batch(self) -> list[Group]:
         """The groups of the next training step, in order of admission; waits for them.
@@ -282,6 +292,7 @@ class Rollouts:
         """
         parts: dict[str, Metrics] = {
             "the scheduler": self._own_metrics(),
+            "the budget of tokens": self._token_metrics(),
             "the accounts of episodes": self._accounts.metrics(),
             "the rewards": self._groups.reward.metrics(),
         }
@@ -315,6 +326,14 @@ class Rollouts:
         if self._mixture is not None:
             for env, failed in self._failed_tasks.items():
                 metrics[f"envs/{env}/failed_tasks"] = float(failed)
+        return metrics
+
+    def _token_metrics(self) -> dict[str, float]:
+        """What live episodes hold of the KV caches, if their size is known."""
+        metrics = self._tokens.metrics()
+        if metrics:
+            before, self._preempted_episodes = self._preempted_episodes, self._share.preempted
+            metrics["live_episodes/preempted"] = float(self._share.preempted - before)
         return metrics
 
     def _generated_tokens(self) -> float:
@@ -552,5 +571,18 @@ class Rollouts:
     def _set_controller(self, controller: ConcurrencyController) -> None:
         if controller is not self._controller:
             self._controller = controller
-            self._slots.limit = controller.limit
-            self._slots.grant()
+            self._set_limit()
+
+    def _follow_tokens(self) -> None:
+        """The budget of tokens allows more episodes, or fewer."""
+        self._set_limit()
+        self._admit()
+
+    def _set_limit(self) -> None:
+        self._slots.limit = self._limit()
+        self._slots.grant()
+
+    def _limit(self) -> int:
+        """Episodes that may be live, by the load of the engines and by what their caches hold."""
+        limit, allowed = self._controller.limit, self._share.limit
+        return limit if allowed is None else min(limit, max(1, allowed))

@@ -289,6 +289,7 @@ class SimulatedEngine(Engine):
                 for live in self._running
                 if live.kv_version < self._version
             ),
+            kv_tokens=capacity or 0,
         )
 
     def _check_alive(self) -> None:

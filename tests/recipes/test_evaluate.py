@@ -81,7 +81,9 @@ def test_episodes_that_failed_or_could_not_be_scored_are_kept_with_the_reason(
     tasks = [Task("guess_number", seed, id=str(seed)) for seed in range(4)]
     monkeypatch.setattr("agentrl.recipes.evaluate.held_out_tasks", lambda *_: tasks)
     runner = Runner(0.0, broken=("1",))
-    rollouts: Any = SimpleNamespace(config=config, reward=Reward(), evaluating=lambda how: runner)
+    rollouts: Any = SimpleNamespace(
+        config=config, reward=Reward(), evaluating=lambda how: runner, tokens=None
+    )
 
     async def main() -> Evaluation:
         return await evaluate(rollouts)

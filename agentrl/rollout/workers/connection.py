@@ -149,9 +149,9 @@ class WorkerConnection:
             case Ready():
                 self.is_ready, self.last_pulse = True, now()
                 self._became_ready()
-            case Sampled(tokens):
-                for number, sampled in tokens.items():
-                    self._report(number, TokensSampled(sampled))
+            case Sampled(answers):
+                for number, sampled in answers.items():
+                    self._report(number, sampled)
             case Progress() | Played() | Raised() | Cancelled():
                 # A cancelled episode is no longer among them.
                 if (episode := self._episodes.get(message.number)) is not None:

@@ -8,7 +8,6 @@ import asyncio
 import os
 import pickle
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -101,7 +100,7 @@ class _Playing:
     link: WorkerLink | None = None
     episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     runners: dict[PlayedPolicy, EpisodeRunner] = field(default_factory=dict)
-    sampled: Counter[int] = field(default_factory=Counter)
+    sampled: dict[int, TokensSampled] = field(default_factory=dict)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     ahead: float = 0.0
     """Seconds by which the clock of this machine is ahead of the controller's."""
@@ -165,8 +164,9 @@ class _Playing:
 
         def report(what: MemberReport) -> None:
             match what:
-                case TokensSampled(tokens):
-                    self.sampled[number] += tokens
+                case TokensSampled():
+                    before = self.sampled.get(number)
+                    self.sampled[number] = what if before is None else before + what
                 case TurnsPlayed(segments):
                     self._send(Progress(number, pickle.dumps(progress.changes(segments))))
 

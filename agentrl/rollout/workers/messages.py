@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentrl.protocols import GenerateRequest
+from agentrl.rollout.assignment import TokensSampled
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
@@ -118,9 +119,9 @@ class Pulse(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens that were sampled in episodes since the last message of this kind."""
+    """Answers that episodes got since the last message of this kind."""
 
-    tokens: Mapping[int, int]
+    answers: Mapping[int, TokensSampled]
 
 
 class Progress(NamedTuple):
