@@ -34,6 +34,13 @@ class FsdpTrainer(GroupTrainer):
         exchange heads for attention: for samples whose activations are too large for one rank.
         Divides `world_size / replicas` and the model's attention heads; weights stay divided over
         all ranks of a replica."""
+        tensor_parallel: int = Field(1, ge=1)
+        """Neighbouring ranks over which each matrix of a dense model is divided, and which compute
+        the same samples together: for layers that are too large for one rank, or take longer to
+        gather than to compute. In each layer they sum the hidden states of all tokens, so they
+        belong inside of one machine. Divides `world_size / replicas / context_parallel`, the heads
+        of keys, the layers' hidden units and the vocabulary. Not with `lora` or
+        `expert_parallel`."""
         expert_parallel: int = Field(1, ge=1)
         """Of a mixture of experts: neighbouring ranks over which the experts of a layer are
         divided. Tokens go to the ranks that have their experts, and only these ranks gather the
@@ -53,13 +60,19 @@ class FsdpTrainer(GroupTrainer):
 
         @model_validator(mode="after")
         def _ranks_make_a_mesh(self) -> Self:
-            each = self.replicas * self.context_parallel
+            group = self.context_parallel * self.tensor_parallel
+            each = self.replicas * group
             if self.world_size % each:
                 more = each * (self.world_size // each + 1)
                 raise ValueError(
                     f"{self.world_size} ranks (world_size) cannot be divided equally into"
-                    f" {self.replicas} replicas (replicas) of groups of {self.context_parallel}"
-                    f" (context_parallel): write world_size: {more}, or other numbers of these"
+                    f" {self.replicas} replicas (replicas) of groups of {group} (context_parallel"
+                    f" x tensor_parallel): write world_size: {more}, or other numbers of these"
+                )
+            if self.tensor_parallel > 1 and (self.lora or self.expert_parallel > 1):
+                raise ValueError(
+                    "tensor_parallel divides the matrices of dense models, and neither adapters"
+                    " (lora) nor experts (expert_parallel): leave one of them out"
                 )
             of_replica = self.world_size // self.replicas
             if of_replica % self.expert_parallel:
@@ -80,9 +93,9 @@ class FsdpTrainer(GroupTrainer):
         @property
         def mesh(self) -> Mesh:
             """The grid of the ranks."""
-            context = self.context_parallel
-            shard = self.world_size // self.replicas // context
-            return Mesh(self.replicas, shard, context, expert=self.expert_parallel)
+            context, tensor = self.context_parallel, self.tensor_parallel
+            shard = self.world_size // self.replicas // context // tensor
+            return Mesh(self.replicas, shard, context, tensor, self.expert_parallel)
 
         @property
         def ranks_of_a_sample(self) -> int:

@@ -19,7 +19,7 @@ Terms are counted where they are largest at the same time.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal
 
@@ -243,13 +243,14 @@ def _fsdp_peaks(
     where it can hold most: in the head, in a layer, and where the gradients of the parameters
     outside layers (embeddings and head) are summed last.
     """
-    number = layout.number
-    outside = facts.parameters - facts.blocks
-    block, head, rest = facts.block, facts.embedding, outside
+    number, tensor = layout.number, layout.mesh.tensor
+    outside = (facts.parameters - facts.blocks) // tensor
+    block, head, rest = facts.block, facts.embedding // tensor, outside
     if layout.lora_rank:
         block, head, rest = trained_parameters(facts, layout) // facts.layers, 0, 0
     away = experts_elsewhere(facts, layout.mesh)
-    block_here, all_here = facts.block - away // facts.layers, facts.parameters - away
+    block_here = (facts.block - away // facts.layers) // tensor
+    all_here = (facts.parameters - away) // tensor
     if not layout.lora_rank:
         block = block_here
     # A block is computed with while the next one is on its way.
@@ -279,7 +280,7 @@ def _fsdp_peaks(
         {
             "block gradients": number * rest,
             # What goes in, and this rank's part of what comes out.
-            "reduce-scatter": 4 * rest + 4 * rest // shards,
+            "reduce-scatter": 4 * rest + 4 * rest * tensor // shards,
         },
     ]
 
@@ -379,10 +380,38 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> i
     products. Compare 34 bytes per hidden size of a GPT layer: Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.
     """
+    kept = of_rank(facts.kept, facts.layers, facts, layout.mesh)
     if layout.recompute == "none":
-        return kept_bytes(facts.kept, layout.precision) * tokens
-    products = layout.number * facts.kept.products if layout.recompute == "selective" else 0
+        return kept_bytes(kept, layout.precision) * tokens
+    products = layout.number * kept.products if layout.recompute == "selective" else 0
     return _inputs_bytes(facts, layout, tokens) + products * tokens
+
+
+def of_rank(kept: Kept, layers: int, facts: ModelFacts, mesh: Mesh) -> Kept:
+    """What a rank keeps of the numbers that so many layers keep, if their matrices are divided: all
+    of the residual stream, which is the input of two groups of matrices and the output of two, and
+    of norms; and its part of heads and hidden units.
+    """
+    if mesh.tensor == 1:
+        return kept
+    stream = 2 * layers * facts.hidden
+
+    def part(numbers: int, whole: int) -> int:
+        return whole - (whole - numbers) // mesh.tensor if numbers > whole else numbers
+
+    return replace(
+        kept,
+        matrices=part(kept.matrices, stream),
+        products=part(kept.products, stream),
+        working=part(kept.working, layers * facts.hidden),
+    )
+
+
+def summed(facts: ModelFacts, mesh: Mesh) -> int:
+    """Numbers of a token that the ranks which divide matrices sum in a pass: hidden states, after
+    the embedding and twice in a layer.
+    """
+    return 0 if mesh.tensor == 1 else (2 * facts.layers + 1) * facts.hidden
 
 
 def exchanged(facts: ModelFacts, mesh: Mesh) -> int:
@@ -392,8 +421,8 @@ def exchanged(facts: ModelFacts, mesh: Mesh) -> int:
     if mesh.context == 1:
         return 0
     heads = facts.kv.heads
-    keys = lcm(heads.keys, mesh.context)
-    return (heads.queries + keys) * (heads.key_size + heads.value_size)
+    keys = lcm(heads.keys // mesh.tensor, mesh.context)
+    return (heads.queries // mesh.tensor + keys) * (heads.key_size + heads.value_size)
 
 
 def experts_elsewhere(facts: ModelFacts, mesh: Mesh) -> int:
@@ -422,22 +451,25 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     Attention with sinks or a soft cap is computed in pieces of queries that see all tokens before
     (the scores, the shares, and a gradient of each).
     """
-    again = 0 if layout.recompute == "none" else kept_bytes(facts.largest, layout.precision)
+    largest = of_rank(facts.largest, 1, facts, layout.mesh)
+    again = 0 if layout.recompute == "none" else kept_bytes(largest, layout.precision)
     # A context's ranks have a part of the heads, and of all of its tokens.
-    pieces = 4 * 4 * facts.pieced_heads * min(QUERIES_AT_ONCE, tokens)
+    pieces = 4 * 4 * facts.pieced_heads // layout.mesh.tensor * min(QUERIES_AT_ONCE, tokens)
     # What is sent and what is received.
     exchange = 2 * layout.number * exchanged(facts, layout.mesh)
     # The tokens that are sent and those that come, their results, and the sums in float32.
     rows = dispatched(facts, layout.mesh) * facts.hidden
     exchange += round((4 * layout.number + 4) * rows)
-    return (again + layout.number * facts.largest.working + pieces + exchange) * tokens
+    if layout.mesh.tensor > 1:  # a sum beside what goes into it
+        exchange += layout.number * facts.hidden
+    return (again + layout.number * largest.working + pieces + exchange) * tokens
 
 
 def head_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     """Bytes of the final norm, the output head and the loss: hidden states, and the logits of a
     piece of the tokens.
     """
-    logits = min(LOGITS_AT_ONCE, tokens * facts.vocab)
+    logits = min(LOGITS_AT_ONCE, tokens * facts.vocab // layout.mesh.tensor)
     return 6 * layout.number * facts.hidden * tokens + int(_HEAD_BYTES[layout.precision] * logits)
 
 

@@ -69,6 +69,11 @@ class Mesh:
         return self.shard * self.context * self.tensor
 
     @property
+    def sample_size(self) -> int:
+        """The number of ranks that compute parts of the same samples."""
+        return self.context * self.tensor
+
+    @property
     def data_parallel_size(self) -> int:
         """The number of parts into which a batch is cut."""
         return self.replicate * self.shard

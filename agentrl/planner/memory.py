@@ -93,6 +93,7 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
     yield from _undivided_heads(stages, devices)
     yield from _undivided_experts(stages)
     yield from _undivided_contexts(stages)
+    yield from _undivided_matrices(stages)
     yield from _short_cache(stages, work, devices)
 
 
@@ -176,6 +177,22 @@ def _undivided_contexts(stages: Stages) -> Iterator[str]:
     if heads % parts:
         yield (
             f"trainer.context_parallel={parts} divides attention heads, and the model has {heads}"
+        )
+
+
+def _undivided_matrices(stages: Stages) -> Iterator[str]:
+    """Tensor parallelism of the trainer gives each rank equally many heads and ids, of a dense
+    model.
+    """
+    facts, parts = stages.facts, stages.trainer.mesh.tensor
+    if parts == 1:
+        return
+    if facts.experts:
+        yield f"trainer.tensor_parallel={parts} divides dense models, and this one has experts"
+    elif facts.kv.heads.keys % parts or facts.vocab % parts:
+        yield (
+            f"trainer.tensor_parallel={parts} divides heads of keys and the vocabulary, and the"
+            f" model has {facts.kv.heads.keys} heads of keys and {facts.vocab} ids"
         )
 
 

@@ -27,6 +27,7 @@ from agentrl.placement.footprint import (
     engine_footprint,
     exchanged,
     experts_elsewhere,
+    summed,
     tokens_cached,
     trained_parameters,
     unit_numbers,
@@ -236,15 +237,16 @@ class Stages:
         """
         episode = max(1.0, work.episode_tokens)
         together = max(1.0, self.trainer.micro_batch_tokens // episode)
-        parts = ranks / self.trainer.mesh.context
+        parts = ranks / self.trainer.mesh.sample_size
         return max(1.0, work.episodes / self.trainer.minibatches / parts / together)
 
     def _communication(self, work: Workload, devices: DeviceMap) -> float:
         """Seconds in which a rank sends in a step: weights and gradients inside of a replica of the
-        model, sums of gradients between replicas, heads between the ranks of a context, and tokens
-        between those that divide experts.
+        model, sums of gradients between replicas, heads between the ranks of a context, hidden
+        states between those that divide matrices, and tokens between those that divide experts.
 
-        Neighbouring ranks make a replica, and in it a context, and a group that divides experts.
+        Neighbouring ranks make a replica, and in it a context, and groups that divide matrices or
+        experts.
         """
         facts, layout, ranks = self.facts, self.trainer, devices.of("trainer")
         mesh, kind = layout.mesh, devices.inventory.kind
@@ -260,15 +262,14 @@ class Stages:
         own = divided - experts_elsewhere(facts, mesh) if divided else 0
         trained = trained_parameters(facts, layout)
         batches = self.micro_batches(work, len(ranks))
-        seconds = (
-            (shards - 1)
-            / shards
-            * self._traffic(
-                batches,
-                facts.parameters - divided,
-                trained if layout.lora_rank else trained - divided,
-            )
+        # Of a matrix that is divided, only the ranks that have the same part gather it.
+        same = max(1, shards // mesh.tensor)
+        whole = self._traffic(
+            batches,
+            facts.parameters - divided,
+            trained if layout.lora_rank else trained - divided,
         )
+        seconds = (same - 1) / same * whole / mesh.tensor
         alike = max(1, shards // mesh.expert)
         seconds += (alike - 1) / alike * self._traffic(batches, own, 0 if layout.lora_rank else own)
         seconds /= link(shards)
@@ -277,8 +278,11 @@ class Stages:
         seconds += between / link(len(ranks))
         passes = 2 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
         each = layout.number * facts.layers * exchanged(facts, mesh) * passes
-        sent = each * work.tokens / len(ranks) * (mesh.context - 1) / mesh.context
-        seconds += sent / link(mesh.context)
+        tokens = work.tokens * mesh.tensor / len(ranks)
+        sent = each * tokens * (mesh.context - 1) / mesh.context
+        seconds += sent / link(mesh.sample_size)
+        sent = layout.number * summed(facts, mesh) * passes * tokens
+        seconds += 2 * (mesh.tensor - 1) / mesh.tensor * sent / link(mesh.tensor)
         # There and back, of the tokens that this rank computes.
         rows = 2 * layout.number * facts.layers * facts.hidden * dispatched(facts, mesh) * passes
         sent = rows * work.tokens / len(ranks) * (mesh.expert - 1) / mesh.expert
@@ -292,7 +296,7 @@ class Stages:
         lengths = work.lengths or (mean,) * min(work.episodes, _MOST_DRAWN)
         attention = self.facts.attention / (2 * self.facts.active)
         lengths = lengths[: max(1, len(lengths) // self.trainer.minibatches)]
-        parts = ranks // self.trainer.mesh.context
+        parts = ranks // self.trainer.mesh.sample_size
         return _waiting(lengths, self.trainer.micro_batch_tokens, attention, parts)
 
     def _traffic(self, micro_batches: float, parameters: int, trained: int) -> float:

@@ -35,6 +35,7 @@ from agentrl.placement.footprint import (
     exchanged,
     head_bytes,
     layer_bytes,
+    summed,
     trainer_footprint,
 )
 from agentrl.placement.mesh import Mesh
@@ -161,6 +162,27 @@ def test_ranks_that_divide_experts_gather_their_own_and_send_tokens_once_to_each
     assert dispatched(facts, cut.mesh) == pytest.approx(8 * (1 - (7 / 8) ** 8))
     more = layer_bytes(facts, cut, 1000) - layer_bytes(facts, whole, 1000)
     assert more == pytest.approx(1000 * (2 * 2 * 2 + 4) * 2048 * 5.25, rel=1e-2)
+
+
+def test_ranks_that_divide_matrices_gather_and_keep_their_part_of_a_layer() -> None:
+    """Qwen3-8B: 36 layers of hidden size 4096."""
+    config = FsdpTrainer.Config(
+        world_size=16,
+        dtype="bfloat16",
+        micro_batch_tokens=4096,
+        activation_checkpointing="selective",
+    )
+    whole, cut = (replace(config.layout(), mesh=Mesh(1, 16 // n, tensor=n)) for n in (1, 4))
+    parts, alone = (trainer_footprint(QWEN3_8B, one, 16).parts for one in (cut, whole))
+    assert parts["weights"] == alone["weights"]
+    for name in ("gathered", "block gradients", "reduce-scatter"):
+        assert parts.get(name, 0) <= alone[name] / 4 + 1
+    # the residual stream is whole: inputs of layers, and what two matrices of each add to it
+    stream = 2 * 3 * 36 * 4096 * 4096
+    kept, all_kept = (activation_bytes(QWEN3_8B, one, 4096) for one in (cut, whole))
+    assert kept - stream == pytest.approx((all_kept - stream) / 4, rel=1e-3)
+    assert summed(QWEN3_8B, cut.mesh) == (2 * 36 + 1) * 4096
+    assert exchanged(QWEN3_8B, Mesh(context=2, tensor=4)) == (8 + 2) * 2 * 128
 
 
 def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:

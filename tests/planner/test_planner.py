@@ -210,6 +210,9 @@ def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> N
     assert (
         "trainer.expert_parallel=2 divides the experts of a layer, and the model has none" in told
     )
+    matrices = ("trainer.world_size=3", "trainer.tensor_parallel=3")
+    told = refused(Inventory.uniform(H100, 3), "qwen3_8b", *SMALL, *matrices)
+    assert "the model has 8 heads of keys and 151936 ids" in told
     chosen = config("qwen3_8b", *SMALL)
     shape = model_of(chosen)
     odd = replace(shape, kv=replace(shape.kv, heads=replace(shape.kv.heads, queries=28, keys=4)))

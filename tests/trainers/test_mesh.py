@@ -48,6 +48,10 @@ WINDOWED = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_att
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dense": ("Qwen3Config", {"tie_word_embeddings": True}),
     "windowed, capped": ("Gemma2Config", WINDOWED),
+    "biased": (
+        "LlamaConfig",
+        {"attention_bias": True, "mlp_bias": True, "pad_token_id": 3, "num_key_value_heads": 4},
+    ),
     "mixture": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
@@ -65,6 +69,10 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "context 4": {"world_size": 4, "context_parallel": 4},
     "2 shards x context 2": {"world_size": 4, "context_parallel": 2},
     "2 replicas x context 2": {"world_size": 4, "replicas": 2, "context_parallel": 2},
+    "tensor 2": {"world_size": 2, "tensor_parallel": 2},
+    "2 shards x tensor 2": {"world_size": 4, "tensor_parallel": 2},
+    "2 replicas x tensor 2": {"world_size": 4, "replicas": 2, "tensor_parallel": 2},
+    "context 2 x tensor 2": {"world_size": 4, "context_parallel": 2, "tensor_parallel": 2},
     "expert 2": {"world_size": 2, "expert_parallel": 2},
     "2 shards x expert 2": {"world_size": 4, "expert_parallel": 2},
     "2 replicas x expert 2": {"world_size": 4, "replicas": 2, "expert_parallel": 2},
@@ -74,8 +82,13 @@ MESHES: Mapping[str, Mapping[str, int]] = {
 
 
 def kinds_on(mesh: str) -> list[str]:
-    """The models that a mesh can compute: those with experts, if it divides these."""
-    return [kind for kind in MODELS if "mixture" in kind or "expert" not in mesh]
+    """The models that a mesh can compute: those with experts, if it divides these; those without,
+    if it divides matrices, also one with biases.
+    """
+    if "tensor" in mesh:
+        return [kind for kind in MODELS if "mixture" not in kind]
+    dense = [] if "expert" in mesh else ["dense", "windowed, capped"]
+    return [*dense, *(kind for kind in MODELS if "mixture" in kind)]
 
 
 SOON = {
@@ -168,26 +181,32 @@ def check_equal(got: Any, expected: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "expert" not in mesh])
 def test_a_trainer_on_a_mesh_keeps_the_contract(
-    mesh: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+    mesh: str, processes: Processes, shallow_model_dir: Path, model_of: Any, tmp_path: Path
 ) -> None:
     make = make_trainer(FsdpTrainer, dict(MESHES[mesh]), start=processes)
-    asyncio.run(check_trainer(make, shallow_model_dir, tmp_path))
+    # The shallow model's vocabulary is odd.
+    model = model_of("dense") if "tensor" in mesh else shallow_model_dir
+    asyncio.run(check_trainer(make, model, tmp_path))
 
 
 @pytest.mark.long
-def test_layers_of_divided_experts_that_are_computed_again_have_the_same_gradients(
-    processes: Processes, model_of: Any
+@pytest.mark.parametrize(
+    ("mesh", "kind", "recompute"),
+    [("expert 2", "mixture", "full"), ("tensor 2", "dense", "selective")],
+)
+def test_divided_layers_that_are_computed_again_have_the_same_gradients(
+    mesh: str, kind: str, recompute: str, processes: Processes, model_of: Any
 ) -> None:
-    model = model_of("mixture")
+    model = model_of(kind)
     batches = batches_of(model, 3)
     one = asyncio.run(trained(make_trainer(LocalTrainer, ALONE), model, batches))
-    settings = {"activation_checkpointing": "full", "keep_gradients": True}
-    several = make_trainer(FsdpTrainer, {**MESHES["expert 2"], **settings}, start=processes)
+    settings = {"activation_checkpointing": recompute, "keep_gradients": True}
+    several = make_trainer(FsdpTrainer, {**MESHES[mesh], **settings}, start=processes)
     check_equal(asyncio.run(trained(several, model, batches)), one)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "tensor" not in mesh])
 def test_adapters_on_a_mesh_are_those_of_one_process(
     mesh: str, processes: Processes, model_of: Any
 ) -> None:
@@ -254,6 +273,9 @@ CHECKPOINTED: Mapping[str, Mapping[str, int]] = {
         ("2", "2 shards x expert 2"),
         ("2 shards x expert 2", "context 2"),
         ("expert 2", "3 replicas"),
+        ("2 shards x tensor 2", "3 replicas"),
+        ("2", "2 replicas x tensor 2"),
+        ("2 replicas x tensor 2", "context 2 x tensor 2"),
     ],
     ids=" to ".join,
 )
@@ -265,6 +287,8 @@ def test_a_mesh_takes_up_what_another_has_saved(
     model_of: Any,
     tmp_path: Path,
 ) -> None:
+    if lora and "tensor" in "".join(meshes):
+        pytest.skip("matrices with adapters are not divided")
     model = model_of("mixture" if "expert" in "".join(meshes) else "dense")
     batches = batches_of(model, 6)
     case = TrainerCase(lr=1e-3, lora=lora)
@@ -315,17 +339,20 @@ def choices_of(tokens: Any, layers: int) -> Any:
         pytest.param("2 replicas x 2 shards", marks=pytest.mark.long),
         pytest.param("context 4", marks=pytest.mark.long),
         pytest.param("2 shards x context 2", marks=pytest.mark.long),
+        "tensor 2",
+        pytest.param("context 2 x tensor 2", marks=pytest.mark.long),
     ],
 )
 def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
     mesh: str, processes: Processes, model_of: Any
 ) -> None:
     """With a loss whose ratio is that of a sample, and experts that are balanced and replayed."""
+    is_mixture = "tensor" not in mesh
     model, loss = (
-        model_of("mixture"),
+        model_of("mixture" if is_mixture else "biased"),
         Grpo(Grpo.Config(surrogate="gspo", entropy_bonus=0.1, importance_level="sequence")).loss,
     )
-    batches = [chosen_experts(batch, 2) for batch in batches_of(model, 3)]
+    batches = [chosen_experts(one, 2) if is_mixture else one for one in batches_of(model, 3)]
 
     async def told(make: Any) -> tuple[list[dict[str, float]], Any]:
         case = TrainerCase(lr=1e-3, minibatches=2)
@@ -336,7 +363,7 @@ def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
             ]
             return metrics, await trainer.token_logprobs()
 
-    balanced = {"router_aux_loss_coef": 0.5, "routing": "replay"}
+    balanced = {"router_aux_loss_coef": 0.5, "routing": "replay"} if is_mixture else {}
     several, alone = (
         asyncio.run(told(make_trainer(kind, {**settings, **balanced}, **parts)))
         for kind, settings, parts in (
@@ -351,8 +378,9 @@ def test_a_loss_of_whole_samples_and_all_metrics_are_those_of_one_process(
             # parts of a batch are packed on their own
             if not name.startswith("seconds") and name != "tokens_computed":
                 assert got[name] == pytest.approx(want[name], abs=1e-5, rel=1e-5), name
-        assert want["routing_difference"] > 0.1
-        assert want["router_aux_loss"] > 1
+        if is_mixture:
+            assert want["routing_difference"] > 0.1
+            assert want["router_aux_loss"] > 1
     np.testing.assert_allclose(several[1], alone[1], atol=1e-5, rtol=0)
 
 
@@ -555,6 +583,45 @@ def test_ranks_that_divide_experts_send_a_token_once_to_each_rank_that_it_asks(
     assert found[0]["reduce_scatter_base", (0, 1, 2, 3)] == passes * rest * 3 / 4
 
 
+def test_ranks_that_divide_matrices_sum_hidden_states_and_no_logits(
+    processes: Processes, model_of: Any
+) -> None:
+    model, passes, tokens = model_of("dense"), 3, 16
+    config = FsdpTrainer.Config(
+        **MESHES["2 shards x tensor 2"], micro_batch_tokens=tokens, dtype="float32"
+    )
+    batch = batch_of_lengths([tokens] * 2 * passes)
+    shards = shard_batch(batch, config, parts=2)
+    args = (LOSS, 1.0, batch.num_loss_tokens)
+    given = [("step", shards[config.mesh.data_parallel_rank(rank)], *args) for rank in range(4)]
+
+    async def main() -> Any:
+        async with counting_ranks(config, model, processes) as ranks:
+            weights = await ranks.all("send_weights", gather_everywhere)
+            return weights, (await ranks.scatter("sent", given))[0]
+
+    of_ranks, sent = asyncio.run(main())
+    published = load_file(model / "model.safetensors")
+    for weights in of_ranks:
+        assert weights.keys() == published.keys()
+        assert all(weights[name].equal(published[name]) for name in published)
+    sizes = {name: 4 * weight.numel() for name, weight in published.items()}
+    copies = sum(size for name, size in sizes.items() if "norm" in name)
+    tensor, shard, loss_tokens = (0, 1), (0, 2), tokens // 2
+    # of states, twice (n - 1) / n for a sum: of the embedding and after attention and the hidden
+    # units of each layer, in both passes; the last units are of the tokens before loss tokens.
+    # Once for each update, a shard of the gradients of what is not divided
+    summed = 4 * HEADS["hidden_size"] * (4 * tokens + loss_tokens)
+    assert sent["allreduce", tensor] == 2 * passes * summed + copies // 2
+    # of each loss token the target's logit, an entropy and the sum over the ids
+    assert sent["allgather_base", tensor] == passes * 4 * 3 * loss_tokens
+    # half of what a rank has of the gradients: half of all that is divided, and copies
+    own = (sum(sizes.values()) - copies) // 2 + copies
+    assert sent["reduce_scatter_base", shard] == passes * own // 2
+    root = sizes["model.embed_tokens.weight"] // 2 + sizes["model.norm.weight"]
+    assert sent["allgather_base", shard] == passes * (2 * own - root) // 2
+
+
 def test_what_cannot_be_cut_is_refused_by_name(model_of: Any) -> None:
     async def opened(sharding: str, kind: str = "dense", **settings: int) -> None:
         config = FsdpTrainer.Config(**settings, dtype="float32")
@@ -573,6 +640,12 @@ def test_what_cannot_be_cut_is_refused_by_name(model_of: Any) -> None:
         asyncio.run(opened(FsdpTrainer.sharding, world_size=2, expert_parallel=2))
     with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM has 4: write one of 1, 2, 4"):
         asyncio.run(opened(FsdpTrainer.sharding, "mixture", world_size=3, expert_parallel=3))
+    with pytest.raises(ConfigError, match=r"plan for model.layers.0.mlp.experts is moe_tp_experts"):
+        asyncio.run(opened(FsdpTrainer.sharding, "mixture", world_size=2, tensor_parallel=2))
+    with pytest.raises(ValueError, match=r"neither adapters \(lora\) nor experts"):
+        FsdpTrainer.Config(world_size=2, tensor_parallel=2, lora=LORA)
+    with pytest.raises(ValueError, match=r"groups of 4 .* tensor_parallel\): write world_size: 8"):
+        FsdpTrainer.Config(world_size=6, context_parallel=2, tensor_parallel=2)
     with pytest.raises(ValueError, match=r"4 ranks of a replica .*\(expert_parallel\).* 1, 2, 4"):
         FsdpTrainer.Config(world_size=8, replicas=2, expert_parallel=3)
     with pytest.raises(ValueError, match=r"selective .*: write full or none"):

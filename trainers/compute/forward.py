@@ -25,6 +25,7 @@ from agentrl.models.routing import TokenRouting, choices_are_taken, without_rout
 from agentrl.trainers.compute.attention import Segments
 from agentrl.trainers.compute.context import ContextGroup, ContextSlice, OwnTokens
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
+from agentrl.trainers.compute.tensor import TensorGroup, VocabularyPart
 from agentrl.trainers.packing import MicroBatch
 
 
@@ -187,12 +188,15 @@ def _times(micro_batch: MicroBatch) -> FloatArray:
     return np.bincount(shared.places_T, trained_T, len(shared.computed_S)).astype(np.float32)
 
 
-def compute_logprobs_in(head: nn.Module, scaling: Scaling) -> None:
-    """Let an output head compute logprobs of given tokens, and not logits.
+def compute_logprobs_in(
+    head: nn.Module, scaling: Scaling, part: VocabularyPart | None = None
+) -> None:
+    """Let an output head compute logprobs of given tokens, and not logits. `part`: what it has of
+    the vocabulary, if not all.
 
     The head stays the module that it is, so that a sharding gathers its weights once for the call.
     """
-    head.forward = partial(_logprobs, head, scaling)
+    head.forward = partial(_logprobs, head, scaling, part=part)
 
 
 def _logprobs(
@@ -203,6 +207,7 @@ def _logprobs(
     support_NS: Tensor | None,
     *,
     entropy: bool,
+    part: VocabularyPart | None,
 ) -> Tensor:
     bias_V = getattr(head, "bias", None)
     return linear_logprobs(
@@ -213,6 +218,7 @@ def _logprobs(
         bias_V=bias_V,
         support_NS=support_NS,
         entropy=entropy,
+        part=part,
     )
 
 
@@ -233,10 +239,14 @@ def token_logprobs(model: Any, samples: DeviceMicroBatch, *, entropy: bool = Fal
     return _gathered(logprobs_N, samples)
 
 
-def token_values(model: Any, samples: DeviceMicroBatch) -> Tensor:
-    """The output of the model's value head before each loss token, float32, shape N."""
-    values_N1: Tensor = model.score(_before(model, samples)).float()
-    return _gathered(values_N1[:, 0], samples)
+def token_values(
+    model: Any, samples: DeviceMicroBatch, tensor: TensorGroup | None = None
+) -> Tensor:
+    """The output of the model's value head before each loss token, float32, shape N. `tensor`: the
+    ranks over which the matrices of layers are divided; each has the value head.
+    """
+    values_N: Tensor = model.score(_before(model, samples)).float()[:, 0]
+    return _gathered(values_N if tensor is None else tensor.alike(values_N), samples)
 
 
 def _gathered(values: Tensor, samples: DeviceMicroBatch) -> Tensor:

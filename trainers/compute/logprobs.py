@@ -3,7 +3,10 @@ few tokens at once.
 
 The backward pass computes the logits again. Memory does not grow with the number of tokens, and the
 products are as many as with checkpointing. Dimension suffixes: N tokens, C tokens of a piece, H
-hidden size, V vocabulary, S kept ids.
+hidden size, V vocabulary or this rank's part of it, S kept ids.
+
+If the vocabulary is divided over ranks, each has the logits of its ids, and they exchange a few
+numbers for each token.
 """
 
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from agentrl.placement.footprint import LOGIT_BYTES, LOGITS_AT_ONCE
+from agentrl.trainers.compute.tensor import VocabularyPart
 
 MOST_AT_ONCE = 4096
 """Tokens of a piece on a GPU: more are not faster."""
@@ -60,14 +64,18 @@ def linear_logprobs(
     bias_V: Tensor | None = None,
     support_NS: Tensor | None = None,
     entropy: bool = False,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """log softmax(logits) of each target, differentiable, float32, shape N.
 
     `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is
     normalised; a row of -1 is the whole vocabulary. With `entropy`, the shape is 2N: the logprobs,
     and -sum p log p over the same ids, in nats.
+
+    With a `part`, weights and bias are those of its ids. The results are the same on each rank, and
+    the gradient of the hidden states is this rank's share.
     """
-    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy)
+    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy, part)
     found: Tensor = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
     return found
 
@@ -80,6 +88,7 @@ class _Head:
     bias_V: Tensor | None
     scaling: Scaling
     low: bool
+    part: VocabularyPart | None = None
 
     def logits(self, hidden_CH: Tensor, support_CS: Tensor | None) -> Tensor:
         """Logits in float32, -inf outside of a token's support."""
@@ -91,7 +100,10 @@ class _Head:
             left_out = torch.ones(
                 len(logits_CV), logits_CV.shape[1] + 1, dtype=torch.bool, device=logits_CV.device
             )
-            left_out.scatter_(1, support_CS.where(support_CS >= 0, logits_CV.shape[1]), value=False)
+            ids_CS, is_own_CS = (
+                (support_CS, support_CS >= 0) if self.part is None else self.part.own(support_CS)
+            )
+            left_out.scatter_(1, ids_CS.where(is_own_CS, logits_CV.shape[1]), value=False)
             left_out &= support_CS[:, :1] >= 0
             logits_CV.masked_fill_(left_out[:, :-1], float("-inf"))
         return logits_CV
@@ -105,12 +117,13 @@ class _Head:
         *,
         entropy: bool,
     ) -> None:
-        """Find the logprobs of the targets, the entropies (if asked for) and the logsumexps of the
-        logits.
+        """Find the logits of the targets, and the entropies (if asked for) and the logsumexps of
+        all logits. Of targets that other ranks have, the logits are 0.
         """
         logits_CV = self.logits(hidden_CH, support_CS)
         totals_C = logits_CV.logsumexp(1)
-        found_3C[0] = logits_CV.gather(1, targets_C[:, None])[:, 0] - totals_C
+        ids_C, is_own_C = self._own(targets_C)
+        found_3C[0] = logits_CV.gather(1, ids_C[:, None])[:, 0].where(is_own_C, 0.0)
         found_3C[2] = totals_C
         if entropy:
             logprobs_CV = logits_CV.sub_(totals_C[:, None]).clamp_(min=_NEVER)
@@ -142,10 +155,30 @@ class _Head:
             )
         else:
             grad_CV = logprobs_CV.exp_().mul_(-grad_C)
-        grad_CV.scatter_add_(1, targets_C[:, None], grad_C)
+        ids_C, is_own_C = self._own(targets_C)
+        grad_CV.scatter_add_(1, ids_C[:, None], grad_C * is_own_C[:, None])
         return self.scaling.backward(grad_CV, logits_CV).to(
             torch.bfloat16 if self.low else self.weight_VH.dtype
         )
+
+    def finish(self, found_3N: Tensor, *, entropy: bool) -> None:
+        """Turn the logits of the targets into logprobs, over the ids of all ranks."""
+        if self.part is not None:
+            of_ranks_R3N = self.part.group.all_of(found_3N)
+            totals_N = of_ranks_R3N[:, 2].logsumexp(0)
+            found_3N[0], found_3N[2] = of_ranks_R3N[:, 0].sum(0), totals_N
+            if entropy:
+                # Of what rank it is, and then of the ids there: a rank without ids counts nothing.
+                logprobs_RN = (of_ranks_R3N[:, 2] - totals_N).clamp_(min=_NEVER)
+                of_ids_RN = of_ranks_R3N[:, 1].nan_to_num(nan=0.0)
+                found_3N[1] = (logprobs_RN.exp() * (of_ids_RN - logprobs_RN)).sum(0)
+        found_3N[0] -= found_3N[2]
+
+    def _own(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of targets among this rank's ids, and which of them it has."""
+        if self.part is None:
+            return targets_C, torch.ones_like(targets_C, dtype=torch.bool)
+        return self.part.own(targets_C)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
         """So many tokens at a time that their logits are at most `LOGITS_AT_ONCE`, or more where a
@@ -196,15 +229,18 @@ class _LinearLogprobs(torch.autograd.Function):
         support_NS: Tensor | None,
         scaling: Scaling,
         entropy: bool,
+        part: VocabularyPart | None,
     ) -> Tensor:
-        head = _Head(weight_VH, bias_V, scaling, torch.is_autocast_enabled(hidden_NH.device.type))
+        low = torch.is_autocast_enabled(hidden_NH.device.type)
+        head = _Head(weight_VH, bias_V, scaling, low, part)
         found_3N = torch.zeros(3, len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         for piece in head.pieces(len(hidden_NH)):
             support_CS = None if support_NS is None else support_NS[piece]
             head.forward(
                 hidden_NH[piece], targets_N[piece], support_CS, found_3N[:, piece], entropy=entropy
             )
-        ctx.scaling, ctx.low, ctx.entropy = scaling, head.low, entropy
+        head.finish(found_3N, entropy=entropy)
+        ctx.scaling, ctx.low, ctx.entropy, ctx.part = scaling, low, entropy, part
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_3N[1:])
         return (
             found_3N[:2] if entropy else found_3N[0]
@@ -214,7 +250,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_2N = ctx.saved_tensors
         grads_2N = grads[0] if ctx.entropy else torch.stack([grads[0], torch.zeros_like(grads[0])])
-        head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low)
+        head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low, ctx.part)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = (
             torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -241,4 +277,4 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0, dtype=torch.float32).to(grad_bias_V.dtype)
             del grad_CV  # before the next piece needs the memory
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None, None
+        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None, None, None

@@ -50,6 +50,7 @@ from agentrl.trainers.rank.process_group import (
     sum_of_ranks,
 )
 from agentrl.trainers.rank.tensor_files import Part
+from agentrl.trainers.rank.tensor_shards import TensorShards, check_matrices, divide_matrices
 from agentrl.trainers.rank.trainable import TrainableParameters, model_tensors, trainable_tensors
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 
@@ -62,11 +63,15 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     config: FsdpTrainer.Config = spec.config
     model, trainable, origin = make_model(spec)
     text = model.model.config.get_text_config()
-    check_heads(text.num_attention_heads, rank_info.mesh.context, type(model.model).__name__)
-    check_experts(model.model, rank_info.mesh.expert)
+    mesh = rank_info.mesh
+    check_matrices(model.model, mesh.tensor)
+    check_heads(text.num_attention_heads // mesh.tensor, mesh.context, type(model.model).__name__)
+    check_experts(model.model, mesh.expert)
     device = join(rank_info)
-    groups = MeshGroups.of(rank_info.mesh, rank_info.rank, device)
+    groups = MeshGroups.of(mesh, rank_info.rank, device)
     experts = divide_experts(model.model, groups.expert)
+    matrices = divide_matrices(model.model, groups.tensor)
+    model.tensor = groups.tensor
     _shard(model, config, device, groups, experts)
     home = torch.device("cpu") if config.optimizer_offload else device
     _take_memory(model, home, device)
@@ -80,6 +85,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
         adamw(model, config),
         config.keep_gradients,
         experts,
+        matrices,
     )
     begin(sharding, origin)
     return sharding
@@ -159,6 +165,7 @@ class FullyShard:
     optimizer: torch.optim.Optimizer
     keep_gradients: bool
     experts: ExpertShards
+    matrices: TensorShards
     host: HostBuffers = field(default_factory=HostBuffers)
 
     @property
@@ -192,12 +199,15 @@ class FullyShard:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Sharding`. Gradients are summed over a replica's ranks after each micro-batch, or
-        after the last one; and over the replicas after the last one.
+        after the last one; and over the replicas, and the ranks that have copies of what is not
+        divided, after the last one.
         """
         root = cast(FSDPModule, self.model)
         root.set_requires_gradient_sync(last or not self.keep_gradients)
         root.set_requires_all_reduce(last)
         loss.backward()  # type: ignore[no-untyped-call]
+        if last:
+            self._sum_copies()
 
     def sum(self, values: Tensor) -> Tensor:
         """See `Sharding`."""
@@ -213,7 +223,7 @@ class FullyShard:
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
-                own[name] = gradient.to_local() if self.groups.replica == 0 else None
+                own[name] = gradient.to_local() if self._counts(name) else None
             elif parameter.requires_grad:
                 own[name] = gradient if self.rank == 0 else None
         return squares(own, self.device)
@@ -292,16 +302,48 @@ class FullyShard:
         """See `Sharding`."""
         dist.destroy_process_group()
 
+    def _counts(self, name: str) -> bool:
+        """True if this is the first of the ranks that have the same of a parameter."""
+        tensor = self.groups.tensor
+        is_first = tensor is None or tensor.rank == 0 or not self._is_copied(name)
+        return self.groups.replica == 0 and is_first
+
+    def _is_copied(self, name: str) -> bool:
+        return self.matrices.is_copied(name.removeprefix("model."))
+
+    def _sum_copies(self) -> None:
+        """Sum the gradients of what each rank of a tensor group has."""
+        if self.groups.tensor is None:
+            return
+        shares = [
+            parameter.grad.to_local()
+            for name, parameter in self.model.named_parameters()
+            if self._is_copied(name) and isinstance(parameter.grad, DTensor)
+        ]
+        if not shares:
+            return
+        # Offloaded ones are in the memory of the host.
+        flat = torch.cat([share.flatten() for share in shares]).to(self.device)
+        dist.all_reduce(flat, group=self.groups.tensor.group)
+        totals = torch.split(flat, [share.numel() for share in shares])
+        for share, total in zip(shares, totals, strict=True):
+            share.copy_(total.view_as(share))
+
     def _part(self, name: str, tensor: Tensor) -> Part:
         if not isinstance(tensor, DTensor):
             return Part(tensor.shape, 0, tensor.detach(), self.rank, self.mesh.world_size)
+        own, groups = tensor.to_local().detach(), self.groups
         layout = self._layout(name, tensor)
-        first, _ = layout.of(self.groups.shard)
-        start, own = first * layout.shape[1:].numel(), tensor.to_local().detach()
-        return Part(layout.shape, start, own, self.groups.replica, self.mesh.replicate)
+        return layout.part(groups.shard, own, groups.replica, self.mesh.replicate)
 
     def _layout(self, name: str, tensor: Tensor) -> RowLayout:
-        """Which rows of a tensor the ranks of a replica have."""
-        stacks = self.experts.ranks if name in self.experts.names else 1
-        whole = torch.Size((tensor.shape[0] * stacks, *tensor.shape[1:]))
-        return RowLayout(whole, self.groups.shards.size(), stacks)
+        """Which rows, or columns of rows, of a tensor the ranks of a replica have."""
+        rows, *others = tensor.shape
+        ranks, matrices = self.groups.shards.size(), self.matrices
+        if name in matrices.columns:
+            columns = torch.Size((rows, others[0] * matrices.ranks))
+            return RowLayout(columns, ranks, columns=matrices.ranks)
+        if matrices.is_copied(name):
+            return RowLayout(tensor.shape, ranks, copies=matrices.ranks)
+        stacks = self.experts.ranks if name in self.experts.names else matrices.ranks
+        return RowLayout(torch.Size((rows * stacks, *others)), ranks, stacks)

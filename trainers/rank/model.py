@@ -34,6 +34,7 @@ from agentrl.trainers.compute.forward import (
     token_values,
 )
 from agentrl.trainers.compute.recomputation import recompute_blocks
+from agentrl.trainers.compute.tensor import TensorGroup, VocabularyPart
 from agentrl.trainers.packing import micro_batches
 from agentrl.trainers.rank.checkpoint import quiet
 from agentrl.trainers.rank.lora import Adapters, first_factor
@@ -55,7 +56,8 @@ class Predictor(nn.Module):
     whole.
 
     `autocast`: compute matrix products in bfloat16, with float32 weights. `balance`: watches the
-    routers of a mixture of experts.
+    routers of a mixture of experts. `tensor`: the ranks over which the model's matrices have been
+    divided.
     """
 
     def __init__(self, model: Any, *, autocast: bool, balance: Balance | None = None) -> None:
@@ -63,6 +65,7 @@ class Predictor(nn.Module):
         self.model = model
         self.autocast = autocast
         self.balance = balance
+        self.tensor: TensorGroup | None = None
 
     def forward(self, samples: DeviceMicroBatch | None, *, entropy: bool = False) -> Tensor:
         """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too,
@@ -156,9 +159,13 @@ class LogprobPredictor(Predictor):
 
     def prepare(self) -> None:
         """See `Predictor`."""
-        compute_logprobs_in(
-            self.model.get_output_embeddings(), scaling_of(self.model, self.temperature)
+        head, tensor = self.model.get_output_embeddings(), self.tensor
+        part = (
+            None
+            if tensor is None
+            else VocabularyPart(tensor, self.model.get_input_embeddings().num_embeddings)
         )
+        compute_logprobs_in(head, scaling_of(self.model, self.temperature), part)
         if self.takes_choices:
             check_choices(self.model)
 
@@ -172,7 +179,7 @@ class ValuePredictor(Predictor):
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `Predictor`. A value has no entropy."""
-        return token_values(self.model, samples)
+        return token_values(self.model, samples, self.tensor)
 
 
 def in_bfloat16(settings: TrainerSettings, device: torch.device) -> bool:

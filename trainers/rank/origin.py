@@ -152,9 +152,9 @@ class Origin:
 
 
 def _fill(part: Part, whole: Tensor) -> None:
-    values = part.values.view(-1)
     with torch.no_grad():
-        values.copy_(whole.reshape(-1)[part.start : part.start + values.numel()])
+        for start, values in part.runs:
+            values.copy_(whole.reshape(-1)[start : start + len(values)])
 
 
 class _Uncopied(torch.Tensor):

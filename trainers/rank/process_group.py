@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 
 from agentrl.net.interfaces import LOOPBACK, meet_other_machines, own_address, stay_on_loopback
+from agentrl.trainers.rank.tensor_files import Part
 from agentrl.trainers.spec import RankInfo
 
 _CPU = torch.device("cpu")
@@ -85,26 +86,59 @@ class RowLayout:
     equally many on each, as far as there are enough.
 
     With several `stacks`, as experts are divided, each of these equal parts of the rows is divided
-    alone, and neighbouring ranks have rows of different ones.
+    alone, and neighbouring ranks have rows of different ones. With several `columns`, the same of
+    equal parts of the columns; and with `copies`, neighbouring ranks have the same rows. Only one
+    of the three is not 1.
     """
 
     shape: torch.Size
     ranks: int
     stacks: int = 1
+    columns: int = 1
+    copies: int = 1
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks that have rows of different parts, or copies of the same."""
+        return self.stacks * self.columns * self.copies
 
     @property
     def most(self) -> int:
         """Rows of a rank that has as many as any."""
-        return -(-self._of_stack // (self.ranks // self.stacks))
+        return -(-self._of_stack // (self.ranks // self.neighbours))
 
-    def of(self, rank: int) -> tuple[int, int]:
-        """The rows of a rank, from the first one to before the last."""
-        place, stack = divmod(rank, self.stacks)
-        first, last = (
-            min(one * self.most, self._of_stack) + stack * self._of_stack
-            for one in (place, place + 1)
-        )
-        return first, last
+    def part(self, rank: int, values: Tensor, copy: int = 0, copies: int = 1) -> Part:
+        """What a rank has of the tensor; `values` are its elements. So many `copies` of all ranks
+        have it, of which this is number `copy`.
+        """
+        place, number = divmod(rank, self.neighbours)
+        row, width = self.shape[1:].numel(), self.shape[1:].numel() // self.columns
+        first = min(place * self.most, self._of_stack)
+        if self.stacks > 1:
+            first += number * self._of_stack
+        if self.columns > 1:
+            start = first * row + number * width
+            return Part(self.shape, start, values, copy, copies, run=width, stride=row)
+        copy, copies = copy * self.copies + number % self.copies, copies * self.copies
+        return Part(self.shape, first * row, values, copy, copies)
+
+    @property
+    def order(self) -> list[int]:
+        """Of each rank, the place of its rows before `joined`: those of a stack come together."""
+        apart = self.ranks // self.stacks
+        return [rank // self.stacks + rank % self.stacks * apart for rank in range(self.ranks)]
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """The tensor, from the rows of each rank, filled up to `most` and in `order`: (ranks, most,
+        ...).
+        """
+        if self.columns > 1:
+            by_rows = parts.view(-1, self.columns, *parts.shape[1:]).movedim(1, 2)
+            found = by_rows.flatten(2, 3).flatten(0, 1)[: self.shape[0]]
+        else:
+            by_stack = parts[:: self.copies].view(self.stacks, -1, *parts.shape[1:])
+            found = by_stack.flatten(1, 2)[:, : self._of_stack].flatten(0, 1)
+        return found
 
     @property
     def _of_stack(self) -> int:
@@ -124,25 +158,18 @@ def gather_rows(
     if len(local) == rows:
         own = local.contiguous()
     else:  # collectives need parts of one size
-        own = local.new_zeros((rows, *layout.shape[1:]))
+        own = local.new_zeros((rows, *local.shape[1:]))
         own[: len(local)] = local
     is_wanted = dist.get_rank() in inside
     if len(inside) == 1 and not is_wanted:
         dist.gather(own, dst=inside[0], group=group)
         return None
     parts = own.new_empty((layout.ranks, *own.shape))
-    # In the order of the rows: those of a stack are of ranks apart from each other.
-    places = [
-        rank // layout.stacks + rank % layout.stacks * (layout.ranks // layout.stacks)
-        for rank in range(layout.ranks)
-    ]
     if len(inside) == 1:
-        dist.gather(own, [parts[place] for place in places], dst=dist.get_rank(), group=group)
+        in_order = [parts[place] for place in layout.order]
+        dist.gather(own, in_order, dst=dist.get_rank(), group=group)
     elif layout.stacks == 1:
         dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=group)
     else:
-        dist.all_gather([parts[place] for place in places], own, group=group)
-    if not is_wanted:
-        return None
-    whole = parts.view(layout.stacks, -1, *layout.shape[1:])
-    return whole[:, : layout.shape[0] // layout.stacks].flatten(0, 1)
+        dist.all_gather([parts[place] for place in layout.order], own, group=group)
+    return layout.joined(parts) if is_wanted else None

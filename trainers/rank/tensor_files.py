@@ -47,7 +47,9 @@ class Part:
     `start` of the whole.
 
     `shape` is that of the whole tensor. `copies`: the number of ranks that have the same elements,
-    of which this is number `copy`. `copied`: nothing else uses the values.
+    of which this is number `copy`. `copied`: nothing else uses the values. With a `run`, so many
+    elements lie together in the whole, and the next ones `stride` after these: some columns of
+    rows.
     """
 
     shape: torch.Size
@@ -56,15 +58,29 @@ class Part:
     copy: int = 0
     copies: int = 1
     copied: bool = False
+    run: int | None = None
+    stride: int = 1
+
+    @property
+    def runs(self) -> Iterator[tuple[int, Tensor]]:
+        """Elements that lie together in the whole, with the first one's place there; flat."""
+        values = self.values.view(-1)
+        if self.run is None:
+            yield self.start, values
+        else:
+            for number, one in enumerate(torch.split(values, self.run) if len(values) else ()):
+                yield self.start + number * self.stride, one
 
     def share(self) -> "Part":
         """What this rank writes: all of it, or an equal share if other ranks have the same."""
         if self.copies == 1:
             return self
-        size = -(-self.values.numel() // self.copies)
-        first = min(self.copy * size, self.values.numel())
-        own = self.values.view(-1)[first : first + size]
-        return replace(self, start=self.start + first, values=own, copy=0, copies=1)
+        run = self.run or 1
+        size = -(-self.values.numel() // run // self.copies)
+        first = min(self.copy * size, self.values.numel() // run)
+        own = self.values.view(-1)[first * run : (first + size) * run]
+        start = self.start + first * self.stride
+        return replace(self, start=start, values=own, copy=0, copies=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +109,11 @@ class Piece:
 def pieces(stored: Sequence[Stored], parts: Mapping[str, Part]) -> Iterator[Piece]:
     """The parts as they lie in files: views of their values."""
     for one in stored:
-        part = parts[one.of]
-        first = max(one.start, part.start)
-        last = min(one.start + one.shape.numel(), part.start + part.values.numel())
-        if first < last:
-            values = part.values.view(-1)[first - part.start : last - part.start]
-            yield Piece(one.name, first - one.start, values)
+        for start, values in parts[one.of].runs:
+            first = max(one.start, start)
+            last = min(one.start + one.shape.numel(), start + len(values))
+            if first < last:
+                yield Piece(one.name, first - one.start, values[first - start : last - start])
 
 
 def small_pieces(stored: Sequence[Stored], parts: Mapping[str, Part]) -> Iterator[Piece]:
