@@ -86,8 +86,8 @@ of the state that a turn answers, and of the last one. A message that was `given
 and was not sampled in the episode, whatever its role. A turn that is not `trained` is masked.
 `calls` are those of tools (`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
-The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with
-the same id.
+The first `trained_turns` turns are trained on in another row: of an earlier step with the same id,
+if the episode was cut into segments, or of the episode that a branch has left, in the same step.
 """
 
 
