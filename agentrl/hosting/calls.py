@@ -20,6 +20,8 @@ CALLS = "calls_made"
 class KeepsCalls(Wrapper):
     """An environment whose infos have the calls that it made."""
 
+    picklable = True
+
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         self._last: object = None

@@ -36,6 +36,8 @@ class ClientOptions(Wrapper):
     has chosen.
     """
 
+    picklable = True
+
     class Config(Settings):
         """The settings of the server's owner."""
 

@@ -24,6 +24,8 @@ class Pictured(Wrapper):
     says why: it fails no episode.
     """
 
+    picklable = True
+
     def began(self, result: ResetResult) -> ResetResult:
         """The result with the picture of the first state. A malformed one is left for the host to
         refuse.

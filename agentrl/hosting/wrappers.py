@@ -18,7 +18,7 @@ import pickle
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -47,8 +47,11 @@ class Wrapper:
     """An `Env` around another one: override what you change. All else is delegated to the inner
     environment, which may be sync or async. `began` and `stepped` get its results.
 
-    Its state, for `snapshot`, is all of its attributes, which have to be picklable.
+    Its state, for `snapshot`, is all of its attributes. If these are picklable, say so by
+    `picklable = True`; otherwise no environment can go back to a state within it.
     """
+
+    picklable: ClassVar[bool] = False
 
     def __init__(self, env: Env) -> None:
         self.env = env
@@ -68,8 +71,10 @@ class Wrapper:
 
     @property
     def restorable(self) -> bool:
-        """True if the inner environment can tell its state and go back to it."""
-        return can_restore(self.env)
+        """True if this wrapper and the inner environment can tell their states and go back to
+        them.
+        """
+        return self.picklable and can_restore(self.env)
 
     @property
     def unwrapped(self) -> Env:
@@ -122,6 +127,8 @@ class Wrapper:
 class TimeLimit(Wrapper):
     """Truncates an episode after `turns` steps."""
 
+    picklable = True
+
     class Config(Settings):
         """Settings of `time_limit`."""
 
@@ -155,6 +162,8 @@ class ActionFormat(Wrapper):
     """Extracts the action from a longer message. A message without one is answered by a hint and
     costs a turn.
     """
+
+    picklable = True
 
     class Config(Settings):
         """Settings of `action_format`."""
@@ -227,6 +236,8 @@ class Instructions(Wrapper):
 
     In an environment of several agents, each is told the same.
     """
+
+    picklable = True
 
     class Config(Settings):
         """Settings of `instructions`."""
