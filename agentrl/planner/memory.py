@@ -173,10 +173,12 @@ def _undivided_experts(stages: Stages) -> Iterator[str]:
 
 def _undivided_contexts(stages: Stages) -> Iterator[str]:
     """Context parallelism of the trainer gives each rank equally many heads."""
-    heads, parts = stages.facts.kv.heads.queries, stages.trainer.mesh.context
-    if heads % parts:
+    mesh, heads = stages.trainer.mesh, stages.facts.kv.heads.queries
+    if heads % (mesh.context * mesh.tensor):
+        each = f" of which each of {mesh.tensor} (tensor_parallel) has as many"
         yield (
-            f"trainer.context_parallel={parts} divides attention heads, and the model has {heads}"
+            f"trainer.context_parallel={mesh.context} divides attention heads, and the model has"
+            f" {heads}{',' + each if mesh.tensor > 1 else ''}"
         )
 
 
