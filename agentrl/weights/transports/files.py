@@ -241,9 +241,18 @@ class WriteBuckets:
                 for unit in units:
                     weights |= source.gather(unit, [to], dtype)
                 if source.rank == to and not (writing and writing[-1].exception()):
-                    writing.append(writer.submit(self.place.write_bucket, number, weights))
+                    writing.append(writer.submit(self._write, number, weights))
         written = [future.result() for future in writing]
         return Written(written, source.update)
+
+    def _write(self, number: int, weights: dict[str, "Tensor"]) -> Bucket:
+        """Write a bucket, and let go of it: the thread itself would keep its arguments for a while
+        after the next bucket has begun.
+        """
+        try:
+            return self.place.write_bucket(number, weights)
+        finally:
+            weights.clear()
 
 
 @dataclass(frozen=True, slots=True)
