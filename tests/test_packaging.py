@@ -148,7 +148,8 @@ def test_the_wheel_holds_every_module_exactly_once_and_nothing_else(wheel: Path)
     expected = {path.relative_to(ROOT).as_posix() for path in own}
     expected |= {f"agentrl/{path.relative_to(ROOT).as_posix()}" for path in mapped}
     data = [*package.glob("viewer/page/*"), *package.glob("models/published/**/config.json")]
-    data += [package / "viewer" / "report.html", package / "py.typed"]
+    data += [package / "viewer" / "report.html", package / "doctor" / "counting.yaml"]
+    data += [package / "py.typed"]
     expected |= {path.relative_to(ROOT).as_posix() for path in data}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {

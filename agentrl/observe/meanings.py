@@ -396,6 +396,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             " the KV caches. Each is played again."
         ),
         "envs/<env>/tokens_each": "`live_episodes/tokens_each` of one environment of a mixture.",
+        "envs/suite/<suite>/tokens_each": "The same of a suite that is played on the same engines.",
         "speculation/accepted": (
             "Share of the tokens proposed by speculative decoding (`engine.speculative`) that the"
             " model accepted, since the last step. What is sampled does not depend on it; where it"
