@@ -622,34 +622,68 @@ def test_ranks_that_divide_matrices_sum_hidden_states_and_no_logits(
     assert sent["allgather_base", shard] == passes * (2 * own - root) // 2
 
 
-def test_what_cannot_be_cut_is_refused_by_name(model_of: Any) -> None:
-    async def opened(sharding: str, kind: str = "dense", **settings: int) -> None:
-        config = FsdpTrainer.Config(**settings, dtype="float32")
-        make: Any = TrainerSpec(sharding, config, model_of(kind), 2, 1.0).make_rank
-        ranks = await start_local("trainer", InOwnProcess(make), config.world_size)
-        try:
-            await ranks.all("open", config.mesh, await ranks.one("reserve", True))
-        finally:
-            await ranks.stop()
+LEAKING = f"{__name__}:open_leaking"
 
-    with pytest.raises(ConfigError, match=r"heads of Qwen3ForCausalLM .* there are 4: .* 1, 2, 4"):
-        asyncio.run(opened(FsdpTrainer.sharding, world_size=3, context_parallel=3))
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM computes other outputs .* are cut"):
-        asyncio.run(opened(f"{__name__}:open_leaking", world_size=2, context_parallel=2))
-    with pytest.raises(ConfigError, match=r"expert_parallel=2 .* Qwen3ForCausalLM has none"):
-        asyncio.run(opened(FsdpTrainer.sharding, world_size=2, expert_parallel=2))
-    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM has 4: write one of 1, 2, 4"):
-        asyncio.run(opened(FsdpTrainer.sharding, "mixture", world_size=3, expert_parallel=3))
-    with pytest.raises(ConfigError, match=r"plan for model.layers.0.mlp.experts is moe_tp_experts"):
-        asyncio.run(opened(FsdpTrainer.sharding, "mixture", world_size=2, tensor_parallel=2))
-    with pytest.raises(ValueError, match=r"neither adapters \(lora\) nor experts"):
-        FsdpTrainer.Config(world_size=2, tensor_parallel=2, lora=LORA)
-    with pytest.raises(ValueError, match=r"groups of 4 .* tensor_parallel\): write world_size: 8"):
-        FsdpTrainer.Config(world_size=6, context_parallel=2, tensor_parallel=2)
-    with pytest.raises(ValueError, match=r"4 ranks of a replica .*\(expert_parallel\).* 1, 2, 4"):
-        FsdpTrainer.Config(world_size=8, replicas=2, expert_parallel=3)
-    with pytest.raises(ValueError, match=r"selective .*: write full or none"):
-        FsdpTrainer.Config(world_size=2, expert_parallel=2, activation_checkpointing="selective")
+
+@pytest.mark.parametrize(
+    ("sharding", "kind", "mesh", "match"),
+    [
+        (LEAKING, "dense", {"context_parallel": 2}, "computes other outputs .* are cut"),
+        ("fsdp", "mixture", {"tensor_parallel": 2}, "layers.0.mlp.experts is moe_tp_experts"),
+        pytest.param(
+            *("fsdp", "dense", {"context_parallel": 3}, "heads .* there are 4: .* 1, 2, 4"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("fsdp", "dense", {"expert_parallel": 2}, "Qwen3ForCausalLM has none"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("fsdp", "mixture", {"expert_parallel": 3}, "has 4: write one of 1, 2, 4"),
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(
+    model_of: Any, sharding: str, kind: str, mesh: dict[str, int], match: str
+) -> None:
+    (ranks,) = mesh.values()
+    config = FsdpTrainer.Config(world_size=ranks, **mesh, dtype="float32")  # type: ignore[arg-type]
+    sharding = FsdpTrainer.sharding if sharding == "fsdp" else sharding
+
+    async def opened() -> None:
+        make: Any = TrainerSpec(sharding, config, model_of(kind), 2, 1.0).make_rank
+        group = await start_local("trainer", InOwnProcess(make), config.world_size)
+        try:
+            await group.all("open", config.mesh, await group.one("reserve", True))
+        finally:
+            await group.stop()
+
+    with pytest.raises(ConfigError, match=match):
+        asyncio.run(opened())
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"world_size": 2, "tensor_parallel": 2, "lora": LORA}, r"neither adapters \(lora\) nor"),
+        (
+            {"world_size": 6, "context_parallel": 2, "tensor_parallel": 2},
+            r"groups of 4 .* tensor_parallel\): write world_size: 8",
+        ),
+        (
+            {"world_size": 8, "replicas": 2, "expert_parallel": 3},
+            r"4 ranks of a replica .*\(expert_parallel\).* 1, 2, 4",
+        ),
+        (
+            {"world_size": 2, "expert_parallel": 2, "activation_checkpointing": "selective"},
+            r"selective .*: write full or none",
+        ),
+    ],
+)
+def test_settings_that_make_no_mesh_are_refused(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        FsdpTrainer.Config(**settings)
 
 
 def open_leaking(spec: TrainerSpec, rank_info: RankInfo) -> Any:
