@@ -14,7 +14,8 @@ set -euo pipefail
 
 config=$1
 shift
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${machines%%$'\n'*}
 address=$head:${RAY_PORT:-6379}
 
 on_head=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head")
