@@ -46,11 +46,16 @@ def job(tmp_path: Path) -> subprocess.Popen[bytes]:
             "SLURM_JOB_NUM_NODES": "2",
         },
     )
-    for _ in range(1200):
-        if (tmp_path / "told").exists() and "agentrl" in (tmp_path / "told").read_text():
+    for _ in range(1200):  # a minute
+        if started.poll() is not None:
+            break
+        told = (tmp_path / "told").read_text() if (tmp_path / "told").exists() else ""
+        # What it starts in the background may tell later than the run.
+        if "agentrl" in told and told.count("ray start") == 2:
             return started
         time.sleep(0.05)
-    pytest.fail("the script does not start the run")
+    started.kill()
+    pytest.fail(f"the script ends with {started.returncode} and does not start the run")
 
 
 def test_slurm_s_script_starts_ray_on_all_machines_and_then_the_run(
@@ -61,10 +66,11 @@ def test_slurm_s_script_starts_ray_on_all_machines_and_then_the_run(
     told = (tmp_path / "told").read_text().splitlines()
     assert "first: ray start --head --port=6379 --block" in told
     assert any(line.startswith("all but first: bash -c until ray start") for line in told)
-    assert told[-1] == (
+    run = (
         "first: agentrl train run.yaml cluster=ray cluster.address=first:6379 trainer.lr=2e-6"
         " --resume auto"
     )
+    assert told.index("first: python -c ") < told.index(run)
 
 
 def test_the_end_of_a_job_s_time_reaches_the_run_and_is_its_exit_status(

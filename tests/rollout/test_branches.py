@@ -75,7 +75,7 @@ def test_a_branch_has_the_turns_of_the_other_episode_until_it_leaves_it():
             turn = place.turn
             assert branch.turns[:turn] == parent.turns[:turn]
             assert branch.trained_turns == turn
-            # It answers the same prompt, and what it is shown there is not drawn anew.
+            # It answers the same prompt, and what it is shown there is not drawn again.
             assert branch.turns[turn].prompt_ids.tolist() == parent.turns[turn].prompt_ids.tolist()
             shown = [m.content for m in branch.messages[: 2 * turn + 1]]
             assert shown == [m.content for m in parent.messages[: 2 * turn + 1]]
