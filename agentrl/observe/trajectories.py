@@ -5,7 +5,7 @@ readable text.
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.observe.tool_calls import called_tools
-from agentrl.trajectory import Score, Trajectory, succeeded
+from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, succeeded
 
 _MESSAGE = pa.struct(
     [
@@ -92,6 +92,21 @@ if the episode was cut into segments, or of the episode that a branch has left, 
 
 
 _ROWS_AT_A_TIME = 64
+
+
+def episodes_of_step(groups: Iterable[Group]) -> list[tuple[Trajectory, Score]]:
+    """What a step was trained on, as `write_trajectories` takes it.
+
+    Of a group that goes on, an episode that is over counts as a part too: a row of a later step has
+    it whole, beside the other members, and no reader may take it for two episodes.
+    """
+    scored: list[tuple[Trajectory, Score]] = []
+    for group in groups:
+        found = group.trajectories
+        if group.partial:
+            found = tuple(replace(trajectory, status=SEGMENT) for trajectory in found)
+        scored += zip(found, group.scores, strict=True)
+    return scored
 
 
 def write_trajectories(

@@ -37,7 +37,7 @@ from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
 from agentrl.observe.step_report import StepReport
 from agentrl.observe.tracking import Tracking, sample_of
-from agentrl.observe.trajectories import write_trajectories
+from agentrl.observe.trajectories import episodes_of_step, write_trajectories
 from agentrl.protocols import AlgorithmOffers, Trainer
 from agentrl.protocols.metrics import merge_metrics
 from agentrl.rollout.seeds import derive_seed
@@ -249,12 +249,8 @@ class Recorder:
 
     def _write_trajectories(self, step: int, groups: Sequence[Group], epoch: float) -> None:
         """Write the trajectories that a step was trained on."""
-        scored: list[tuple[Trajectory, Score]] = []
-        for group in groups:
-            scored += zip(group.trajectories, group.scores, strict=True)
-        write_trajectories(
-            self._folder / "trajectories" / f"step_{step:06d}.parquet", scored, epoch
-        )
+        path = self._folder / "trajectories" / f"step_{step:06d}.parquet"
+        write_trajectories(path, episodes_of_step(groups), epoch)
 
 
 def new_silence(config: RunConfig) -> Silence:

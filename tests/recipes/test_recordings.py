@@ -20,13 +20,14 @@ from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
-from agentrl.observe.trajectories import write_trajectories
+from agentrl.observe.trajectories import episodes_of_step, write_trajectories
 from agentrl.recipes.dpo import trajectory_from_messages
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.recordings import RecordingsConfig, read_recordings, recorded
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import (
     SEGMENT,
+    Group,
     Message,
     Score,
     Status,
@@ -113,6 +114,18 @@ def test_an_episode_that_was_trained_in_parts_is_imitated_once(tmp_path: Path) -
     )
     (one,) = imitated(RecordingsConfig(path=folder))
     assert len(one.turns) == 1
+
+
+def test_an_episode_that_was_over_when_its_group_was_cut_is_imitated_once(tmp_path: Path) -> None:
+    whole, waits = said("a", "left"), said("b", "right")
+    cut = Group(whole.task, (replace(waits, status=SEGMENT), whole), (Score(0.0), Score(1.0)))
+    known = tuple(replace(one, trained_turns=len(one.turns)) for one in (waits, whole))
+    steps = [replace(cut, partial=True), replace(cut, trajectories=known)]
+    for step, group in enumerate(steps):
+        path = tmp_path / "trajectories" / f"step_{step:06d}.parquet"
+        write_trajectories(path, episodes_of_step([group]))
+    found = [(one.id, len(one.turns)) for one in imitated(RecordingsConfig(path=tmp_path))]
+    assert found == [("b", 1), ("a", 1)]
 
 
 def test_what_cannot_be_imitated_is_said(tmp_path: Path) -> None:
