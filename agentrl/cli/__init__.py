@@ -18,6 +18,7 @@ from agentrl.cli import (
     history,
     models,
     planning,
+    replay,
     serving,
     settings,
     tasks,
@@ -55,7 +56,7 @@ app.command()(viewing.view)
 app.command("profile")(viewing.show_profile)
 app.command()(viewing.report)
 app.command("export-episodes")(viewing.export_run_episodes)
-app.command("replay")(viewing.replay_episode)
+app.command("replay")(replay.replay_episode)
 app.command(cls=TakesSettings)(doctor.doctor)
 app.command()(environments.envs)
 app.command("check-model")(models.check_model)

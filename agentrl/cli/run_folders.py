@@ -5,6 +5,7 @@ from pathlib import Path
 from agentrl import plugins
 from agentrl.config.from_file import load_config
 from agentrl.config.loading import LoadedConfig
+from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.files.durable import UNFINISHED
 from agentrl.models.source import model_folder
@@ -112,6 +113,18 @@ def checkpoint_of(run: Path, step: str) -> Path:
     metric = load_config(run_config(run)).config.checkpoint.best or "eval/success"
     values = EvaluationLog.of_run(run).values(metric)
     return Checkpoints(run / "checkpoints").find(step, values)
+
+
+def model_of_tokens(run: Path, config: RunConfig) -> Path:
+    """A folder with the tokenizer of a run's model: a checkpoint, what the run has made, or the
+    model that the config names.
+    """
+    from agentrl.viewer.folders import RunFolder
+
+    found = RunFolder(run.name, run).tokenizer()
+    if found is not None:
+        return found.parent
+    return model_folder(config.model.name, config.model.revision, config.model.hf_overrides)
 
 
 def model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:

@@ -1,4 +1,4 @@
-"""Commands that look at runs: `view`, `profile`, `report`, `export-episodes`, `replay`."""
+"""Commands that look at runs: `view`, `profile`, `report`, `export-episodes`."""
 
 import asyncio
 import os
@@ -134,32 +134,6 @@ def export_run_episodes(
 
     count = export_episodes(run_config(run).parent, output(into), step)
     console.print(f"wrote {count:,} episodes to {into}", highlight=False, soft_wrap=True)
-
-
-def replay_episode(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    episode: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[EPISODE]",
-            help="Its id, such as train-000012/3/0; without it, the newest are listed.",
-        ),
-    ] = None,
-    agent: Annotated[
-        str, typer.Option(help="From the view of this agent, if there are several.")
-    ] = "",
-    speed: Annotated[
-        float, typer.Option(min=0, help="How many times as fast as it was played; 0: at once.")
-    ] = 1.0,
-) -> None:
-    """Play a recorded episode again in the terminal, or list the newest ones."""
-    from agentrl.viewer.episode_replay import list_episodes, replay
-
-    folder = run_config(run).parent
-    if episode is None:
-        list_episodes(folder, console)
-    else:
-        asyncio.run(replay(folder, episode, console, agent=agent, speed=speed))
 
 
 def _range_of(steps: str | None) -> tuple[int, int] | None:

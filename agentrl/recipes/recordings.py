@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,20 +165,18 @@ def played_in(row: dict[str, Any]) -> Trajectory:
         task,
         tuple(turns),
         Terminated(),
-        _messages(row["messages"]),
+        tuple(message_of(message) for message in row["messages"]),
         agent=row["agent"] or "",
     )
 
 
-def _messages(rows: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
-    return tuple(
-        Message(
-            row["role"],
-            row["content"],
-            reasoning=row["reasoning"] or "",
-            tool_calls=tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]")),
-            tool_call_id=row["tool_call_id"] or "",
-            given=bool(row.get("given")),  # earlier versions kept none
-        )
-        for row in rows
+def message_of(row: dict[str, Any]) -> Message:
+    """The message of a row's list of them."""
+    return Message(
+        row["role"],
+        row["content"],
+        reasoning=row["reasoning"] or "",
+        tool_calls=tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]")),
+        tool_call_id=row["tool_call_id"] or "",
+        given=bool(row.get("given")),  # earlier versions kept none
     )
