@@ -61,6 +61,8 @@ SCHEMA = pa.schema(
         ("status", pa.string()),
         ("detail", pa.string()),
         ("trained_turns", pa.int32()),
+        ("parent", pa.string()),
+        ("branch_turn", pa.int32()),
         ("started", pa.float64()),
         ("seconds", pa.float64()),
         ("num_turns", pa.int32()),
@@ -88,6 +90,8 @@ and was not sampled in the episode, whatever its role. A turn that is not `train
 
 The first `trained_turns` turns are trained on in another row: of an earlier step with the same id,
 if the episode was cut into segments, or of the episode that a branch has left, in the same step.
+That one's id is the `parent` of a branch, and `branch_turn` its own first turn, from 0; both are
+null for episodes that were played from their beginning.
 """
 
 
@@ -142,6 +146,8 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
             (str(getattr(status, n)) for n in ("limit", "error") if hasattr(status, n)), ""
         ),
         "trained_turns": trajectory.trained_turns,
+        "parent": None if trajectory.branch is None else trajectory.branch.parent,
+        "branch_turn": None if trajectory.branch is None else trajectory.branch.turn,
         "started": trajectory.started + epoch,
         "seconds": trajectory.seconds,
         "num_turns": len(trajectory.turns),

@@ -19,6 +19,7 @@ from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.trajectory import (
+    BranchPoint,
     Completion,
     Failed,
     Group,
@@ -47,7 +48,8 @@ class MadeUpRun:
     environment shows, `pictures` how it draws its states; tests give hostile ones. `untrained`:
     whether the messages of the failed episode of each step are kept. `tools`: names of tools, of
     which each turn calls one and the last one fails; a call of the first takes 0.1 s, of the second
-    0.2 s, and so on.
+    0.2 s, and so on. `branches`: whether the second member of each group has left the first one at
+    turn 1.
     """
 
     folder: Path
@@ -61,6 +63,7 @@ class MadeUpRun:
     settings: dict[str, object] = field(default_factory=dict)
     untrained: bool = False
     tools: Sequence[str] = ()
+    branches: bool = False
     _done: int = 0
     _tasks: int = 0
 
@@ -194,6 +197,7 @@ class MadeUpRun:
             5.0,
             started=started,
             picture=self.pictures[-1],
+            branch=BranchPoint(f"{task.id}/0/0", 1, 0.5) if self.branches and member == 1 else None,
         )
 
     def _calls(self, turn: int) -> tuple[MadeCall, ...] | None:

@@ -2,6 +2,7 @@
 of it.
 """
 
+import shlex
 import sqlite3
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +21,7 @@ from agentrl.observe.reports import HELD_OUT
 from agentrl.viewer.episodes import KINDS, EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.lineage import parents
+from agentrl.viewer.trees import trees_of
 
 _UNREAD = (pa.ArrowException, OSError)
 """Exceptions of reading a damaged file, or one that has just been deleted."""
@@ -81,12 +83,21 @@ class EpisodeReader:
                 for one in samples
             ],
             "fate": self._fate(row, samples),
+            "replay": self._command(row, rows) if played is not None else None,
         }
 
+    def _command(self, row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str | None:
+        """The command that plays the episode again, to which a turn may be added."""
+        if row["agent"] or row is not rows[-1]:
+            return None  # it goes on from the newest row of an episode of a single agent
+        return shlex.join(["agentrl", "replay", str(self._run.path.resolve()), row["id"]])
+
     def group(self, task: str) -> dict[str, Any]:
-        """The episodes of a task, with the beginnings of their messages, to compare them."""
-        members = []
-        for row in self._index.group(task):
+        """The episodes of a task, with the beginnings of their messages, to compare them, and the
+        trees that they make.
+        """
+        members, rows = [], self._index.group(task)
+        for row in rows:
             played = self._trajectory(row, ["messages"])
             messages = [] if played is None else played["messages"]
             shown = [
@@ -94,7 +105,7 @@ class EpisodeReader:
                 for message in messages
             ]
             members.append({"row": row, "messages": shown})
-        return {"task": task, "members": members}
+        return {"task": task, "members": members, "trees": trees_of(rows)}
 
     def turns_of_step(
         self, step: int, kind: str = "trajectories", *, staleness: bool = False

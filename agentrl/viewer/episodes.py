@@ -38,6 +38,8 @@ _COLUMNS = {
     "num_forks": "INTEGER",
     "oldest_version": "INTEGER",
     "trained_turns": "INTEGER",
+    "parent": "VARCHAR",
+    "branch_turn": "INTEGER",
 }
 _SCHEMA = f"""
 SET memory_limit = '{_MEMORY_LIMIT}'; SET threads = 2; SET enable_progress_bar = false;
@@ -60,6 +62,7 @@ CREATE OR REPLACE TABLE episodes AS SELECT
     CASE WHEN starts_with(t.kind, 'eval:') THEN t.kind[6:] END AS evaluation,
     t.kind, t.place, t.agent, t.status, t.detail, t.success,
     t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,
+    t.parent, t.branch_turn,
     t.step - t.oldest_version AS staleness,
     CASE WHEN f.fate = 'failed' THEN split_part(f.why, ':', 1) END AS layer
 FROM trajectories t FULL JOIN fates f ON t.id = f.id;

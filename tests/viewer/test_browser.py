@@ -210,6 +210,21 @@ def test_every_page_is_drawn_without_an_error_or_a_request_to_another_host(serve
     assert page.requested() == {urlsplit(page.url).netloc}
 
 
+def test_a_group_with_branches_is_drawn_as_trees_and_a_turn_gives_the_command(serve, tmp_path):
+    run = MadeUpRun(tmp_path / "run", groups=1, members=3, branches=True)
+    run.begin()
+    run.step()
+    page = serve(run.folder)
+    page.open("#/episodes?group=train-000000")
+    name = "train-000000/1/0"
+    assert any(text.endswith(f"{name}, from turn 1") for text in page.texts(".trees text"))
+    page.open(f"#/episode?id={quote(name, safe='')}")
+    assert "It has left train-000000/0/0 at turn 1" in "".join(page.texts("p.small"))
+    page.script("document.querySelectorAll('.message header button')[2].click()")
+    command = f"agentrl replay {run.folder} {name} --turn 2"
+    assert page.texts(".command:not([hidden])") == [command]
+
+
 def test_the_colour_of_a_token_says_what_its_tip_says_exactly(serve, runs):
     page = serve(runs)
     page.open("#/episodes?runs=first&fate=trained&step=0")

@@ -2,8 +2,19 @@
 
 import pytest
 
+from agentrl.arrays import floats, ints
 from agentrl.errors import ConfigError
+from agentrl.observe.trajectories import write_trajectories
 from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.trajectory import (
+    BranchPoint,
+    Completion,
+    Score,
+    Task,
+    Terminated,
+    Trajectory,
+    Turn,
+)
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
@@ -110,3 +121,38 @@ def test_tokens_are_shown_by_the_tokenizer_of_the_runs_model(made, reader, tiny_
     turn = reader.episode("train-000001/1/0")["trajectory"]["turns"][0]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     assert turn["tokens"] == [tokenizer.decode([token]) for token in turn["token_ids"]]
+
+
+def test_a_group_with_branches_shows_whom_each_has_left_and_what_the_states_are_worth(made, reader):
+    said = Completion(ints([5]), floats([-1]), ints([0]), "stop")
+
+    def played(member: int, score: float, turns: int, left: BranchPoint | None = None):
+        turn = Turn(ints([1]), said, 0.0, {})
+        task = Task("made_up", 1, {}, "train-000090")
+        name = f"{task.id}/{member}/0"
+        return Trajectory(name, task, (turn,) * turns, Terminated(), branch=left), Score(score)
+
+    first, second = BranchPoint("train-000090/0/0", 1, 0.25), BranchPoint("train-000090/0/0", 3, 0)
+    pairs = [
+        played(0, 0.0, 5),
+        played(1, 1.0, 2),
+        played(2, 1.0, 4, second),
+        played(3, 0.5, 6, first),
+    ]
+    write_trajectories(made.folder / "trajectories" / "step_000090.parquet", pairs)
+    trees = reader.group("train-000090")["trees"]
+    drawn = [(node["id"][-3], node["left"], node["turn"], node["turns"]) for node in trees]
+    parent = "train-000090/0/0"
+    assert drawn == [
+        ("0", None, None, 5),
+        ("2", parent, 3, 4),
+        ("3", parent, 1, 6),
+        ("1", None, None, 2),
+    ]
+    assert trees[0]["states"] == [
+        {"turn": 1, "value": 0.5, "leaves": 3},
+        {"turn": 3, "value": 0.5, "leaves": 2},
+    ]
+    assert reader.group("train-000001")["trees"] == []
+    command = reader.episode("train-000090/3/0")["replay"]
+    assert command == f"agentrl replay {made.folder} train-000090/3/0"

@@ -31,6 +31,7 @@ export async function showEpisode(room, context) {
   add(room, el("h1", {}, row.id, row.agent ? ` (${row.agent})` : "", " ", badge(row.fate)),
     el("p", { class: `fate ${row.fate}` }, visible(found.fate)),
     found.others.length > 1 ? el("p", { class: "small" }, "Also: ", found.others.filter((o) => o.agent !== row.agent || o.step !== row.step).map((o, i) => [i ? " · " : "", el("a", { href: context.address("episode", { id: row.id, agent: o.agent, step: o.step }) }, row.evaluation ? `${o.agent} after ${o.step} steps: ${number(o.score)}` : `${o.agent || "part"} at step ${o.step}`)])) : null,
+    row.parent ? el("p", { class: "small" }, "It has left ", el("a", { href: context.address("episode", { id: row.parent, step: row.step }) }, row.parent), ` at turn ${row.branch_turn}, and shares the turns before with it.`) : null,
     el("dl", { class: "facts", style: { margin: "0 0 14px" } }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b", {}, visible(value)))))),
     trajectory ? rewardsOf(trajectory) : null, tabs, content);
 
@@ -38,7 +39,7 @@ export async function showEpisode(room, context) {
     if (chosen.tab === "raw") content.replaceChildren(...raw(found));
     else if (!trajectory) content.replaceChildren(el("p", { class: "empty" }, "Only its fate was kept (observe.untrained_episodes: how many of each kind are kept whole)."));
     else if (chosen.tab === "samples") content.replaceChildren(tree(trajectory), samplesTable(found.samples));
-    else content.replaceChildren(conversation(trajectory));
+    else content.replaceChildren(conversation(trajectory, found.replay));
   }
   fill();
   const step = async (by) => {
@@ -81,7 +82,7 @@ function raw(found) {
 
 function parsed(text) { try { return JSON.parse(text); } catch { return null; } }
 
-function conversation(trajectory) {
+function conversation(trajectory, replay) {
   const turns = trajectory.turns || [], known = turns.some((turn) => turn.sample !== null), numbers = turns.some((turn) => turn.trainer.advantages.some((value) => value !== null));
   if (!numbers && ["advantage", "ratio", "trainer", "gap", "mask"].includes(chosen.by)) chosen.by = "engine";
   const legend = el("span", { class: "legend" }), list = el("div", { class: "turns" });
@@ -97,7 +98,7 @@ function conversation(trajectory) {
   function fill() {
     const scale = scaleOf(COLOURINGS[chosen.by], turns);
     legend.replaceChildren(...legendOf(scale));
-    list.replaceChildren(...(chosen.tokens ? turns.map((turn, i) => tokenTurn(turn, i, scale)) : messageTurns(trajectory, scale)));
+    list.replaceChildren(...(chosen.tokens ? turns.map((turn, i) => tokenTurn(turn, i, scale, replay)) : messageTurns(trajectory, scale, replay)));
   }
   fill();
   return el("div", {}, el("div", { class: "bar" }, el("label", {}, "colour by", by), legend, tokens, note), list);
@@ -107,14 +108,14 @@ function conversation(trajectory) {
 const isAnswer = (message) => message?.role === "assistant" && !message.given;
 
 /** The messages; an answer is shown as its tokens, and what the model was shown with the environment's own picture of it. */
-function messageTurns(trajectory, scale) {
+function messageTurns(trajectory, scale, replay) {
   let answers = 0;
   const drawn = trajectory.messages.map((message, i) => {
     const asked = isAnswer(trajectory.messages[i + 1]) ? trajectory.turns[answers]?.picture : null;
     const last = i === trajectory.messages.length - 1 ? trajectory.picture : null;
     if (!isAnswer(message) || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role), message.given ? el("span", {}, "given with the task") : null), el("div", { class: "shown" }, message.reasoning ? longText(message.reasoning, "reasoning") : null, longText(message.content || ""), callsOf(message), picture(asked || last)));
     const number = answers++, turn = trajectory.turns[number];
-    return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number),
+    return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number, replay),
       someOf(about(turn), scale), callsOf(message), infoOf(turn));
   });
   const ended = isAnswer(trajectory.messages.at(-1)) ? picture(trajectory.picture) : null;
@@ -128,16 +129,26 @@ function picture(html) {
   return html ? el("iframe", { class: "picture", sandbox: "", referrerpolicy: "no-referrer", loading: "lazy", title: "the environment's picture", srcdoc: FRAME + html }) : null;
 }
 
-function tokenTurn(turn, number, scale) {
+function tokenTurn(turn, number, scale, replay) {
   const prompt = turn.prompt.map((text, i) => ({ id: turn.prompt_ids[i], text, sampled: false, engine: null, old: null, updated: null, entropy: null, advantage: null, version: null }));
-  return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number), someOf(prompt, null), someOf(about(turn), scale), infoOf(turn));
+  return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number, replay), someOf(prompt, null), someOf(about(turn), scale), infoOf(turn));
 }
 
-function turnHead(turn, at) {
+/** A button that copies the command which goes on from a turn, and shows it. */
+function copying(command) {
+  const shown = el("code", { class: "command", hidden: true }, visible(command));
+  const button = el("button", { class: "quiet", title: "Copy the command that goes on from this turn in another way, by a model or by hand", onclick: async () => {
+    shown.hidden = false;
+    try { await navigator.clipboard.writeText(command); button.textContent = "copied"; } catch { button.textContent = "copy this"; }
+  } }, "go on from here");
+  return el("span", {}, button, " ", shown);
+}
+
+function turnHead(turn, at, replay) {
   const facts = [turn.sample !== null ? `sample ${turn.sample}` : null, turn.forked ? "forked: a new sample begins here" : null, turn.parent !== (at ? at - 1 : null) && (turn.forked || !at) ? (turn.parent === null ? "begins anew" : `continues turn ${turn.parent}`) : null,
     turn.reward ? `reward ${number(turn.reward)}` : null, `${turn.token_ids.length} tokens, ${turn.prompt_ids.length} new before them`,
     `model ${duration(turn.generate_seconds)}`, `environment ${duration(turn.env_seconds)}`, turn.finish_reason !== "stop" ? `ended by ${turn.finish_reason}` : null];
-  return el("header", {}, el("b", {}, `turn ${at}`), facts.filter(Boolean).map((text) => el("span", {}, text)));
+  return el("header", {}, el("b", {}, `turn ${at}`), facts.filter(Boolean).map((text) => el("span", {}, text)), replay ? copying(`${replay} --turn ${at}`) : null);
 }
 
 function infoOf(turn) {

@@ -113,10 +113,30 @@ async function showGroup(room, context, run, task) {
   const rewards = found.members.map((member) => member.row.score).filter((score) => score !== null);
   const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
   add(room, el("h1", {}, `Group of ${task}`), el("p", { class: "soft" }, `${found.members.length} episodes, mean score ${number(mean)}. They began alike; where they part is where credit comes from.`),
+    found.trees.length ? treesOf(found.trees) : null,
     el("div", { class: "columns" }, found.members.map(({ row, messages }) => el("section", { class: "panel" },
       el("h3", {}, el("a", { href: context.address("episode", { id: row.id, agent: row.agent, step: row.step }) }, row.id), " ", badge(row.fate)),
       el("p", { class: "soft small" }, `score ${number(row.score)} · ${row.num_turns ?? 0} turns · ${duration(row.seconds)}`),
       messages.length ? messages.map((message) => el("div", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)),
         message.reasoning ? el("pre", { class: "words reasoning" }, visible(message.reasoning)) : null, message.content || !message.tool_calls ? el("pre", { class: "words" }, visible(message.content)) : null, callsOf(message))) : el("p", { class: "soft" }, visible(row.why) || "nothing was kept of it")))));
   return { key(key) { if (key !== "u") return false; history.back(); return true; } };
+}
+
+/** The trees of a group: a line of turns for each episode, which begins where it has left another one, and the values of the states there. */
+function treesOf(nodes) {
+  const longest = Math.max(1, ...nodes.map((one) => one.turns ?? 0)), step = Math.max(14, Math.min(60, 640 / longest)), begin = 20;
+  const height = 26 + 34 * nodes.length, width = begin + longest * step + 330, row = new Map(nodes.map((one, i) => [one.id, 24 + 34 * i])), x = (turn) => begin + turn * step;
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { "max-width": `${width}px`, width: "100%" }, role: "img", "aria-label": `${nodes.length} episodes, of which ${nodes.filter((one) => one.left).length} have left others` });
+  for (const one of nodes) {
+    const y = row.get(one.id), from = one.left ? one.turn : 0, up = row.get(one.left);
+    if (up !== undefined) svg.append(el("path", { d: `M${x(from)} ${up}V${y}`, fill: "none", stroke: "var(--warn)", "stroke-width": 1.6 }));
+    svg.append(el("path", { d: `M${x(from)} ${y}H${x(Math.max(from, one.turns ?? from))}`, fill: "none", stroke: "var(--accent)", "stroke-width": 2 }));
+    for (let turn = from + 1; turn <= (one.turns ?? 0); turn++) svg.append(el("circle", { cx: x(turn), cy: y, r: 3, fill: "var(--accent)" }));
+    svg.append(el("text", { class: "tick", x: x(one.turns ?? from) + 10, y: y + 4 }, `${number(one.score)} · ${visible(one.id)}${one.left ? `, from turn ${one.turn}` : ""}`));
+  }
+  for (const one of nodes) for (const state of one.states) {
+    const dot = el("circle", { cx: x(state.turn), cy: row.get(one.id), r: 6, fill: "var(--warn)", stroke: "var(--panel)", "stroke-width": 2 });
+    svg.append(dot, el("text", { class: "tick", x: x(state.turn), y: row.get(one.id) - 9, "text-anchor": "middle" }, number(state.value)));
+  }
+  return el("section", { class: "panel trees" }, el("h3", {}, "Who has left whom"), svg, el("p", { class: "soft small" }, "A line is an episode, a small dot the end of a turn, a large one a state in which others have left it. Above it stands the mean score of all that went through it; at the end of a line stands the episode's own."));
 }
