@@ -147,7 +147,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "loss_tokens": "Tokens that carry a loss.",
         "tokens": "Tokens of the batch's samples, prompts included.",
         "tokens_computed": (
-            "Those that went through the model: a prefix that samples share is computed once."
+            "Those that went through the model: a prefix that samples share, as members and"
+            " branches do, is computed once. `tokens` - `tokens_computed` is what that saves."
         ),
         "lockstep_ratio": (
             "Several ranks: how many times as long the step takes as with the same work on each"
@@ -401,6 +402,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
             "Share of the tokens proposed by speculative decoding (`engine.speculative`) that the"
             " model accepted, since the last step. What is sampled does not depend on it; where it"
             " is low, proposals cost more than they save."
+        ),
+        "prefix_cache/found": (
+            "Share of the tokens of prompts that the engines found in their caches since the last"
+            " step, and did not compute: earlier turns, and beginnings that members and branches"
+            " share. There once an engine has told of any."
         ),
         "workers/<role>": (
             "Workers of a role that are alive when the step ends. `engine`: the engines that serve"

@@ -39,12 +39,12 @@ from agentrl.rollout.accounts import DiscardedSamples, RolloutAccounts, Schedule
 from agentrl.rollout.attempts import Attempts
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.engine_shares import EngineShares
 from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.member import Member
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.runner import EpisodeRunner, RunnerOffers
-from agentrl.rollout.speculation import SpeculationMeter
 from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.token_budget import TokenBudget
 from agentrl.rollout.watchdog import watch
@@ -132,7 +132,7 @@ class Rollouts:
         self._slots = EpisodeSlots(self._limit())
         self._preemptions = 0
         self._preempted_episodes = 0
-        self._speculation = SpeculationMeter()
+        self._engine_shares = EngineShares()
         self._episodes_ended = 0
         self._observe_at = 0
         self._failed_tasks: Counter[str] = Counter()  # by environment, of a mixture
@@ -315,7 +315,7 @@ class Rollouts:
             "failed_tasks": float(self._failed_tasks.total()),
             "generated_tokens": self._generated_tokens(),
         }
-        metrics |= self._speculation.metrics(self._engine.stats())
+        metrics |= self._engine_shares.metrics(self._engine.stats())
         metrics |= self._tokens_over_older_kv()
         for channel in self._flow.snapshot():
             name = f"channels/{channel.name.rpartition('/')[2]}"

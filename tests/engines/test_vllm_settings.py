@@ -33,9 +33,7 @@ from agentrl.planner.run_facts import (
     placement_request_of,
     with_defaults,
 )
-from agentrl.protocols import EngineStats
 from agentrl.protocols.component_settings import EngineSettingsOffers
-from agentrl.rollout.speculation import SpeculationMeter
 
 LAKE = Path(__file__).parents[2] / "examples" / "frozen_lake.yaml"
 
@@ -353,13 +351,3 @@ def test_weights_and_cache_in_fp8_are_planned_with_a_byte_each() -> None:
         tokens_cached(facts, layouts(config)[0], 1, 10 * GIB, 4096) for config in (plain, quantised)
     ]
     assert tokens[1] // 2 == tokens[0]
-
-
-def test_the_share_of_accepted_proposals_is_that_of_the_step() -> None:
-    meter = SpeculationMeter()
-    counts = EngineStats(0, 0, 100, 0, 0, proposed_tokens=40, accepted_tokens=30)
-    assert meter.metrics(EngineStats(0, 0, 0, 0, 0)) == {}
-    assert meter.metrics(counts) == {"speculation/accepted": 0.75}
-    later = replace(counts, proposed_tokens=50, accepted_tokens=31)
-    assert meter.metrics(later) == {"speculation/accepted": 0.1}
-    assert meter.metrics(EngineStats(0, 0, 5, 0, 0, proposed_tokens=4, accepted_tokens=2)) == {}
