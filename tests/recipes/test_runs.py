@@ -4,9 +4,12 @@ import asyncio
 import json
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -258,6 +261,79 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
         # processes answer at any time, so the engine batches their requests differently, which
         # changes the last bits of logprobs.
         assert killed["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_in_the_middle_of_trees_plays_them_again_and_loses_no_fate(tmp_path):
+    kills = 10
+    arguments = [
+        *SMALL,
+        "run_dir=run",
+        f"steps={kills + 2}",
+        "evaluation.tasks=0",
+        "checkpoint.every=1",
+        "rollout.max_staleness=1",
+        "algorithm.advantage=branch",
+        "rollout.branches={at: every, budget: 2, before: 3}",
+    ]
+    run, rng = tmp_path / "run", random.Random(0)
+    for kill in range(kills):
+        command = start(*arguments, cwd=tmp_path)
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while not (has_step(run, kill) and branches_underway(run)):
+            assert command.poll() is None, command.output
+            assert time.monotonic() < limit, command.output
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.1))
+        command.send_signal(signal.SIGKILL)
+        command.wait(PATIENCE_SECONDS)
+        arguments = ["--resume", "run"]
+    train("--resume", "run", cwd=tmp_path)
+    with Ledger(run / "ledger.sqlite") as ledger:
+        assert ledger.task_fates().settled
+        assert ledger.episode_fates().settled
+        assert len(trained_tasks(ledger)) == len(set(trained_tasks(ledger))) == 4 * (kills + 2)
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as read:
+        fates = {
+            tuple(key): (name, fate)
+            for name, fate, *key in read.execute(
+                "SELECT t.id || '/' || e.member || '/' || e.attempt, e.fate, e.task, e.member,"
+                " e.attempt, e.launch FROM episodes e JOIN tasks t ON t.number = e.task"
+            )
+        }
+        left = {
+            tuple(key): parent
+            for parent, *key in read.execute(
+                "SELECT parent, task, member, attempt, launch FROM branches"
+            )
+        }
+    assert left.keys() <= fates.keys()
+    trained = {(name, key[-1]) for key, (name, fate) in fates.items() if fate == "trained"}
+    lost = {key[-1] for key in left if fates[key][1] == "cancelled"}
+    assert len(lost) == kills  # each of these launches has ended in the middle of a tree
+    for key, parent in left.items():
+        if fates[key][1] == "trained":
+            assert (parent, key[-1]) in trained
+    whole = Counter(
+        key[0] for key, (_, fate) in fates.items() if fate == "trained" and key not in left
+    )
+    assert set(whole.values()) == {4}
+
+
+def has_step(run: Path, step: int) -> bool:
+    """True if the run has recorded this step."""
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and f'"step": {step}, "reward"' in metrics.read_text()
+
+
+def branches_underway(run: Path) -> bool:
+    """True if branches of the run's newest start have no fate yet."""
+    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as read:
+        (found,) = read.execute(
+            "SELECT count(*) FROM branches JOIN episodes USING (task, member, attempt, launch)"
+            " WHERE fate IS NULL AND launch = (SELECT max(launch) FROM episodes)"
+        ).fetchone()
+    return bool(found)
 
 
 @pytest.mark.long
