@@ -31,6 +31,7 @@ from agentrl.models.source import vocabulary_size
 from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.protocols import Engine, EngineSettingsOffers, Renderer, TrainerSettingsOffers
 from agentrl.remote.env_worker import EnvWorker, env_workers, worker_limits
+from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner, Role, ScriptedPolicy
@@ -64,19 +65,21 @@ async def env_host(
     pictures = shown and config.observe.picture_kib > 0
     async with AsyncExitStack() as stack:
         if cluster is None or not cluster.config.env_workers:
-            isolation = {name: env.isolation for name, env in config.envs.items()}
             host = EnvPool(
                 {name: make() for name, make in made.items()},
                 config.rollout.deadlines,
-                isolation,
+                {name: env.isolation for name, env in config.envs.items()},
                 pictures=pictures,
             )
         else:
-            sessions = worker_limits(config.rollout.live_episodes().most)
+            limits = worker_limits(ServerLimits(max_sessions=config.rollout.live_episodes().most))
             at = own_address() if cluster.spans_machines else "127.0.0.1"
             served = {}
             for name, make in made.items():  # of a mixture, each environment has as many workers
-                worker = partial(EnvWorker, make, sessions, at, pictures=pictures)
+                isolation = config.envs[name].isolation
+                worker = partial(
+                    EnvWorker, make, limits, at, isolation=isolation, pictures=pictures
+                )
                 workers = env_workers(
                     cluster.start_one,
                     cluster.config.env_workers,

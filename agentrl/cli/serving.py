@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +16,9 @@ from agentrl.config.from_file import load_config
 from agentrl.flow import run_steadily
 from agentrl.flow.stop_signals import handle_stop_signals
 from agentrl.protocols import Isolation
+
+if TYPE_CHECKING:
+    from agentrl.cluster.workers import Cluster
 
 
 def serve(  # noqa: PLR0917  typer calls it by name
@@ -28,6 +33,19 @@ def serve(  # noqa: PLR0917  typer calls it by name
     token_env: Annotated[
         str, typer.Option(help="Environment variable with the token that clients must send.")
     ] = "AGENTRL_REMOTE_TOKEN",
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes that the sessions are spread over; one that dies is replaced."
+        ),
+    ] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The Ray cluster whose nodes run the processes: auto, or host:port of its head.",
+        ),
+    ] = None,
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Sessions at once; further clients are asked to wait.")
     ] = 1024,
@@ -82,9 +100,14 @@ def serve(  # noqa: PLR0917  typer calls it by name
     from agentrl.remote.openenv.server import add_openenv
     from agentrl.remote.server import EnvServer
     from agentrl.remote.sessions import ServerLimits
+    from agentrl.remote.spread_server import SpreadServer
 
-    server = EnvServer(
-        env_factory(name, isolation, python=python, requires=requires or ()),
+    make = partial(env_factory, name, isolation, python, tuple(requires or ()))
+    if processes == 1 and ray is None:
+        server: Callable[..., EnvServer] = partial(EnvServer, make())
+    else:
+        server = partial(SpreadServer, _cluster_of(ray), processes, make)
+    server(
         name=name,
         isolation=isolation,
         pictures=pictures,
@@ -107,8 +130,17 @@ def serve(  # noqa: PLR0917  typer calls it by name
             fixed=env_options(options),
             allowed=tuple(name.strip() for name in allow_options.split(",") if name.strip()),
         ),
-    )
-    server.run()
+    ).run()
+
+
+def _cluster_of(ray: str | None) -> "Cluster":
+    """The Ray cluster at an address, or this machine."""
+    from agentrl.cluster.local import LocalCluster
+    from agentrl.cluster.ray_cluster import RayCluster
+
+    if ray is None:
+        return LocalCluster(LocalCluster.Config())
+    return RayCluster(RayCluster.Config(address=ray))
 
 
 def gateway(  # noqa: PLR0917  typer calls it by name

@@ -32,4 +32,4 @@ class Retries(Settings):
         """Seconds to wait after the n-th failure in a row: half a second, doubled up to half a
         minute.
         """
-        return min(0.5 * 2.0 ** (failures - 1), 30.0)
+        return 0.5 * 2.0 ** (failures - 1) if failures < 7 else 30.0

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -57,8 +58,8 @@ class RemoteEnv:
     process.
 
     The first `reset` opens a session, which serves all episodes of this instance. If the session
-    has expired or its server is draining, `reset` opens another. If all servers are full, `reset`
-    retries for `choice.FULL_SECONDS`.
+    has expired, its server is draining, or another server has fewer sessions (it has come back),
+    `reset` opens another. If all servers are full, `reset` retries for `choice.FULL_SECONDS`.
 
     Raises:
         ConfigError: an address or the token is wrong.
@@ -103,15 +104,18 @@ class RemoteEnv:
         suspicion().check(self._suspect)
         if self._lease is not None:
             try:
+                await self._move_to_less_loaded(self._lease.link)
                 reply = await self._begin(self._lease, seed, options)
                 if reply.status in (404, 503):
                     await self.close()
             except UnreachableError:
                 await self.close()  # no episode has begun, so nothing is lost
         if self._lease is None:
-            links = [link_to(url, self._token) for url in await self.servers()]
             self._lease = await open_at_any(
-                links, _open, kind="server", kind_when_full="servers of the environment"
+                await self._links(),
+                _open,
+                kind="server",
+                kind_when_full="servers of the environment",
             )
             reply = await self._begin(self._lease, seed, options)
         began = _read(_BEGAN, reply)
@@ -181,6 +185,20 @@ class RemoteEnv:
         lease, self._lease = self._lease, None
         if lease is not None:
             await lease.link.give_back(lease.session)
+
+    async def _links(self) -> Sequence[Link]:
+        return [link_to(url, self._token) for url in await self.servers()]
+
+    async def _move_to_less_loaded(self, now_at: Link) -> None:
+        """Between episodes: open a session elsewhere in place of this one, if that evens the load.
+        A server that was away begins without sessions.
+        """
+        best = min(await self._links(), key=lambda link: link.load)
+        if best.load < now_at.load and best.sessions + 1 < now_at.sessions:
+            with suppress(FullError, LostError):
+                moved = await _open(best)
+                await self.close()
+                self._lease = moved
 
     async def _begin(self, lease: "_Lease", seed: int, options: Mapping[str, Any]) -> ReplyFrame:
         lease.seq += 1
@@ -281,9 +299,8 @@ def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:
     if reply.status == 424:
         raise ConfigError(f"the remote environment: {reply.body.get('detail')}")
     if reply.status != 200:
-        raise EnvError(
-            f"the remote environment answered {reply.status}: {reply.body.get('detail')}"
-        )
+        failure = {410: LethalTaskError, 502: UnreachableError}.get(reply.status, EnvError)
+        raise failure(f"the remote environment answered {reply.status}: {reply.body.get('detail')}")
     try:
         return shape.validate_python(reply.body)
     except ValidationError as error:

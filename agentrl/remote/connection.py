@@ -10,7 +10,7 @@ transport to the dialect.
 import asyncio
 import ssl
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urljoin, urlsplit
 
 from websockets.client import ClientProtocol
@@ -190,8 +190,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Request a WebSocket."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         request = self._wire.connect()
         for name, value in self._headers.items():
             request.headers[name] = value

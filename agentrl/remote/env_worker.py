@@ -8,18 +8,21 @@ step needs no cluster call. An episode whose worker dies fails and is repeated.
 import asyncio
 import logging
 import secrets
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from agentrl.cluster.supervised import RESTARTS, Supervised, start_deadline
 from agentrl.cluster.worker_registry import WorkerCount, register_workers
-from agentrl.cluster.workers import PLACE_SECONDS, StartWorker, Worker
+from agentrl.cluster.workers import PLACE_SECONDS, Forked, StartWorker, Worker
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, now, waiting_for
-from agentrl.protocols.env import Env, ResetResult
+from agentrl.hosting.client_options import ClientOptions
+from agentrl.protocols.env import Env, Isolation, ResetResult
 from agentrl.remote.choice import UnreachableError
 from agentrl.remote.client import RemoteEnv, suspicion
 from agentrl.remote.link import end_link
@@ -34,6 +37,12 @@ _PAUSE_SECONDS = 0.2
 """Pause before the next attempt to reset: the death of a worker may not have been noticed yet."""
 _IDLE_SECONDS = 1e9
 """Longer than any run."""
+_LOOK_SECONDS = 0.5
+"""How long a worker's call takes that waits for its end. The next call waits as long."""
+_END_SECONDS = 10.0
+"""Time for a worker to close its environments, in seconds; then it is killed."""
+_IMPORTS = ("agentrl.remote.env_worker",)
+"""What every worker needs, and takes a second to import."""
 _PATIENCE_SECONDS = 10.0
 """Time for which a reset waits for a worker, in seconds; less than the deadline of a reset."""
 _ALL_DEAD = "the workers of the environments are starting again"
@@ -41,16 +50,18 @@ _FIRST_ATTEMPTS = 3
 """The run fails when this many workers of a rank die before any episode has begun."""
 
 
-def worker_limits(max_sessions: int) -> ServerLimits:
-    """The limits of a run's own worker. It ends no session for being idle: an episode may wait as
+def worker_limits(limits: ServerLimits) -> ServerLimits:
+    """The same limits for a worker, which ends no session for being idle: an episode may wait as
     long as training takes for an engine that sleeps meanwhile. Those of a run that is gone end
     after `reconnect_seconds`.
     """
-    return ServerLimits(max_sessions=max_sessions, idle_seconds=_IDLE_SECONDS)
+    return limits.model_copy(update={"idle_seconds": _IDLE_SECONDS})
 
 
 class EnvWorker:
-    """The worker: serves environments, in a thread, to clients that have the token."""
+    """The worker: serves environments, in a thread, to clients that have the token. `isolation`,
+    `options` and `pictures` are those of `EnvServer`.
+    """
 
     def __init__(
         self,
@@ -60,6 +71,8 @@ class EnvWorker:
         token: str,
         rank: int,
         *,
+        isolation: Isolation | None = None,
+        options: ClientOptions.Config | None = None,
         pictures: bool = False,
     ) -> None:
         self._server = EnvServer(
@@ -68,7 +81,8 @@ class EnvWorker:
             host=host,
             token=token,
             limits=limits,
-            options=None,
+            isolation=isolation,
+            options=options,
             pictures=pictures,
         )
         self._thread = threading.Thread(target=self._server.run, name="env-server", daemon=True)
@@ -87,9 +101,31 @@ class EnvWorker:
             self._listening.wait(0.01)
         return self._server.url
 
-    def serve(self) -> None:
-        """Wait until the server has ended."""
-        self._thread.join()
+    def serves(self, seconds: float) -> bool:
+        """True if the server goes on for this time."""
+        self._thread.join(seconds)
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """End the server, which closes its environments."""
+        self._server.should_exit = True
+        self._thread.join(_END_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnvs:
+    """Makes environments on workers that are alive."""
+
+    pool: "_Pool"
+    token: str
+
+    def __call__(self) -> Env:
+        """Make an environment."""
+        return _WorkerEnv(self.pool, self.token)
+
+    def count(self) -> WorkerCount:
+        """The number of workers that serve. Any thread may ask."""
+        return self.pool.worker_count()
 
 
 @asynccontextmanager
@@ -98,23 +134,24 @@ async def env_workers(
     count: int,
     make: Callable[[str, int], EnvWorker],
     *,
-    restarts: int = RESTARTS,
-) -> AsyncIterator[Callable[[], Env]]:
+    restarts: int | None = RESTARTS,
+) -> AsyncIterator[WorkerEnvs]:
     """A factory of environments on `count` workers, each made by `make(token, rank)`. `restarts`:
-    how often in a row the worker of a rank may be replaced with no episode begun in between.
+    how often in a row the worker of a rank may be replaced with no episode begun in between; None:
+    without end, once one has served.
 
     Raises:
         ConfigError: there is no such environment.
         WorkerDiedError: the workers of a rank keep dying right after their start.
     """
     token = secrets.token_urlsafe()
-    pool = _Pool(start, partial(make, token), token, count, restarts=restarts)
+    pool = _Pool(start, Forked(partial(make, token), _IMPORTS), token, count, restarts=restarts)
     with register_workers(pool.worker_count):
         async with Flow("env workers") as flow:
             for rank in range(count):
                 flow.start(pool.keep(rank), name=str(rank))
             await pool.servers()
-            yield partial(_WorkerEnv, pool, token)
+            yield WorkerEnvs(pool, token)
             flow.cancel()
 
 
@@ -159,17 +196,19 @@ class _Pool:
     def __init__(
         self,
         start: StartWorker,
-        make: Callable[[int], EnvWorker],
+        make: Callable[[int], object],
         token: str,
         count: int,
         *,
-        restarts: int = RESTARTS,
+        restarts: int | None = RESTARTS,
     ) -> None:
         self._start = start
         self._make = make
         self._token = token
+        self._endless = restarts is None
+        allowed = sys.maxsize if restarts is None else restarts
         self._supervised = [
-            Supervised(f"env {rank}", "an episode begun", allowed=restarts) for rank in range(count)
+            Supervised(f"env {rank}", "an episode begun", allowed=allowed) for rank in range(count)
         ]
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
@@ -209,6 +248,11 @@ class _Pool:
                     worker = await start()
                 try:
                     await self._serve(worker, rank)
+                except asyncio.CancelledError:
+                    with suppress(WorkerDiedError, TimeoutError):
+                        async with asyncio.timeout(_LOOK_SECONDS + _END_SECONDS):
+                            await worker.call("end")
+                    raise
                 finally:
                     await worker.stop()
             except WorkerDiedError as error:
@@ -220,8 +264,10 @@ class _Pool:
         async with start_deadline(f"the server of env {rank}", PLACE_SECONDS):
             self._urls[rank] = await worker.call("open")
         self._one_lives.set()
+        self._worked |= self._endless
         try:
-            await worker.call("serve")
+            while await worker.call("serves", _LOOK_SECONDS):
+                pass
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
             # A machine that vanished does not close its connections.

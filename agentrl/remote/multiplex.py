@@ -63,17 +63,21 @@ class Multiplexed:
             try:
                 frames = FRAMES.validate_json(message)
             except ValidationError as error:
-                await self._room.acquire()
+                await self._admit()
                 self._send(self._refusal_frame(None, Refusal(422, str(error))))
                 continue
             for frame in frames:
-                await self._room.acquire()
+                await self._admit()
                 if not isinstance(frame, OpenFrame) and self._sessions.answers_at_once(
                     frame.session
                 ):
                     await self._answer(frame)
                 else:
                     self._flow.start(self._answer(frame), name=frame.op)
+
+    async def _admit(self) -> None:
+        await self._room.acquire()
+        self._sessions.owe(1)
 
     async def _answer(self, frame: Frame) -> None:
         try:
@@ -130,5 +134,6 @@ class Multiplexed:
             for frame in packed(answers, _FRAME_BYTES):
                 await self._client.send(frame)
         finally:
+            self._sessions.owe(-len(answers))
             for _ in answers:
                 self._room.release()

@@ -52,6 +52,7 @@ STATUSES = {
         "`seq` is neither the last nor the next, a step or a snapshot without a running episode,"
         " or a snapshot of an environment that can make none; the session stays open"
     ),
+    410: "Processes of the environment died of this task, so it is set aside; the session ended",
     413: (
         "The body is larger than the server accepts (a WebSocket is closed with 1009); the session"
         " stays open"
@@ -63,7 +64,11 @@ STATUSES = {
     424: "The environment does not accept these `options`; the session ended",
     429: "The server has as many sessions as it allows: retry after `Retry-After` seconds",
     500: "The environment raised, or broke its contract; the session ended",
-    503: "The server is draining: no new session, no new episode; running episodes may finish",
+    502: "The process that played the episode died, or none can be used; the session ended",
+    503: (
+        "The server is draining, or its processes are starting again: no new session, no new"
+        " episode; running episodes may finish"
+    ),
     504: "The environment did not answer in time; the session ended",
 }
 """The meaning of each status other than 200, and its effect on the session. The body is a

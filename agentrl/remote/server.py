@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from agentrl.cluster.worker_registry import WorkerCount
 from agentrl.flow import Flow, now
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients
 from agentrl.hosting.config import EnvDeadlines
@@ -57,7 +58,9 @@ class EnvServer(HttpServer):
     address. `protocols` are served beside the server's own, for example
     `agentrl.remote.openenv.server.add_openenv`. `options` says which options clients may choose;
     None: all, because the clients may run code here anyway. `pictures`: environments that draw
-    their states (`render_html`) send the pictures in their infos.
+    their states (`render_html`) send the pictures in their infos. `processes` counts the processes
+    that the environments of `factory` are spread over, if they are. `in_processes`: whether each
+    session has a process of its own; by default, if `factory` makes a `ProcessEnv`.
 
     Raises:
         ConfigError: other machines could reach the server, and there is no token.
@@ -77,17 +80,21 @@ class EnvServer(HttpServer):
         protocols: Sequence[AddRoutes] = (),
         options: ClientOptions.Config | None = SAFE_OPTIONS,
         pictures: bool = False,
+        processes: Callable[[], WorkerCount] | None = None,
+        in_processes: bool | None = None,
     ) -> None:
         check_reach("host", host, token, "give a token (set the variable that --token-env names)")
         self.limits = limits or ServerLimits()
         seconds = self.limits.call_seconds
         deadlines = EnvDeadlines(reset=seconds, step=seconds, tool=seconds)
-        made_by = factory.func if isinstance(factory, partial) else factory
-        in_processes = made_by is ProcessEnv
+        if in_processes is None:
+            in_processes = makes_processes(factory)
         if options is not None:
             factory = for_clients(factory, options)
         host_of_envs = EnvPool({name: factory}, deadlines, isolation, pictures=pictures)
-        self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
+        self.sessions = Sessions(
+            host_of_envs, name, self.limits, in_processes=in_processes, processes=processes
+        )
         self._drain_until: float | None = None
         super().__init__(
             uvicorn.Config(
@@ -121,6 +128,11 @@ class EnvServer(HttpServer):
             if not self.sessions.busy or now() >= self._drain_until:
                 self.should_exit = True
         return await super().on_tick(counter)
+
+
+def makes_processes(factory: Callable[[], Env]) -> bool:
+    """True if each environment that it makes has a process of its own."""
+    return (factory.func if isinstance(factory, partial) else factory) is ProcessEnv
 
 
 def create_app(
@@ -157,6 +169,10 @@ def create_app(
     return app
 
 
+_OF_CALLS = (404, 409, 410, 422, 500, 502, 504)
+"""Statuses that any call of a session may have."""
+
+
 def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     links = {
         operation: {"operationId": operation, "parameters": {"session": "$response.body#/session"}}
@@ -170,7 +186,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/reset",
         operation_id="reset_session",
-        responses=_refusals(404, 409, 422, 424, 500, 503, 504),
+        responses=_refusals(*_OF_CALLS, 424, 503),
     )
     async def reset(session: str, request: Reset) -> Began:
         return await sessions.reset(session, request)
@@ -178,7 +194,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/step",
         operation_id="step_session",
-        responses=_refusals(404, 409, 422, 500, 504),
+        responses=_refusals(*_OF_CALLS),
     )
     async def step(session: str, request: Step) -> Stepped:
         return await sessions.step(session, request)
@@ -186,7 +202,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/snapshot",
         operation_id="snapshot_session",
-        responses=_refusals(404, 409, 422, 500, 504),
+        responses=_refusals(*_OF_CALLS),
     )
     async def snapshot(session: str, request: SaveState) -> Saved:
         return await sessions.snapshot(session, request)
@@ -194,7 +210,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.post(
         "/sessions/{session}/restore",
         operation_id="restore_session",
-        responses=_refusals(404, 409, 422, 500, 503, 504),
+        responses=_refusals(*_OF_CALLS, 503),
     )
     async def restore(session: str, request: RestoreState) -> Restored:
         return await sessions.restore(session, request)
@@ -204,16 +220,24 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
         await sessions.close(session)
         return {}
 
-    @app.get("/health", responses={503: {"description": "The same, while the server drains"}})
+    @app.get("/health", responses={503: {"description": "The same, while no session can begin"}})
     async def health(response: Response) -> dict[str, Any]:
-        response.status_code = 503 if sessions.draining else 200
-        state = "draining" if sessions.draining else "healthy"
-        return {
-            "status": state,
+        response.status_code = 200 if sessions.serving else 503
+        begins = "healthy" if sessions.serving else "starting"
+        answer = {
+            "status": "draining" if sessions.draining else begins,
             "env": name,
             "sessions": len(sessions),
             "max_sessions": sessions.limits.max_sessions,
         }
+        if sessions.processes is not None:
+            counted = sessions.processes()
+            answer["processes"] = {
+                "serving": counted.alive,
+                "count": counted.count,
+                "restarts": counted.restarts,
+            }
+        return answer
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import prometheus_client as prometheus
 from pydantic import Field
 
-from agentrl.errors import ConfigError, DeadlineError, EnvError
+from agentrl.cluster.worker_registry import WorkerCount
+from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError
 from agentrl.flow import deadline, now
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.pool import EnvPool
@@ -81,9 +82,11 @@ class _Session:
 
 
 class Metrics:
-    """The metrics at `/metrics`, in a separate registry."""
+    """The metrics at `/metrics`, in a separate registry. `processes` counts those that the
+    sessions are spread over.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Callable[[], WorkerCount] | None) -> None:
         self.registry = prometheus.CollectorRegistry()
         self.sessions = prometheus.Gauge(
             "agentrl_env_sessions", "Sessions that are open", registry=self.registry
@@ -103,6 +106,13 @@ class Metrics:
             ["status"],
             registry=self.registry,
         )
+        if processes is not None:
+            prometheus.Gauge(
+                "agentrl_env_processes", "Processes that serve", registry=self.registry
+            ).set_function(lambda: processes().alive)
+            prometheus.Gauge(
+                "agentrl_env_restarts", "Processes started again", registry=self.registry
+            ).set_function(lambda: processes().restarts)
         self.reset_seconds = self.seconds.labels("reset")
         self.step_seconds = self.seconds.labels("step")
 
@@ -113,19 +123,28 @@ class Sessions:
 
     With `in_processes`, each session runs in its own process, so that a hang or a crash costs only
     its own episode. Such a session uses megabytes instead of kilobytes, so fewer are allowed
-    (`ServerLimits.max_processes`).
+    (`ServerLimits.max_processes`). `processes` counts those that the environments of `host` are
+    spread over, if they are: while none serves, no session is opened.
     """
 
     def __init__(
-        self, host: EnvPool, name: str, limits: ServerLimits, *, in_processes: bool = False
+        self,
+        host: EnvPool,
+        name: str,
+        limits: ServerLimits,
+        *,
+        in_processes: bool = False,
+        processes: Callable[[], WorkerCount] | None = None,
     ) -> None:
         self._full = "no more are taken (--max-sessions)"
         if in_processes and limits.max_processes < limits.max_sessions:
             self._full = "each has a process of its own, and no more are started (--max-processes)"
             limits = limits.model_copy(update={"max_sessions": limits.max_processes})
         self.limits = limits
-        self.metrics = Metrics()
+        self.metrics = Metrics(processes)
+        self.processes = processes
         self.draining = False
+        self._owed = 0
         self._host = host
         self._name = name
         self._sessions: dict[str, _Session] = {}
@@ -146,9 +165,22 @@ class Sessions:
         return session is None or (session.env.answers_at_once and not session.lock.locked())
 
     @property
+    def serving(self) -> bool:
+        """True if a session can be opened, if there is room."""
+        return not self.draining and (self.processes is None or self.processes().alive > 0)
+
+    @property
     def busy(self) -> bool:
-        """True if an episode or a call is running."""
-        return any(session.playing or session.lock.locked() for session in self._sessions.values())
+        """True if an episode or a call is running, or an answer of a WebSocket is not sent yet."""
+        return self._owed > 0 or any(
+            session.playing or session.lock.locked() for session in self._sessions.values()
+        )
+
+    def owe(self, answers: int) -> None:
+        """Count answers over a WebSocket that a client waits for; a negative number has been
+        sent.
+        """
+        self._owed += answers
 
     @contextmanager
     def connected(self, client: str) -> Iterator[None]:
@@ -166,6 +198,8 @@ class Sessions:
     async def open(self, client: str | None = None) -> Opened:
         """Open a session, over a WebSocket of `client` or by plain HTTP."""
         self._refuse_if_draining()
+        if not self.serving:
+            raise Refusal(503, "the server's processes start again", self.limits.retry_seconds)
         if len(self) >= self.limits.max_sessions:
             raise Refusal(
                 429, f"{len(self)} sessions are open; {self._full}", self.limits.retry_seconds
@@ -415,4 +449,8 @@ class _Seal:
 def _status_of(error: Exception) -> int:
     if isinstance(error, DeadlineError):
         return 504
+    if isinstance(error, LethalTaskError):
+        return 410
+    if isinstance(error, OutageError):
+        return 502
     return 424 if isinstance(error, ConfigError) else 500

@@ -77,7 +77,7 @@ def test_a_run_s_own_worker_keeps_a_session_whose_engine_is_frozen_for_long(
 
     async def main() -> None:
         host = EnvPool({"counting": Counting}, EnvDeadlines())
-        all_of_them = Sessions(host, "counting", worker_limits(4))
+        all_of_them = Sessions(host, "counting", worker_limits(ServerLimits(max_sessions=4)))
         with all_of_them.connected("the run"):
             opened = (await all_of_them.open("the run")).session
             clock[0] += 100_000

@@ -30,6 +30,7 @@ from agentrl.hosting.process_env import ProcessEnv
 from agentrl.net.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv, remote
+from agentrl.remote.served_socket import ServedSocket
 from agentrl.remote.server import EnvServer
 from tests.remote.served import served
 
@@ -604,6 +605,26 @@ def test_a_server_that_drains_waits_for_no_episode_longer_than_it_may():
         assert server.should_exit
 
 
+def test_a_server_that_drains_sends_its_last_answer(monkeypatch):
+    sending = ServedSocket.send
+
+    async def send_late(self: ServedSocket, text: bytes) -> None:
+        await asyncio.sleep(0.2)
+        await sending(self, text)
+
+    monkeypatch.setattr(ServedSocket, "send", send_late)
+
+    async def main(server: EnvServer) -> None:
+        env = RemoteEnv([server.url])
+        await env.reset(seed=1, options={})
+        server.handle_exit(signal.SIGTERM, None)
+        assert (await env.step("end"))[2]
+        await env.close()
+
+    with served(Counting) as server:
+        asyncio.run(main(server))
+
+
 @pytest.mark.slow
 def test_sigterm_drains_the_command_which_then_exits_with_0():
     with in_process() as (process, url):
@@ -629,7 +650,9 @@ def test_the_schema_says_what_each_status_means(counting):
     async def work(ask: Plain) -> None:
         _, schema = await ask("GET", "/openapi.json")
         step = schema["paths"]["/sessions/{session}/step"]["post"]["responses"]
-        assert set(step) == {"200", "401", "404", "408", "409", "413", "422", "500", "504"}
+        assert set(step) == {
+            *("200", "401", "404", "408", "409", "410", "413", "422", "500", "502", "504")
+        }
         assert "seq" in step["409"]["description"]
         seq = schema["components"]["schemas"]["Step"]["properties"]["seq"]
         assert seq["description"].startswith("One more")

@@ -1,5 +1,5 @@
 """One environment, policy and seed over every transport: here, in a thread, in a process, over
-HTTP, as OpenEnv's.
+HTTP, as OpenEnv's, from a server over processes.
 """
 
 import asyncio
@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from agentrl.rollout.seeds import derive_seed
 from agentrl.testing import check_env
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated
-from tests.remote.served import served
+from tests.remote.served import served, spread
 
 SOURCE = Path(__file__).parent / "one_env.py"
 ADDRESS = f"file:{SOURCE}:Dials"
@@ -65,12 +66,19 @@ def over(scheme: str) -> Iterator[Transport]:
         yield Transport(plugins.load("envs", f"{scheme}{server.url}"))
 
 
+@contextmanager
+def over_processes() -> Iterator[Transport]:
+    with spread(partial(env_factory, ADDRESS), 2) as server:
+        yield Transport(plugins.load("envs", server.url))
+
+
 TRANSPORTS = {
     "inline": lambda: here("inline"),
     "thread": lambda: here("thread"),
     "process": lambda: here("process"),
     "http": lambda: over(""),
     "openenv": lambda: over("openenv:"),
+    "spread": over_processes,
 }
 
 

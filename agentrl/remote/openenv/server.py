@@ -149,10 +149,14 @@ async def _converse(
 ) -> None:
     idle_seconds = openenv_sessions.sessions.limits.idle_seconds
     while (raw := await client.receive(idle_seconds)) is not None:
-        reply = await answer(raw, openenv_sessions, session)
-        if reply is None:
-            return
-        await client.send(_encode(reply))
+        openenv_sessions.sessions.owe(1)
+        try:
+            reply = await answer(raw, openenv_sessions, session)
+            if reply is None:
+                return
+            await client.send(_encode(reply))
+        finally:
+            openenv_sessions.sessions.owe(-1)
         # A full server closes the connection, as OpenEnv's do.
         if reply.get("type") == "error" and reply["data"]["code"] == CAPACITY_REACHED:
             return
