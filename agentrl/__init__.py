@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentrl.conversation.reading import Reading as Reading
     from agentrl.conversation.reading import ToolFormat as ToolFormat
     from agentrl.conversation.renderer import TemplateRenderer as TemplateRenderer
+    from agentrl.encoded_image import EncodedImage as EncodedImage
     from agentrl.envs.base import TextEnv as TextEnv
     from agentrl.envs.base import ToolEnv as ToolEnv
     from agentrl.envs.base import ToolResult as ToolResult
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from agentrl.protocols import GroupReward as GroupReward
     from agentrl.protocols import LossOutput as LossOutput
     from agentrl.protocols import LossTokens as LossTokens
+    from agentrl.protocols import Observation as Observation
     from agentrl.protocols import Reward as Reward
     from agentrl.protocols import RewardOffers as RewardOffers
     from agentrl.protocols import Rule as Rule
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from agentrl.protocols import SandboxProvider as SandboxProvider
     from agentrl.protocols import SandboxSpec as SandboxSpec
     from agentrl.protocols import Stateful as Stateful
+    from agentrl.protocols import StepReply as StepReply
     from agentrl.protocols import StepResult as StepResult
     from agentrl.protocols import TaskSource as TaskSource
     from agentrl.protocols import Tracker as Tracker
@@ -84,13 +87,14 @@ _HOMES = {
     "agentrl.conversation.config": "RendererConfig",
     "agentrl.conversation.reading": "Reading ToolFormat",
     "agentrl.conversation.renderer": "TemplateRenderer",
+    "agentrl.encoded_image": "EncodedImage",
     "agentrl.envs.base": "TextEnv ToolEnv ToolResult plays read_options",
     "agentrl.errors": "AgentRLError ConfigError EnvError",
     "agentrl.hosting.wrappers": "Wrapper",
     "agentrl.protocols": (
         "Algorithm AlgorithmOffers Command Curriculum Engine EngineOffers Enumerable Env"
-        " GroupReward LossOutput LossTokens Reward RewardOffers Rule Sandbox SandboxProvider"
-        " SandboxSpec Stateful StepResult TaskSource Tracker Trainer"
+        " GroupReward LossOutput LossTokens Observation Reward RewardOffers Rule Sandbox"
+        " SandboxProvider SandboxSpec Stateful StepReply StepResult TaskSource Tracker Trainer"
     ),
     "agentrl.recipes.lineage": "verified_lineage",
     "agentrl.runs.train": "train",

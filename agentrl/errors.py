@@ -10,6 +10,7 @@
     │   │   ├── OutageError        the environment's server cannot be reached; episodes wait for it
     │   │   ├── SandboxError       a sandbox was lost, or did not start: nothing that was run in it
     │   │   │                      is to blame
+    │   │   ├── ImagesRefusedError it shows pictures, which the model cannot see
     │   │   ├── EnvProcessDiedError the process that an environment had of its own died
     │   │   └── LethalTaskError    servers or processes of the environment died of a task:
     │   │                          it is set aside
@@ -42,6 +43,7 @@
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     ├── MetricNameError            two parts of a run report a metric of the same name
     ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...
+    ├── ImageError                 the bytes of a picture are not taken: damaged, huge, animated
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
 A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`),
@@ -128,6 +130,12 @@ class SandboxError(EnvError):
     """What a sandbox stands on has failed. It says nothing about what was run there, and is never a
     result of it.
     """
+
+
+class ImagesRefusedError(EnvError):
+    """Messages hold pictures, and the model reads text alone. None is left out in silence."""
+
+    final = True
 
 
 class EnvProcessDiedError(EnvError):
@@ -243,6 +251,10 @@ class MetricNameError(AgentRLError):
 
 class StorageError(AgentRLError):
     """The files of a run cannot be read or written. Says which, and how to continue."""
+
+
+class ImageError(AgentRLError):
+    """The bytes of a picture are not taken. Says what they are, and what to write."""
 
 
 class ConformanceError(AgentRLError):

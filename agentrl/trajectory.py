@@ -27,6 +27,7 @@ from agentrl.arrays import (
     scale_of,
     settled,
 )
+from agentrl.encoded_image import EncodedImage
 from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
 from agentrl.expert_choices import ExpertChoices
 
@@ -201,6 +202,8 @@ class Message:
 
     `given`: it came with the task, as an example or an earlier turn. An answer that was given is
     shown to the model as its own, and was not sampled.
+
+    `images` stand before the content.
     """
 
     role: Role
@@ -211,6 +214,7 @@ class Message:
     name: str = ""
     reasoning_tokens: int = 0
     given: bool = False
+    images: tuple[EncodedImage, ...] = ()
 
     @property
     def is_answer(self) -> bool:
@@ -226,6 +230,11 @@ class Message:
             for one in self.tool_calls
         ]
         return replace(self, tool_calls=tuple(calls))
+
+    @property
+    def described(self) -> str:
+        """The content for readers of text alone: its pictures are named."""
+        return "\n".join(filter(None, (*(image.described for image in self.images), self.content)))
 
     @property
     def said(self) -> str:

@@ -44,7 +44,7 @@ from agentrl.conversation.tools import (
     tools_of,
 )
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.protocols import Env, Observation, ResetReply, StepReply, StepResult
 from agentrl.settings.base import Settings
 from agentrl.settings.faults import Fault, faults
 from agentrl.trajectory import MadeCall, ToolCall
@@ -127,22 +127,26 @@ class TextEnv(ABC):
     rng: random.Random
 
     @abstractmethod
-    def start(self, seed: int, options: Mapping[str, Any]) -> str | Awaitable[str]:
-        """Begin an episode, forget the last one, and return the first observation. May be async."""
+    def start(
+        self, seed: int, options: Mapping[str, Any]
+    ) -> str | Observation | Awaitable[str | Observation]:
+        """Begin an episode, forget the last one, and return the first observation: a text, or an
+        `Observation` with pictures. May be async.
+        """
 
     @abstractmethod
-    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+    def step(self, action: str) -> StepReply | Awaitable[StepReply]:
         """Take the model's message; return (observation, reward, terminated, truncated, info). May
         be async.
         """
 
-    def reset(
-        self, *, seed: int, options: Mapping[str, Any]
-    ) -> ResetResult | Awaitable[ResetResult]:
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetReply | Awaitable[ResetReply]:
         """Seed `rng` and begin an episode with `start`."""
         self.rng = random.Random(seed)
         observation = self.start(seed, options)
-        return (observation, {}) if isinstance(observation, str) else _first(observation)
+        if isinstance(observation, str | Observation):
+            return observation, {}
+        return _first(observation)
 
     def close(self) -> None | Awaitable[None]:
         """Release what the environment holds; by default nothing."""
@@ -159,7 +163,7 @@ class TextEnv(ABC):
         return None
 
 
-async def _first(observation: Awaitable[str]) -> ResetResult:
+async def _first(observation: Awaitable[str | Observation]) -> ResetReply:
     return await observation, {}
 
 

@@ -3,29 +3,37 @@
 The observation is the grid, then a line with the cells left, down, right and up of the player. Each
 cell is a space and a letter, so that a byte-level tokenizer makes one token of it, the same at
 every position. P is the player, S the start, F frozen, H a hole, G the goal, W the wall around the
-lake.
+lake. With `view: picture` it is a picture of the lake instead, and no text.
 """
 
 import random
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from pydantic import Field
 
+from agentrl.encoded_image import EncodedImage
 from agentrl.envs.base import TextEnv, plays, read_options
-from agentrl.envs.board import board_html
+from agentrl.envs.board import board_html, board_image
 from agentrl.errors import EnvError
-from agentrl.protocols import StepResult
+from agentrl.protocols import Observation, StepReply
 from agentrl.settings.base import Settings
 
 ACTIONS = ("left", "down", "right", "up")
 """The legal messages, in Gymnasium's order."""
 
 _HINT = "Say left, down, right or up."
+_GRID_PROMPT = (
+    "You are P. Reach G, avoid H. Say left, down, right or up. "
+    "The last line is what is left, down, right, up of you."
+)
+_PICTURE_PROMPT = (
+    "You are the dot. Reach the green square, avoid the dark ones. Say left, down, right or up."
+)
 _COLOURS = {"S": "#dde7f0", "F": "#e4f1fa", "H": "#5b7f9e", "G": "#8fd3a5", "P": "#f2b35e"}
 _SIGNS = {"F": "", "H": "", "P": "●", "G": "★"}
 
@@ -41,10 +49,7 @@ class FrozenLake(TextEnv):
     hint. Only the run limits the number of turns.
     """
 
-    system_prompt = (
-        "You are P. Reach G, avoid H. Say left, down, right or up. "
-        "The last line is what is left, down, right, up of you."
-    )
+    system_prompt = _GRID_PROMPT
     isolation = "inline"
     restorable = True
 
@@ -59,15 +64,23 @@ class FrozenLake(TextEnv):
         """
         slippery: bool = False
         """If true, two of three moves go sideways, as in Gymnasium's default."""
+        view: Literal["grid", "picture"] = "grid"
+        """The observation: the grid as text, or a picture of 28 x 28 pixels per cell."""
+
+        @property
+        def shows_images(self) -> bool:
+            """True if the model must be able to see."""
+            return self.view == "picture"
 
     def __init__(self) -> None:
         self._lake: gymnasium.Env[int, int] | None = None
         self._desc: Map = ()
         self._slippery = False
+        self._sees = False
         self._state = 0
         self._over = True
 
-    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+    def start(self, seed: int, options: Mapping[str, Any]) -> str | Observation:
         """Set up the map of this seed."""
         chosen = read_options(self.Options, options)
         desc = _map(chosen.size, chosen.p, seed)
@@ -78,9 +91,11 @@ class FrozenLake(TextEnv):
             self._desc, self._slippery = desc, chosen.slippery
         self._state, _ = self._lake.reset(seed=seed)
         self._over = False
-        return self._grid()
+        self._sees = chosen.shows_images
+        self.system_prompt = _PICTURE_PROMPT if self._sees else _GRID_PROMPT
+        return self._view()
 
-    def step(self, action: str) -> StepResult:
+    def step(self, action: str) -> StepReply:
         """Move, if the message is a legal word.
 
         Raises:
@@ -90,9 +105,9 @@ class FrozenLake(TextEnv):
             raise EnvError("no episode is being played; call reset first")
         word = action.strip().lower()
         if word not in ACTIONS:
-            return f"{self._grid()}\n{_HINT}", 0.0, False, False, {"success": False}
+            return self._view(_HINT), 0.0, False, False, {"success": False}
         self._state, reward, self._over, _, _ = self._lake.step(ACTIONS.index(word))
-        return self._grid(), float(reward), self._over, False, {"success": float(reward) > 0}
+        return self._view(), float(reward), self._over, False, {"success": float(reward) > 0}
 
     def render_html(self) -> str:
         """The lake: ice, holes (dark), the goal (a star), and the player (a dot)."""
@@ -122,8 +137,11 @@ class FrozenLake(TextEnv):
             word for word, state in reached.items() if state != self._state and cells[state] != "H"
         ]
 
-    def _grid(self) -> str:
-        return _grid(self._desc, self._state)
+    def _view(self, hint: str = "") -> str | Observation:
+        if self._sees:
+            return Observation(hint, [_image(self._desc, self._state)])
+        grid = _grid(self._desc, self._state)
+        return f"{grid}\n{hint}" if hint else grid
 
 
 @plays(FrozenLake)
@@ -162,7 +180,16 @@ def _grid(desc: Map, state: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _picture(desc: Map, state: int) -> str:
-    return board_html([row[1::2] for row in _grid(desc, state).split("\n")[:-1]], _COLOURS, _SIGNS)
+    return board_html(_letters(desc, state), _COLOURS, _SIGNS)
+
+
+@lru_cache(maxsize=4096)
+def _image(desc: Map, state: int) -> EncodedImage:
+    return board_image(_letters(desc, state), _COLOURS, _SIGNS)
+
+
+def _letters(desc: Map, state: int) -> list[str]:
+    return [row[1::2] for row in _grid(desc, state).split("\n")[:-1]]
 
 
 def _move(desc: Map, state: int, action: int) -> int:

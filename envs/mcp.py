@@ -45,7 +45,7 @@ from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.foreign import load_package
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.net.http_client import proxy_note
-from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.protocols import Env, ResetReply, StepResult
 from agentrl.settings.base import Settings
 from agentrl.trajectory import ToolCall
 
@@ -86,7 +86,7 @@ class McpToolEnv(ToolEnv, no_tools=True):
         super().__init_subclass__(no_tools=no_tools)
         cls._is_async = True
 
-    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetReply:
         """Open a session, list its tools, and begin an episode with `start`.
 
         Raises:
@@ -174,7 +174,7 @@ class McpEnv(McpToolEnv):
     def __init__(self, server: str) -> None:
         self.server = server
 
-    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetReply:
         """Open a session and begin an episode.
 
         Raises:

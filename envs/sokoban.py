@@ -4,7 +4,7 @@ lose the game.
 The observation is the grid in the usual letters, a space before each: `@` the player, `$` a box,
 `.` a goal, `*` a box on a goal, `+` the player on a goal, `#` a wall, `-` free floor. Puzzles are
 made by playing backwards: the boxes start on the goals and are pulled away from them, so pushing
-them back is a known solution.
+them back is a known solution. With `view: picture` it is a picture of the room instead.
 """
 
 import random
@@ -18,9 +18,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from agentrl.envs.base import TextEnv, plays, read_options
-from agentrl.envs.board import board_html
+from agentrl.envs.board import board_html, board_image
 from agentrl.errors import EnvError
-from agentrl.protocols import StepResult
+from agentrl.protocols import Observation, StepReply
 from agentrl.settings.base import Settings
 
 Cell = tuple[int, int]
@@ -34,6 +34,14 @@ before the pull.
 MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 """The legal words, and the step of each."""
 
+_GRID_PROMPT = (
+    "You are @. Push every box $ onto a goal . (then it is *). # is a wall. You push a box by"
+    " walking into it, one at a time, and cannot pull. Say left, down, right or up."
+)
+_PICTURE_PROMPT = (
+    "You are the disc. Push every brown square onto a pink one (then it is green). Grey is a wall."
+    " You push by walking, one at a time, and cannot pull. Say left, down, right or up."
+)
 _HINT = "Say one of left, down, right, up."
 _COLOURS = {
     "#": "#7d8a95",
@@ -88,10 +96,7 @@ class Sokoban(TextEnv):
     foreseeing this is the task. Only the run limits the number of turns.
     """
 
-    system_prompt = (
-        "You are @. Push every box $ onto a goal . (then it is *). # is a wall. You push a box by"
-        " walking into it, one at a time, and cannot pull. Say left, down, right or up."
-    )
+    system_prompt = _GRID_PROMPT
     # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels,
     # once per group.
     isolation = "inline"
@@ -108,14 +113,19 @@ class Sokoban(TextEnv):
         """Cells per side of the room, instead of the level's: at least as many."""
         walls: int | None = Field(None, ge=0)
         """Inner walls, instead of the level's: at most a third of the cells."""
-        view: Literal["grid", "words"] = "grid"
+        view: Literal["grid", "words", "picture"] = "grid"
         """The observation: the grid, or `words`, a few for each box (`box 2 up 1 left, goal 3
         right`: where it is from the player, and its nearest goal from there) and for the walls
-        beside the player."""
+        beside the player, or a picture of 28 x 28 pixels per cell."""
         shaping: float = Field(0.0, ge=0.0, le=1.0)
         """Reward for each box pushed onto a goal, subtracted when the box leaves it; 0 rewards only
         the solution. Over an episode only the boxes that end on a goal count, so pushing back and
         forth earns nothing."""
+
+        @property
+        def shows_images(self) -> bool:
+            """True if the model must be able to see."""
+            return self.view == "picture"
 
         @field_validator("side")
         @classmethod
@@ -135,17 +145,18 @@ class Sokoban(TextEnv):
 
     _has_started = False
 
-    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+    def start(self, seed: int, options: Mapping[str, Any]) -> str | Observation:
         """Set up the puzzle of this seed."""
         chosen = read_options(self.Options, options)
         self._shaping = chosen.shaping
-        self._in_words = chosen.view == "words"
+        self._chosen_view = chosen.view
+        self.system_prompt = _PICTURE_PROMPT if chosen.shows_images else _GRID_PROMPT
         self._has_started = True
         self._puzzle = make_puzzle(chosen.level, seed, chosen.side, chosen.walls)
         self._boxes, self._player = self._puzzle.boxes, self._puzzle.player
         return self._view()
 
-    def step(self, action: str) -> StepResult:
+    def step(self, action: str) -> StepReply:
         """Move or push, if the message has exactly one legal word.
 
         Raises:
@@ -155,18 +166,18 @@ class Sokoban(TextEnv):
             raise EnvError("no episode is being played; call reset first")
         words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
         if len(words) != 1:
-            return f"{self._view()}\n{_HINT}", 0.0, False, False, {"success": False}
+            return self._view(_HINT), 0.0, False, False, {"success": False}
         before = len(self._boxes & self._puzzle.goals)
         moved = self._move(*words)
         reward = float(self._is_solved) + self._shaping * (
             len(self._boxes & self._puzzle.goals) - before
         )
-        observation = self._view() if moved else f"{self._view()}\nThat way is blocked."
+        observation = self._view("" if moved else "That way is blocked.")
         return observation, reward, self._is_solved, False, {"success": self._is_solved}
 
     def render_html(self) -> str:
         """The room: walls, goals (pink), boxes (squares, green on a goal), the player (a dot)."""
-        return board_html([row[1::2] for row in self._grid().split("\n")], _COLOURS, _SIGNS)
+        return board_html(self._letters(), _COLOURS, _SIGNS)
 
     def known_moves(self) -> list[str]:
         """The words that continue the known solution; empty once a push has left it."""
@@ -193,8 +204,15 @@ class Sokoban(TextEnv):
         self._player = to
         return True
 
-    def _view(self) -> str:
-        return self._words() if self._in_words else self._grid()
+    def _view(self, more: str = "") -> str | Observation:
+        """The observation, and a line of text after it."""
+        if self._chosen_view == "picture":
+            return Observation(more, [board_image(self._letters(), _COLOURS, _SIGNS)])
+        shown = self._words() if self._chosen_view == "words" else self._grid()
+        return f"{shown}\n{more}" if more else shown
+
+    def _letters(self) -> list[str]:
+        return [row[1::2] for row in self._grid().split("\n")]
 
     def _words(self) -> str:
         said = []

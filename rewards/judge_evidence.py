@@ -25,13 +25,13 @@ class EvidenceSettings(JudgeSettings):
         return f"You are a strict and impartial judge. {doing} {self.about}".strip()
 
     def messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
-        """The messages to show."""
+        """The messages to show, as texts: of a picture, a judge gets the size alone."""
         shown: Sequence[Message] = trajectory.messages
         if self.show == "answer":
             own = max((place for place, one in enumerate(shown, 1) if one.given), default=0)
             asked = [message for message in shown[own:] if message.role == "user"][:1]
             shown = asked + [message for message in shown if message.is_answer][-1:]
-        return [{"role": message.role, "content": message.content} for message in shown]
+        return [{"role": message.role, "content": message.described} for message in shown]
 
     def right_answer(self, trajectory: Trajectory) -> dict[str, Any]:
         """The right answer by its name in the prompt; empty if none is shown.

@@ -23,7 +23,7 @@ SHARED_NAMES = {"Config", "Options"}
 # are no circles.
 LAYERS = [
     {"arrays", "distribution", "errors", "files", "lazy_names"},
-    {"expert_choices"},
+    {"encoded_image", "expert_choices"},
     {"models", "settings", "trajectory"},
     {"batch", "flow", "net"},
     {"protocols"},
@@ -52,6 +52,7 @@ PLUGINS_MAY_IMPORT = {
     "cluster",
     "conversation",
     "distribution",
+    "encoded_image",
     "errors",
     "expert_choices",
     "files",
@@ -191,6 +192,7 @@ SETTINGS_MODULES = {
     "context",
     "credentials",
     "distribution",
+    "encoded_image",
     "env_config",
     "errors",
     "expert_choices",

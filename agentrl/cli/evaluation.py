@@ -78,7 +78,8 @@ def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
         console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:
             console.print(
-                f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False
+                f"[bold cyan]{message.role}[/bold cyan] {escape(message.described)}",
+                highlight=False,
             )
     console.rule(escape(suite))
     for name, value in evaluation.metrics().items():

@@ -9,15 +9,17 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.observations import images_taken
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import SINGLE_AGENT, agents_in, earnings, next_agent, system_prompt_in
 from agentrl.rollout.seeds import derive_seed
-from agentrl.trajectory import ToolCall
+from agentrl.trajectory import Message, ToolCall
 
 
 async def play(
@@ -64,6 +66,10 @@ class _Session:
     person: str | None
     player: ScriptedPlayer | None
 
+    def show(self, role: str, text: str, images: Sequence[EncodedImage], agent: str) -> None:
+        """Print what the environment shows, if the user may see it; of its pictures, the sizes."""
+        self.say(role, Message("user", text, images=tuple(images)).described, agent)
+
     def say(self, role: str, text: str, agent: str = "") -> None:
         """Print a message to or from an agent, if the user may see it."""
         if self.person in (None, agent):
@@ -102,7 +108,8 @@ async def _episode(
     agent, totals = next_agent(info, agents), dict.fromkeys(agents, 0.0)
     for message in info.get("history") or ():
         session.say(message["role"], message["content"], agent)
-    session.say("user", observation, agent)
+    images, info = images_taken("reset", info)
+    session.show("user", observation, images, agent)
     for turn in range(max_turns):
         action = await session.action(env, agent, random.Random(derive_seed(seed, turn)))
         if action is None:
@@ -111,13 +118,14 @@ async def _episode(
             )
             return
         observation, reward, terminated, truncated, info = await env.step(action)
+        images, info = images_taken("step", info)
         paid = (
             {"": float(reward)} if agents is SINGLE_AGENT else earnings(info, agent, reward, agents)
         )
         totals = {name: total + paid.get(name, 0.0) for name, total in totals.items()}
         is_over = terminated or truncated
         agent = agent if is_over else next_agent(info, agents)
-        session.say("tool" if env.tools else "user", observation, agent)
+        session.show("tool" if env.tools else "user", observation, images, agent)
         console.print(
             f"[dim]reward {float(reward):g}, info {escape(str(info))}[/dim]", highlight=False
         )

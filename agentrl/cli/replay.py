@@ -147,13 +147,14 @@ async def replay(
     Raises:
         ConfigError: there is no such episode, or only its fate was kept.
     """
+    from agentrl.observe.run_images import RunImages
     from agentrl.recipes.recordings import message_of
 
     episode = _episode(folder, name, agent)
     played = episode["trajectory"]
-    turns = iter(played["turns"])
+    turns, images = iter(played["turns"]), RunImages(folder)
     for row in played["messages"]:
-        message = message_of(row)
+        message = message_of(row, images)
         turn = next(turns, None) if message.is_answer else None
         if turn is not None and speed > 0:
             await asyncio.sleep(min(turn["generate_seconds"] / speed, _LONGEST_PAUSE_SECONDS))
@@ -173,10 +174,11 @@ def saved_turn(folder: Path, name: str, turn: int) -> "tuple[dict[str, Any], Dep
         ConfigError: there is no such episode or turn, or only its fate was kept.
     """
     from agentrl.recipes.continuation import Departure
+    from agentrl.observe.run_images import RunImages
     from agentrl.recipes.recordings import played_in
 
     episode = _episode(folder, name)
-    return episode["row"], Departure(played_in(episode["trajectory"]), turn)
+    return episode["row"], Departure(played_in(episode["trajectory"], RunImages(folder)), turn)
 
 
 def _episode(folder: Path, name: str, agent: str = "") -> dict[str, Any]:
@@ -255,7 +257,7 @@ def _show(console: Console, message: Message) -> None:
     if message.reasoning:
         console.print(f"[dim]{escape(message.reasoning)}[/dim]", highlight=False, soft_wrap=True)
     console.print(
-        f"[bold {style}]{message.role}[/bold {style}] {escape(message.content or '')}",
+        f"[bold {style}]{message.role}[/bold {style}] {escape(message.described)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -118,7 +118,8 @@ def check_options(loaded: LoadedConfig) -> None:
     config.
 
     Raises:
-        ConfigError: an environment takes no such option, or not this value.
+        ConfigError: an environment takes no such option, or not this value, or would show pictures
+            to a model that cannot see.
     """
     named = _envs_of(loaded.config)
     if problems := [
@@ -192,7 +193,13 @@ def _options_problems(
     if env.wrappers or shape is None:
         return
     try:
-        shape.model_validate(env.options)
+        options = shape.model_validate(env.options)
+        if getattr(options, "shows_images", False):
+            yield (
+                f"{'.'.join((*section, 'options'))}: {env.name} would show pictures, and the models"
+                " that are trained here read text alone: choose what it says in words, such as"
+                " view: grid"
+            )
     except ValidationError as error:
         yield from (
             line

@@ -49,7 +49,7 @@ from agentrl.conversation.tool_formats import (
     syntax_of,
     syntax_read_by,
 )
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ImagesRefusedError
 from agentrl.models.tokenizer import load_tokenizer
 from agentrl.protocols import Prompt
 from agentrl.trajectory import Completion, Message, ToolCall
@@ -384,7 +384,10 @@ class TemplateRenderer:
     # What others wrote becomes no control token
 
     def _guard_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages with guards, or themselves if they need none."""
+        """The messages with guards, or themselves if they need none. All that is rendered comes
+        through here.
+        """
+        _refuse_images(messages)
         guarded = [self._control.guarded_message(message, self._own) for message in messages]
         return messages if guarded == list(messages) else guarded
 
@@ -700,6 +703,20 @@ class TemplateConversation:
     def _append(self, messages: Sequence[Message]) -> None:
         self._messages += messages
         self._shown += messages
+
+
+def _refuse_images(messages: Sequence[Message]) -> None:
+    """Check that messages are texts.
+
+    Raises:
+        ImagesRefusedError: one holds pictures.
+    """
+    if image := next((image for message in messages for image in message.images), None):
+        raise ImagesRefusedError(
+            f"a message holds a picture ({image.format}, {image.width} x {image.height}), and the"
+            " models that are trained here read text alone: choose what the environment says in"
+            " words, such as env.options.view=grid"
+        )
 
 
 def renderer_of(folder: Path, config: RendererConfig) -> TemplateRenderer:

@@ -15,6 +15,7 @@ from typing import Any
 from agentrl import plugins
 from agentrl.errors import ConfigError, describe
 from agentrl.hosting.calls import recorded
+from agentrl.hosting.observations import as_result
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.snapshots import rewindable
 from agentrl.protocols.env import (
@@ -60,6 +61,7 @@ class _Hosted:
             result = self._call(call, request)
             if inspect.isawaitable(result):
                 result = runner.run(_awaited(result))
+            result = as_result(result)
             answer: dict[str, Any] = (
                 {"tuple": result} if isinstance(result, tuple) else {"text": _text(result)}
             )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import EnvError
+from agentrl.hosting.observations import as_result, images_taken
 from agentrl.protocols.env import ResetResult, StepResult
 
 
@@ -25,6 +26,7 @@ def checked_reset(name: str, reply: Any) -> ResetResult:
         EnvError: it is no (observation: str, info: mapping), or one of these cannot be sent or
         stored.
     """
+    reply = as_result(reply)
     if not (isinstance(reply, tuple) and len(reply) == 2):
         raise EnvError(
             f"{name}.reset must return (observation: str, info: dict), got {reply!r:.200}"
@@ -41,6 +43,7 @@ def checked_step(name: str, reply: Any) -> StepResult:
             info: mapping), the reward is not finite, or a text or the info cannot be sent or
             stored.
     """
+    reply = as_result(reply)
     if not (isinstance(reply, tuple) and len(reply) == 5):
         raise EnvError(
             f"{name}.step must return (observation: str, reward: float, terminated: bool,"
@@ -105,8 +108,8 @@ def _text(where: str, observation: Any) -> str:
     if not isinstance(observation, str):
         if _holds_image(observation):
             raise EnvError(
-                f"{where} gave an image ({type(observation).__name__}) for a text; models that are"
-                " trained here read text alone: say in words or numbers what it shows"
+                f"{where} gave an image ({type(observation).__name__}) for a text: write"
+                " agentrl.Observation(text, [agentrl.EncodedImage.of_pixels(array)])"
             )
         raise EnvError(f"{where} gave {observation!r:.80} for a text; write a str")
     _check_encodes(f"{where} gave a text", observation)
@@ -146,10 +149,12 @@ def _info(where: str, info: Any) -> dict[str, Any]:
             f"{where} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for"
             " nothing"
         )
-    return {
+    plain = {
         _key(where, key, "info"): _plain(where, value, f"info[{key!r}]")
         for key, value in info.items()
     }
+    images_taken(where, plain)
+    return plain
 
 
 def _plain(where: str, value: Any, path: str) -> Any:

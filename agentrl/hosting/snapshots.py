@@ -9,9 +9,10 @@ import inspect
 import json
 from collections.abc import Awaitable, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.errors import EnvError
+from agentrl.hosting.observations import IMAGES
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols.env import (
     Env,
@@ -20,6 +21,8 @@ from agentrl.protocols.env import (
     can_restore,
     is_deterministic,
 )
+
+_Result = TypeVar("_Result", ResetResult, StepResult)
 
 
 class ReplaysActions(Wrapper):
@@ -50,12 +53,16 @@ class ReplaysActions(Wrapper):
 
     def began(self, result: ResetResult) -> ResetResult:
         """The same result, which is kept as a hash."""
-        self._replies.update(repr(result[:1]).encode(errors="replace"))
-        return result
+        return self._keep(result)
 
     def stepped(self, result: StepResult) -> StepResult:
         """The same result, which is kept as a hash."""
-        self._replies.update(repr(result[:4]).encode(errors="replace"))
+        return self._keep(result)
+
+    def _keep(self, result: _Result) -> _Result:
+        info = result[-1]
+        seen = info.get(IMAGES) if isinstance(info, Mapping) else None
+        self._replies.update(repr((result[:-1], seen)).encode(errors="replace"))
         return result
 
     def snapshot(self) -> bytes:

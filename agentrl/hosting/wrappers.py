@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
+from agentrl.hosting.observations import as_result
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols.env import (
     Env,
@@ -85,7 +86,7 @@ class Wrapper:
     def reset(
         self, *, seed: int, options: Mapping[str, Any]
     ) -> ResetResult | Awaitable[ResetResult]:
-        """Reset the inner environment."""
+        """Reset the inner environment. Pictures that it shows are in the info then."""
         return _then(self.env.reset(seed=seed, options=options), self.began)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
@@ -375,17 +376,15 @@ def scheme(rest: str) -> Callable[[], Env]:
     return Wrapped(name, json.dumps(wrappers))
 
 
-def _then(
-    result: _Result | Awaitable[_Result], change: Callable[[_Result], _Result]
-) -> _Result | Awaitable[_Result]:
-    """Apply `change` to the result of a method, which is awaited first if it is an awaitable."""
-    if isinstance(result, tuple):
-        return change(result)
-    return _Changed(result, change)
+def _then(reply: Any, change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
+    """Apply `change` to the reply of a method, which is awaited first if it is an awaitable."""
+    if isinstance(reply, tuple):
+        return change(as_result(reply))
+    return _Changed(reply, change)
 
 
-async def _change(result: Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result:
-    return change(await result)
+async def _change(reply: Awaitable[Any], change: Callable[[_Result], _Result]) -> _Result:
+    return change(as_result(await reply))
 
 
 class _Changed(Coroutine[Any, Any, _Result]):
@@ -395,7 +394,7 @@ class _Changed(Coroutine[Any, Any, _Result]):
     closed before it has begun, as it is where the caller has been cancelled.
     """
 
-    def __init__(self, result: Awaitable[_Result], change: Callable[[_Result], _Result]) -> None:
+    def __init__(self, result: Awaitable[Any], change: Callable[[_Result], _Result]) -> None:
         self._result: Awaitable[_Result] = result
         self._outer: Coroutine[Any, Any, _Result] = _change(result, change)
 

@@ -56,7 +56,10 @@ class PlayedTask:
             if program
             else takewhile(lambda message: message.role != "assistant", trajectory.messages)
         )
-        prompt = [(message.role, message.content) for message in shown]
+        prompt = [
+            (message.role, message.content, *(image.digest for image in message.images))
+            for message in shown
+        ]
         options = json.dumps(dict(task.options), sort_keys=True, default=str)
         return PlayedTask(
             environment,

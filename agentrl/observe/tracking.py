@@ -261,4 +261,4 @@ def sample_of(trajectory: Trajectory, score: Score) -> EpisodeSample:
 
 def _text_of(message: Message) -> str:
     reasoning = f"<think>{message.reasoning}</think>\n" if message.reasoning else ""
-    return f"{message.role}: {reasoning}{message.content}"
+    return f"{message.role}: {reasoning}{message.described}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agentrl.observe.run_images import RunImages
 from agentrl.observe.tool_calls import called_tools
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, succeeded
 
@@ -22,6 +23,7 @@ _MESSAGE = pa.struct(
             for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")
         ),
         ("given", pa.bool_()),
+        ("images", pa.list_(pa.string())),
     ]
 )
 _TURN = pa.struct(
@@ -85,7 +87,8 @@ JSON; `detail` is the limit, the error or the reason in the status. `started`, `
 of `scoring`, when rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the
 sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing
 of the state that a turn answers, and of the last one. A message that was `given` came with the task
-and was not sampled in the episode, whatever its role. A turn that is not `trained` is masked.
+and was not sampled in the episode, whatever its role. The `images` of a message are names of files
+in the run's folder `images`, each named after its content. A turn that is not `trained` is masked.
 `calls` are those of tools (`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
 The first `trained_turns` turns are trained on in another row: of an earlier step with the same id,
@@ -116,17 +119,20 @@ def episodes_of_step(groups: Iterable[Group]) -> list[tuple[Trajectory, Score]]:
 def write_trajectories(
     path: Path, scored: Iterable[tuple[Trajectory, Score]], epoch: float = 0.0
 ) -> None:
-    """Write (trajectory, score) pairs to `path`, all or none.
+    """Write (trajectory, score) pairs to `path`, all or none, and their pictures, which are there
+    before it.
 
     `epoch`: the Unix time, in seconds, at which the clock of the trajectories showed 0.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished, pairs = path.with_suffix(".unfinished"), iter(scored)
+    images = RunImages(path.parent.parent)
     with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
         # A few at a time: while pyarrow reads Python's values, no other thread can run.
-        while rows := [
-            _row(trajectory, score, epoch) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)
-        ]:
+        while some := list(islice(pairs, _ROWS_AT_A_TIME)):
+            for trajectory, _ in some:
+                images.keep(image for message in trajectory.messages for image in message.images)
+            rows = [_row(trajectory, score, epoch) for trajectory, score in some]
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     unfinished.replace(path)
 
@@ -173,6 +179,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
                 else "",
                 "tool_call_id": message.tool_call_id,
                 "given": message.given,
+                "images": [image.name for image in message.images],
             }
             for message in trajectory.messages
         ],

@@ -1,4 +1,4 @@
-"""Environments: text in and text out, one episode at a time."""
+"""Environments: text in, text and pictures out, one episode at a time."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from agentrl.encoded_image import EncodedImage
 from agentrl.settings.base import Settings
 
 
@@ -22,6 +23,17 @@ Isolation = Literal["inline", "thread", "process"]
 """The place where an environment or a reward runs: on the event loop, in a thread, in a process."""
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows, if that is more than a text: pictures, which stand before it.
+
+    return Observation("Your move.", [EncodedImage.of_pixels(self.screen)])
+    """
+
+    text: str = ""
+    images: Sequence[EncodedImage] = ()
+
+
 ResetResult = tuple[str, dict[str, Any]]
 """(observation, info)"""
 
@@ -30,9 +42,18 @@ StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 """(observation, reward, terminated, truncated, info)"""
 
 
+ResetReply = tuple[str | Observation, dict[str, Any]]
+"""The same as `ResetResult`, of an environment that may show pictures."""
+
+
+StepReply = tuple[str | Observation, float, bool, bool, dict[str, Any]]
+"""The same as `StepResult`, of an environment that may show pictures."""
+
+
 @runtime_checkable
 class Env(Protocol):
-    """A Gymnasium environment with text in and out. Methods may be sync or async.
+    """A Gymnasium environment with text in and out; with an `Observation`, pictures too. Methods
+    may be sync or async.
 
     One instance plays one episode at a time; `reset` may be called again for the next. All
     randomness comes from `seed`. Environments never handle tokens. Seven attributes are optional:
@@ -77,13 +98,11 @@ class Env(Protocol):
       `info["success"]` may be by name.
     """
 
-    def reset(
-        self, *, seed: int, options: Mapping[str, Any]
-    ) -> ResetResult | Awaitable[ResetResult]:
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetReply | Awaitable[ResetReply]:
         """Start an episode; the same seed and options give the same episode."""
         ...
 
-    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+    def step(self, action: str) -> StepReply | Awaitable[StepReply]:
         """Act on the model's whole message. The answer to a malformed one is an observation, not an
         exception.
 

@@ -27,6 +27,9 @@ class Conversation(Protocol):
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` (system, user or tool) and return the prompt for the next assistant
         turn.
+
+        Raises:
+            ImagesRefusedError: they hold pictures, which the model cannot see.
         """
         ...
 

@@ -9,6 +9,7 @@ from agentrl.assembly.rollouts import reward_of
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.chats import history_in
 from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.hosting.observations import images_taken
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import agents_in, next_agent, system_prompt_in
@@ -52,7 +53,9 @@ async def _opening(envs: EnvPool, task: Task) -> Opening:
         observation, info = await env.reset(task.seed, task.options)
         system = system_prompt_in(info, next_agent(info, agents_in(info)), env.system_prompt)
         first = [Message("system", system)] if system else []
-        return Opening((*first, *history_in(info), Message("user", observation)), env.tools)
+        images, info = images_taken("reset", info)
+        asked = Message("user", observation, images=images)
+        return Opening((*first, *history_in(info), asked), env.tools)
     finally:
         await envs.release(task.env, env)
 

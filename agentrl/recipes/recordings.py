@@ -12,6 +12,7 @@ from pydantic import Field
 from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
+from agentrl.observe.run_images import RunImages
 from agentrl.settings.base import COLDEST, Settings
 from agentrl.trajectory import (
     SEGMENT,
@@ -93,9 +94,10 @@ def read_recordings(folder: Path) -> Iterator[Recorded]:
 
     Of an episode that a run has trained on in parts, only the last one: it has all of the turns.
     """
+    images = RunImages(folder.parent)
     for _, row in saved_rows(folder):
         if row["detail"] != SEGMENT.limit:
-            yield Recorded(played_in(row), nan if row["score"] is None else row["score"])
+            yield Recorded(played_in(row, images), nan if row["score"] is None else row["score"])
 
 
 def saved_rows(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -140,8 +142,12 @@ def _texts(trajectory: Trajectory) -> list[str]:
     return [*filter(None, said), *(call.name for answer in answers for call in answer.tool_calls)]
 
 
-def played_in(row: dict[str, Any]) -> Trajectory:
-    """The trajectory of a row, as one that has ended by itself."""
+def played_in(row: dict[str, Any], images: RunImages) -> Trajectory:
+    """The trajectory of a row, as one that has ended by itself.
+
+    Raises:
+        ConfigError: a picture of it is missing.
+    """
     turns = [
         Turn(
             ints(turn["prompt_ids"]),
@@ -165,18 +171,23 @@ def played_in(row: dict[str, Any]) -> Trajectory:
         task,
         tuple(turns),
         Terminated(),
-        tuple(message_of(message) for message in row["messages"]),
+        tuple(message_of(message, images) for message in row["messages"]),
         agent=row["agent"] or "",
     )
 
 
-def message_of(row: dict[str, Any]) -> Message:
-    """The message of a row's list of them."""
+def message_of(row: dict[str, Any], images: RunImages) -> Message:
+    """The message of a row's list of them.
+
+    Raises:
+        ConfigError: a picture of it is missing.
+    """
     return Message(
         row["role"],
         row["content"],
         reasoning=row["reasoning"] or "",
         tool_calls=tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]")),
         tool_call_id=row["tool_call_id"] or "",
-        given=bool(row.get("given")),  # earlier versions kept none
+        given=bool(row.get("given")),  # earlier versions kept none, and no pictures
+        images=tuple(map(images.read, row.get("images") or ())),
     )

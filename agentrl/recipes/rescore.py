@@ -18,6 +18,7 @@ from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.files.durable import unfinished
 from agentrl.flow import Flow
+from agentrl.observe.run_images import RunImages
 from agentrl.recipes.recordings import played_in, saved_rows
 from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.pipeline import RewardPipeline
@@ -112,18 +113,19 @@ def _groups(folder: Path, step: int | None) -> Iterator[list[Rescored]]:
     """The episodes of each task in a step; of those that were trained in parts, the last part,
     which has all turns.
     """
+    images = RunImages(folder)
     for number, rows in groupby(saved_rows(folder / "trajectories"), key=lambda pair: pair[0]):
         if step not in (None, number):
             continue
         whole = [row for _, row in rows if row["detail"] != SEGMENT.limit]
         for _, members in groupby(whole, key=lambda row: (row["task"], row["agent"])):
-            yield [_unscored(number, row) for row in members]
+            yield [_unscored(number, row, images) for row in members]
 
 
-def _unscored(step: int, row: dict[str, Any]) -> Rescored:
+def _unscored(step: int, row: dict[str, Any], images: RunImages) -> Rescored:
     ended = Truncated(row["detail"]) if row["status"] == Truncated.name else Terminated()
     before = math.nan if row["score"] is None else row["score"]
-    trajectory = replace(played_in(row), status=ended)
+    trajectory = replace(played_in(row, images), status=ended)
     return Rescored(step, trajectory, before, row["success"], Score(0.0, status=Unscored()))
 
 

@@ -18,10 +18,12 @@ from agentrl.arrays import IntArray, floats, ints
 from agentrl.conversation.chats import history_in
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError, EnvError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.live_env import LiveEnv
+from agentrl.hosting.observations import images_taken
 from agentrl.hosting.pictures import taken
 from agentrl.hosting.pool import EnvPool
 from agentrl.protocols import (
@@ -368,18 +370,19 @@ class EnvEpisodeRunner:
             try:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
                 episode_state.picture, info = taken(info, self.picture_bytes)
+                images, info = images_taken("step", info)
             finally:  # the model's reply is kept even if the environment fails
                 state.turns.append(reply.turn(float(reward), info, elapsed(), key, picture))
                 state.asked = None
             if state.agent:
                 episode_state.settle(state.agent, reward, info)
-            key = _state_key(info, observation)
+            key = _state_key(info, observation, images)
             is_over = terminated or truncated
             state = state if is_over else episode_state.agents[next_agent(info, agents)]
             shown = state.role.context.shorten(observation)
             state.unanswered = [
                 *state.unanswered,
-                Message("tool" if env.tools and state.turns else "user", shown),
+                Message("tool" if env.tools and state.turns else "user", shown, images=images),
             ]
             if terminated:
                 return Terminated()
@@ -392,12 +395,14 @@ class EnvEpisodeRunner:
         episode = episode_state.episode
         observation, info = await env.reset(episode.task.seed, episode.task.options)
         episode_state.picture, info = taken(info, self.picture_bytes)
+        images, info = images_taken("reset", info)
         agents = agents_in(info)
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
-        episode_state.begun = _begun(observation, state.agent, info, env)
-        state.unanswered = [*state.unanswered, *history_in(info), Message("user", observation)]
-        return state, _state_key(info, observation)
+        episode_state.begun = _begun(observation, images, state.agent, info, env)
+        first = Message("user", observation, images=images)
+        state.unanswered = [*state.unanswered, *history_in(info), first]
+        return state, _state_key(info, observation, images)
 
     async def _leave(
         self, start: BranchStart, episode_state: _EpisodeState, env: LiveEnv
@@ -529,18 +534,27 @@ def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:
     return Truncated(limit)
 
 
-def _state_key(info: Mapping[str, Any], observation: str) -> str:
-    """The name of the state that `info` and `observation` are of."""
-    key = info.get("state_key")
-    return blake2b(observation.encode(), digest_size=8).hexdigest() if key is None else str(key)
+def _state_key(info: Mapping[str, Any], observation: str, images: Sequence[EncodedImage]) -> str:
+    """The name of the state that `info`, `observation` and `images` are of."""
+    if (key := info.get("state_key")) is not None:
+        return str(key)
+    shown = "".join([*(image.digest for image in images), observation])
+    return blake2b(shown.encode(), digest_size=8).hexdigest()
 
 
-def _begun(observation: str, first: str, info: Mapping[str, Any], env: LiveEnv) -> str:
+def _begun(
+    observation: str,
+    images: Sequence[EncodedImage],
+    first: str,
+    info: Mapping[str, Any],
+    env: LiveEnv,
+) -> str:
     """A name of what a reset has shown: the observation and who sees it, the system prompts, the
     tools.
     """
     prompts = [env.system_prompt, info.get("system_prompts"), info.get("history")]
-    shown = json.dumps([observation, first, *prompts, list(env.tools)])
+    seen = [image.digest for image in images]
+    shown = json.dumps([observation, *seen, first, *prompts, list(env.tools)])
     return blake2b(shown.encode(), digest_size=8).hexdigest()
 
 

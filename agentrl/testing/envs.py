@@ -48,6 +48,7 @@ from agentrl.errors import (
     OutageError,
     describe,
 )
+from agentrl.hosting.observations import IMAGES, as_result
 from agentrl.hosting.process_env import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.hosting.snapshots import ReplaysActions, rewindable
@@ -168,6 +169,7 @@ class _Seen:
     answer: object = _UNTOLD
     agent: str = ""
     rewards: tuple[tuple[str, float], ...] = ()
+    images: Sequence[str] = ()
 
     @property
     def over(self) -> bool:
@@ -789,6 +791,7 @@ def _difference(script: _Script, turn: int, seen: _Seen) -> str:
     expected = script.seen[turn]
     for name in (
         "observation",
+        "images",
         "reward",
         "terminated",
         "truncated",
@@ -806,11 +809,12 @@ def _difference(script: _Script, turn: int, seen: _Seen) -> str:
 def _check_reset(result: Any) -> _Seen:
     if not isinstance(result, tuple) or len(result) != 2:
         raise _Broken("shape", f"reset returned {result!r:.100}; return (observation, info)")
+    result = _as_result(result)
     observation, info = result
     _check_observation("reset", observation)
     _check_info("reset", info)
     _as_in_training(checked_reset, result)
-    return _Seen(observation)
+    return _Seen(observation, images=_images_of(info))
 
 
 def _check_step(result: Any) -> _Seen:
@@ -820,6 +824,7 @@ def _check_step(result: Any) -> _Seen:
             f"step returned {result!r:.100}; return (observation, reward, terminated, truncated,"
             " info)",
         )
+    result = _as_result(result)
     observation, reward, terminated, truncated, info = result
     _check_observation("step", observation)
     if (
@@ -846,7 +851,19 @@ def _check_step(result: Any) -> _Seen:
         truncated,
         info.get("success"),
         info.get("answer", _UNTOLD),
+        images=_images_of(info),
     )
+
+
+def _as_result(reply: Any) -> Any:
+    try:
+        return as_result(reply)
+    except EnvError as error:
+        raise _Broken("shape", str(error)) from error
+
+
+def _images_of(info: Mapping[str, Any]) -> Sequence[str]:
+    return tuple(info.get(IMAGES) or ())
 
 
 def _as_in_training(check: Callable[[str, Any], Any], reply: Any) -> None:

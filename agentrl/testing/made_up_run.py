@@ -14,6 +14,7 @@ from agentrl.algorithms.config import BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import traced_batch_of
 from agentrl.arrays import floats, ints
+from agentrl.encoded_image import EncodedImage
 from agentrl.ledger.ledger import Ledger
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
@@ -45,7 +46,8 @@ class MadeUpRun:
 
     In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3,
     and weights take 1. The second turn of each group's first member forks. `texts` are what the
-    environment shows, `pictures` how it draws its states; tests give hostile ones. `untrained`:
+    environment shows, with `images` one by one, `pictures` how it draws its states; tests give
+    hostile ones. `untrained`:
     whether the messages of the failed episode of each step are kept. `tools`: names of tools, of
     which each turn calls one and the last one fails; a call of the first takes 0.1 s, of the second
     0.2 s, and so on. `branches`: whether the second member of each group has left the first one at
@@ -60,6 +62,7 @@ class MadeUpRun:
     env: str = "made_up"
     texts: Sequence[str] = ("What is next?",)
     pictures: Sequence[str] = ("",)
+    images: Sequence[EncodedImage] = ()
     settings: dict[str, object] = field(default_factory=dict)
     untrained: bool = False
     tools: Sequence[str] = ()
@@ -183,7 +186,7 @@ class MadeUpRun:
                 )
             )
             messages += [
-                Message("user", self.texts[number % len(self.texts)]),
+                Message("user", self.texts[number % len(self.texts)], images=self._shown(number)),
                 Message("assistant", " ".join(map(str, sampled))),
             ]
         status = Truncated("turns") if rng.random() < 0.1 else Terminated()
@@ -199,6 +202,9 @@ class MadeUpRun:
             picture=self.pictures[-1],
             branch=BranchPoint(f"{task.id}/0/0", 1, 0.5) if self.branches and member == 1 else None,
         )
+
+    def _shown(self, turn: int) -> tuple[EncodedImage, ...]:
+        return (self.images[turn % len(self.images)],) if self.images else ()
 
     def _calls(self, turn: int) -> tuple[MadeCall, ...] | None:
         if not self.tools:

@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.ledger.ledger import read_ledger
 from agentrl.ledger.report import explain
 from agentrl.observe.reports import HELD_OUT
+from agentrl.observe.run_images import RunImages, named_images
 from agentrl.viewer.episodes import KINDS, EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.lineage import parents
@@ -38,11 +39,13 @@ class EpisodeReader:
         self._run = run
         self._index = index
 
-    def episode(self, name: str, agent: str = "", step: int | None = None) -> dict[str, Any]:
+    def episode(
+        self, name: str, agent: str = "", step: int | None = None, *, pictures: bool = False
+    ) -> dict[str, Any]:
         """An episode from the view of an agent: its row of the index, trajectory, samples and fate.
 
         If it was trained on in parts, the part of `step`, by default the last. What was never
-        written is `None`.
+        written is `None`. `pictures`: its messages also have the addresses of what they show.
 
         Raises:
             ConfigError: there is no such episode.
@@ -67,6 +70,8 @@ class EpisodeReader:
             [] if row["step"] is None else self._samples(row["step"], name, row["agent"] or "")
         )
         if played is not None:
+            if pictures:
+                _add_pictures(played["messages"], RunImages(self._run.path))
             _add_numbers(played["turns"], samples)
             for turn, parent in zip(played["turns"], parents(played["turns"]), strict=True):
                 turn["parent"] = parent
@@ -101,7 +106,7 @@ class EpisodeReader:
             played = self._trajectory(row, ["messages"])
             messages = [] if played is None else played["messages"]
             shown = [
-                {**message, "content": (message["content"] or "")[:_MAX_SHORT_CHARACTERS]}
+                {**message, "content": named_images(message)[:_MAX_SHORT_CHARACTERS]}
                 for message in messages
             ]
             members.append({"row": row, "messages": shown})
@@ -282,6 +287,12 @@ def _evaluation_fate(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]])
         first = f", first after {solved[0]} steps" if solved else ""
         fate += f" {len(solved)} of {len(own)} evaluations solved it{first}."
     return fate
+
+
+def _add_pictures(messages: Sequence[dict[str, Any]], images: RunImages) -> None:
+    for message in messages:
+        names = message.get("images") or ()  # earlier versions kept none
+        message["pictures"] = [images.address(name) for name in names]
 
 
 def _add_numbers(turns: Sequence[dict[str, Any]], samples: Sequence[Mapping[str, Any]]) -> None:

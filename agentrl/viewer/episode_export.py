@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from agentrl.distribution import installed_version
 from agentrl.errors import ConfigError
 from agentrl.files.durable import unfinished, write_whole
+from agentrl.observe.run_images import named_images
 from agentrl.trajectory import Message, ToolCall
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
@@ -126,6 +127,7 @@ def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
             rows = [
                 {name: one["row"][name] for name in kept}
                 | {name: one["trajectory"].get(name) for name in _OF_TRAJECTORY}
+                | {"messages": list(map(_named, one["trajectory"]["messages"]))}
                 | {"fate": one["fate"]}
                 for one in batch
             ]
@@ -136,6 +138,10 @@ def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
     else:
         unfinished(into).unlink()
     return count
+
+
+def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": named_images(message)}
 
 
 def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
             steps.append(_agent_step(message, next(turns, None), len(steps)))
         else:
             source = {"system": "system", "assistant": "agent"}.get(message["role"], "user")
-            steps.append({"source": source, "message": message["content"] or ""})
+            steps.append({"source": source, "message": named_images(message)})
     counts = [len(turn["token_ids"]) for turn in played["turns"]]
     return {
         "schema_version": "ATIF-v1.7",
@@ -258,7 +264,7 @@ def _observe(step: dict[str, Any], message: Mapping[str, Any]) -> None:
     """
     results = step.setdefault("observation", {"results": []})["results"]
     calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
-    result = {"content": message["content"] or ""}
+    result = {"content": named_images(message)}
     if message["tool_call_id"] in calls:
         result["source_call_id"] = message["tool_call_id"]
     elif len(results) < len(calls):

@@ -71,20 +71,32 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
     there is none.
     """
     messages: Sequence[Mapping[str, Any]] = trajectory.get("messages") or []
-    shown, room, left_out = [], _MAX_PICTURE_CHARACTERS, 0
+    shown, left_out = [], 0
+    room = _MAX_PICTURE_CHARACTERS
     for message, picture in zip(
         messages[:_MAX_MESSAGES], _pictures(trajectory, messages), strict=False
     ):
         fits = len(picture) <= room
         room -= len(picture) if fits else 0
         left_out += not fits
+        images: list[str] = []
+        for image in message.get("pictures") or ():
+            fits_too = len(image) <= room
+            room -= len(image) if fits_too else 0
+            left_out += not fits_too
+            images += [image] if fits_too else []
         texts = {name: shorten(message.get(name)) for name in ("role", "reasoning", "content")}
         calls = [
             shorten(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})")
             for call in json.loads(message.get("tool_calls") or "[]")
         ]
         shown.append(
-            {**texts, "calls": calls, "picture": _FRAME + picture if picture and fits else ""}
+            {
+                **texts,
+                "calls": calls,
+                "images": images,
+                "picture": _FRAME + picture if picture and fits else "",
+            }
         )
     return {
         "messages": shown,

@@ -294,7 +294,7 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
 
     @app.get("/api/episode")
     def episode(run: str, id: str, agent: str = "", step: int | None = None) -> Any:  # noqa: A002  a query's name
-        return _Json(runs.episodes(run)[1].episode(id, agent, step))
+        return _Json(runs.episodes(run)[1].episode(id, agent, step, pictures=True))
 
     @app.get("/api/group")
     def group(run: str, task: str) -> Any:

@@ -45,6 +45,7 @@ def test_boards_keep_the_contract(name: str) -> None:
 @needs_minigrid
 def test_a_key_is_fetched_and_its_door_opened_by_words() -> None:
     env = make("MiniGrid-DoorKey-5x5-v0")
+    first: Any
     first, _ = env.reset(seed=1, options={})  # type: ignore[misc]
     assert "Actions: left, right, forward, pickup, drop, toggle, done." in first
     assert first.endswith(BOARD)
@@ -65,12 +66,14 @@ def test_a_key_is_fetched_and_its_door_opened_by_words() -> None:
 
 @needs_minigrid
 def test_a_board_of_three_actions_offers_three() -> None:
+    first: Any
     first, _ = make("MiniGrid-Dynamic-Obstacles-5x5-v0").reset(seed=1, options={})  # type: ignore[misc]
     assert "Actions: left, right, forward.\n" in first
 
 
 @needs_minigrid
 def test_green_and_grey_are_told_apart() -> None:
+    first: Any
     first, _ = make("BabyAI-BossLevel-v0").reset(seed=1, options={})  # type: ignore[misc]
     assert {"KG", "BE", "DE"} <= set(first.split())
 

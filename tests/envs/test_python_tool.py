@@ -37,7 +37,9 @@ _REAL_RUN = ProgramSandbox.run
 async def reset(env: PythonTool, seed: int, **options: Any) -> str:
     begun = env.reset(seed=seed, options=options)
     assert not isinstance(begun, tuple)
-    return (await begun)[0]
+    observation, _ = await begun
+    assert isinstance(observation, str)
+    return observation
 
 
 async def step(env: PythonTool, action: str) -> StepResult:

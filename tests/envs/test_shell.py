@@ -39,7 +39,9 @@ def play(checks: Callable[[Shell], Awaitable[None]], **options: Any) -> None:
 async def reset(env: Shell, **options: Any) -> str:
     begun = env.reset(seed=3, options=options)
     assert not isinstance(begun, tuple)
-    return (await begun)[0]
+    observation, _ = await begun
+    assert isinstance(observation, str)
+    return observation
 
 
 async def step(env: Shell, name: str, **arguments: Any) -> StepResult:

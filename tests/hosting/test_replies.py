@@ -267,7 +267,7 @@ def test_whatever_is_replied_is_taken_in_json_s_types_or_refused_with_a_sentence
 )
 def test_an_image_for_an_observation_is_refused_by_that_name(observation: Any) -> None:
     with pytest.raises(
-        EnvError, match=r"E.reset gave an image \(.*\) for a text; .*say in words or numbers"
+        EnvError, match=r"E.reset gave an image \(.*\) for a text: write agentrl.Observation"
     ):
         checked_reset("E", (observation, {}))
     with pytest.raises(EnvError, match=r"E\.step gave an image"):

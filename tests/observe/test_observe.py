@@ -103,6 +103,7 @@ def test_trajectories_keep_exact_tokens_beside_readable_text(tmp_path):
         "tool_calls": "",
         "tool_call_id": "",
         "given": False,
+        "images": [],
     }
     assert json.loads(first["turns"][0]["info"])["success"] is False
     assert (second["status"], second["detail"]) == ("truncated", "turns")

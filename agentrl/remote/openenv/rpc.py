@@ -2,11 +2,13 @@
 session methods.
 """
 
+import base64
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from agentrl.hosting.observations import images_taken
 from agentrl.remote.openenv.adapter import OpenEnvSession, OpenEnvSessions, tool_entry, tool_result
 from agentrl.remote.openenv.protocol import FULL, RpcRequest
 from agentrl.remote.protocol import Refusal
@@ -69,8 +71,19 @@ async def _tools_result(
         )
     stepped = await session.call(name, arguments)
     over = stepped.terminated or stepped.truncated
+    result = tool_result(stepped.observation, "isError")
+    images, _ = images_taken("step", stepped.info)
+    shown = [
+        {
+            "type": "image",
+            "data": base64.b64encode(image.data).decode(),
+            "mimeType": f"image/{image.format}",
+        }
+        for image in images
+    ]
     return {
-        **tool_result(stepped.observation, "isError"),
+        **result,
+        "content": [*shown, *result["content"]],
         "_meta": {"reward": stepped.reward, "done": over},
     }
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.conversation.tools import ToolError
+from agentrl.hosting.observations import IMAGES
 from agentrl.remote.openenv.protocol import TOOL_ACTIONS
 
 Schema = Mapping[str, Any]
@@ -111,7 +112,7 @@ def text_from(observation: Mapping[str, Any]) -> str:
         shown = {
             name: value
             for name, value in (observation.get("metadata") or {}).items()
-            if value is not None
+            if value is not None and name != IMAGES
         }
     texts = [value for value in shown.values() if isinstance(value, str)]
     return texts[0] if len(shown) == len(texts) == 1 else _text_of(shown or None)

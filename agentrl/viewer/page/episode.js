@@ -113,13 +113,18 @@ function messageTurns(trajectory, scale, replay) {
   const drawn = trajectory.messages.map((message, i) => {
     const asked = isAnswer(trajectory.messages[i + 1]) ? trajectory.turns[answers]?.picture : null;
     const last = i === trajectory.messages.length - 1 ? trajectory.picture : null;
-    if (!isAnswer(message) || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role), message.given ? el("span", {}, "given with the task") : null), el("div", { class: "shown" }, message.reasoning ? longText(message.reasoning, "reasoning") : null, longText(message.content || ""), callsOf(message), picture(asked || last)));
+    if (!isAnswer(message) || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role), message.given ? el("span", {}, "given with the task") : null), el("div", { class: "shown" }, message.reasoning ? longText(message.reasoning, "reasoning") : null, imagesOf(message), longText(message.content || ""), callsOf(message), picture(asked || last)));
     const number = answers++, turn = trajectory.turns[number];
     return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number, replay),
       someOf(about(turn), scale), callsOf(message), infoOf(turn));
   });
   const ended = isAnswer(trajectory.messages.at(-1)) ? picture(trajectory.picture) : null;
   return ended ? [...drawn, el("article", { class: "message" }, el("header", {}, el("b", {}, "how it ended")), ended)] : drawn;
+}
+
+/** The pictures that a message shows the model, from the run's own files. */
+function imagesOf(message) {
+  return (message.pictures || []).map((address, i) => address ? el("img", { class: "seen", src: address, alt: `picture ${i + 1}: ${message.images[i]}`, title: message.images[i] }) : el("p", { class: "soft" }, `the picture ${message.images[i]} is missing`));
 }
 
 const FRAME = `<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"><meta http-equiv="x-dns-prefetch-control" content="off"><style>body{margin:6px;font:14px sans-serif;color:#22303c;background:#fff}svg,img{max-width:100%;max-height:calc(100vh - 12px)}</style>`;

@@ -1,0 +1,63 @@
+"""The pictures that a model was shown: in the page, in reports, in the terminal and in exports."""
+
+import asyncio
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from agentrl import EncodedImage
+from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episode_export import atif_of, export_episodes
+from agentrl.viewer.episode_replay import replay
+from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.report import write_report
+
+IMAGES = [EncodedImage.of_pixels(np.full((4, 6, 3), shade, np.uint8)) for shade in (0, 90, 180)]
+
+
+def test_pictures_are_shown_where_they_stood(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run", turns=3, images=IMAGES)
+    run.begin()
+    run.step()
+    assert len(list((run.folder / "images").iterdir())) == 3
+    folder = RunFolder("run", run.folder)
+    reader = EpisodeReader(folder, EpisodeIndex(folder))
+    name = "train-000001/0/0"
+    shown = reader.episode(name, pictures=True)["trajectory"]["messages"]
+    asked = [message for message in shown if message["role"] == "user"]
+    addresses = [f"data:image/png;base64,{base64.b64encode(one.data).decode()}" for one in IMAGES]
+    assert [message["pictures"] for message in asked] == [[address] for address in addresses]
+    assert all("pictures" not in one for one in reader.episode(name)["trajectory"]["messages"])
+
+    write_report(run.folder, tmp_path / "run.html")
+    report = (tmp_path / "run.html").read_text()
+    assert all(f'src="{address}"' in report for address in addresses)
+
+    said = io.StringIO()
+    asyncio.run(replay(run.folder, name, Console(file=said, width=200), speed=0))
+    assert all(f"[image: images/{image.name}]" in said.getvalue() for image in IMAGES)
+
+    (run.folder / "images" / IMAGES[0].name).unlink()
+    lost = reader.episode(name, pictures=True)["trajectory"]["messages"]
+    first = next(message for message in lost if message["role"] == "user")
+    assert first["pictures"] == [""]
+
+
+def test_the_names_of_pictures_are_exported(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path / "run", turns=1, groups=1, members=2, images=IMAGES[:1])
+    run.begin()
+    run.step()
+    named = f"[image: images/{IMAGES[0].name}]\nWhat is next?"
+    export_episodes(run.folder, tmp_path / "rows.parquet", None)
+    rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert [row["messages"][1]["content"] for row in rows] == [named] * 2
+    folder = RunFolder("run", run.folder)
+    reader = EpisodeReader(folder, EpisodeIndex(folder))
+    steps = atif_of(reader.episode("train-000000/0/0"), "run", None)["steps"]
+    assert named in [step["message"] for step in steps]
