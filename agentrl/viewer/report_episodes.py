@@ -51,7 +51,7 @@ def episodes_to_read(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dic
     ]
     for kind, query in (*found, ("One that failed", EpisodeQuery(fate="failed", limit=1))):
         for row in index.page(query)["rows"]:
-            episode = reader.episode(row["id"], row["agent"] or "", row["step"])
+            episode = reader.episode(row["id"], row["agent"] or "", row["step"], pictures=True)
             played = episode["trajectory"] or {}
             words = {
                 name: shorten(said)

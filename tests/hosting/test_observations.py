@@ -25,7 +25,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.observations import IMAGES, as_result, images_taken
 from agentrl.hosting.pool import EnvPool
-from agentrl.hosting.process_env import ProcessEnv
+from agentrl.hosting.process_worker import _Hosted
 from agentrl.hosting.wrappers import TimeLimit
 from agentrl.observe.run_images import RunImages
 from agentrl.observe.trajectories import write_trajectories
@@ -52,7 +52,7 @@ class Describing(TemplateRenderer):
 
 
 class AsyncScreen(Screen):
-    async def step(self, action: str) -> StepReply:
+    async def step(self, action: str) -> StepReply:  # type: ignore[override]
         return super().step(action)
 
 
@@ -78,9 +78,8 @@ def _limited() -> Env:
     return TimeLimit(TimeLimit.Config(turns=2), Screen())
 
 
-@pytest.fixture(params=["inline", "async", "process", "http", "openenv"])
+@pytest.fixture(params=["inline", "async", "http", "openenv"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
-    address = f"{Screen.__module__}:{Screen.__qualname__}"
     with ExitStack() as stack:
         match request.param:
             case "http":
@@ -90,8 +89,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
                 url = stack.enter_context(served(Screen)).url
                 yield lambda: OpenEnv([url])
             case kind:
-                makes = {"async": AsyncScreen, "process": lambda: ProcessEnv(address)}
-                yield makes.get(kind, Screen)
+                yield AsyncScreen if kind == "async" else Screen
 
 
 def test_pictures_reach_the_messages_over_every_transport(transport: Callable[[], Any]) -> None:
@@ -103,6 +101,18 @@ def test_pictures_reach_the_messages_over_every_transport(transport: Callable[[]
     assert all(IMAGES not in turn.info for turn in trajectory.turns)
     assert [turn.info["mine"] for turn in trajectory.turns] == [[1], [2], [3]]
     assert len({turn.state for turn in trajectory.turns}) == 3
+
+
+def test_a_worker_process_answers_with_pictures_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = _Hosted(f"{Screen.__module__}:{Screen.__qualname__}", str(tmp_path))
+    with asyncio.Runner() as runner:
+        asked = {"call": "reset", "seed": 0, "options": {}}
+        text, info = json.loads(worker.answer(runner, asked))["tuple"]
+    (image,), rest = images_taken("reset", info)
+    assert (text, image.width, image.height, rest) == ("step 0", 8, 6, {})
 
 
 def test_wrappers_get_a_text_and_pass_the_pictures_on() -> None:
@@ -205,8 +215,3 @@ def test_a_tool_client_of_openenv_gets_the_picture_as_mcp_has_it() -> None:
 
 class _Camera(Screen):
     tools = ({"type": "function", "function": {"name": "look", "parameters": {}}},)
-
-
-def test_replies_with_pictures_are_json() -> None:
-    text, info = as_result((Screen().start(0, {}), {}))
-    assert json.loads(json.dumps([text, info])) == [text, info]
