@@ -198,6 +198,7 @@ SETTINGS_MODULES = {
     "expert_choices",
     "faults",
     "latency",
+    "observations",
     "plugins",
     "retries",
     "rule_registry",
