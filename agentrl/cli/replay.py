@@ -173,8 +173,8 @@ def saved_turn(folder: Path, name: str, turn: int) -> "tuple[dict[str, Any], Dep
     Raises:
         ConfigError: there is no such episode or turn, or only its fate was kept.
     """
-    from agentrl.recipes.continuation import Departure
     from agentrl.observe.run_images import RunImages
+    from agentrl.recipes.continuation import Departure
     from agentrl.recipes.recordings import played_in
 
     episode = _episode(folder, name)

@@ -271,20 +271,20 @@ class _WatchedConversation:
             self.seen += 1
 
     def _check(self, now: Message, then: Message) -> None:
-        if (now.role, now.content) == (then.role, then.content):
+        if (now.role, now.content, now.images) == (then.role, then.content, then.images):
             return
         name, turn = self.departure.recorded.id, self.departure.turn
         if then.is_answer:
             raise ConfigError(
                 f"{name} cannot be brought to turn {turn}: a recorded answer is read in another way"
-                f" now, as {now.content!r:.300} and not as {then.content!r:.300}. With another"
+                f" now, as {now.described!r:.300} and not as {then.described!r:.300}. With another"
                 " model, its template or its tool_format may be why"
             )
         raise ConfigError(
             f"{name} cannot be brought to turn {turn}: after"
             f" {sum(message.is_answer for message in self.expected[: self.seen])} of its answers"
-            f" were given again, message {self.seen} is {now.role} {now.content!r:.300}, and"
-            f" {then.role} {then.content!r:.300} was recorded. {_CHANGED}"
+            f" were given again, message {self.seen} is {now.role} {now.described!r:.300}, and"
+            f" {then.role} {then.described!r:.300} was recorded. {_CHANGED}"
         )
 
 
