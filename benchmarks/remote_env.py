@@ -12,7 +12,10 @@ Every session plays an environment that counts to 8, without pause, so this meas
 - "http": a POST for each step, with aiohttp and a connection for each session (at most 128: more
   gain nothing);
 - "openenv": OpenEnv 0.10's own client and server (`benchmarks/openenv_rival.py`), in a virtual
-  environment in FOLDER, which uv makes if it is missing.
+  environment in FOLDER, which uv makes if it is missing;
+- "spread": as "remote", from two processes behind one address; the CPU time is that of the process
+  with the address;
+- "busy" and "busy, spread": an environment that computes for 2 ms in each step.
 
 The ways take turns, and the table shows the best round of each, since the machine may do other
 work.
@@ -30,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,7 @@ from openenv_rival import STEPS_OF_AN_EPISODE
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.cluster.local import LocalCluster
 from agentrl.envs.base import TextEnv
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.live_env import LiveEnv
@@ -47,6 +52,7 @@ from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits
+from agentrl.remote.spread_server import SpreadServer
 
 OPENENV = "openenv==0.10.0"
 
@@ -71,6 +77,17 @@ class Counting(TextEnv):
             False,
             {},
         )
+
+
+class Busy(Counting):
+    """Computes for 2 ms in each step."""
+
+    def step(self, action: str) -> StepResult:
+        """Count on, slowly."""
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+        return super().step(action)
 
 
 class CountingInThread(Counting):
@@ -116,6 +133,22 @@ def serve(pipe: Connection, factory: Callable[[], Env]) -> None:
     """The server's process."""
     EnvServer(
         factory, limits=ServerLimits(max_sessions=4096, drain_seconds=0), on_start=pipe.send
+    ).run()
+
+
+def found(factory: Callable[[], Env]) -> Callable[[], Env]:
+    """The factory, where a worker looks for it."""
+    return factory
+
+
+def serve_spread(pipe: Connection, factory: Callable[[], Env]) -> None:
+    """The process in front of two others."""
+    SpreadServer(
+        LocalCluster(LocalCluster.Config()),
+        2,
+        partial(found, factory),
+        limits=ServerLimits(max_sessions=4096, drain_seconds=0),
+        on_start=pipe.send,
     ).run()
 
 
@@ -181,6 +214,11 @@ def percentiles(waits: list[float]) -> tuple[float, float]:
     return 1e3 * waits[len(waits) // 2], 1e3 * waits[int(len(waits) * 0.99)]
 
 
+def by_socket(url: str, seconds: float, server: psutil.Process, sessions: int) -> Measured:
+    """Measure `RemoteEnv`."""
+    return asyncio.run(measure(lambda: RemoteEnv([url]), sessions, seconds, server))
+
+
 async def by_http(url: str, sessions: int, seconds: float, server: psutil.Process) -> Measured:
     """Measure a POST for each step."""
     connector = aiohttp.TCPConnector(limit=min(sessions, 128))
@@ -239,12 +277,12 @@ def openenv_python(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def ours(factory: Callable[[], Env]) -> Iterator[tuple[str, psutil.Process]]:
+def ours(
+    factory: Callable[[], Env], how: Callable[[Connection, Callable[[], Env]], None] = serve
+) -> Iterator[tuple[str, psutil.Process]]:
     """A server of ours: its address and its process."""
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(theirs, factory), daemon=True
-    )
+    process = multiprocessing.get_context("spawn").Process(target=how, args=(theirs, factory))
     process.start()
     try:
         yield mine.recv(), psutil.Process(process.pid)
@@ -284,14 +322,17 @@ def main() -> None:
         url, server = stack.enter_context(ours(Counting))
         thread_url, thread_server = stack.enter_context(ours(CountingInThread))
         ways: dict[str, Callable[[int], Measured]] = {
-            "remote": lambda sessions: asyncio.run(
-                measure(lambda: RemoteEnv([url]), sessions, seconds, server)
-            ),
-            "threads": lambda sessions: asyncio.run(
-                measure(lambda: RemoteEnv([thread_url]), sessions, seconds, thread_server)
-            ),
+            "remote": partial(by_socket, url, seconds, server),
+            "threads": partial(by_socket, thread_url, seconds, thread_server),
             "http": lambda sessions: asyncio.run(by_http(url, sessions, seconds, server)),
         }
+        for way, factory, how in (
+            ("spread", Counting, serve_spread),
+            ("busy", Busy, serve),
+            ("busy, spread", Busy, serve_spread),
+        ):
+            address, front = stack.enter_context(ours(factory, how))
+            ways[way] = partial(by_socket, address, seconds, front)
         if arguments.openenv is None:
             console.print("OpenEnv is not measured: name a folder for it with --openenv")
         else:

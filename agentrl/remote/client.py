@@ -19,6 +19,7 @@ from agentrl.protocols.env import Env, ResetResult, StepResult
 from agentrl.remote.choice import FullError, LostError, UnreachableError, open_at_any
 from agentrl.remote.link import Link, link_to
 from agentrl.remote.protocol import (
+    STATUSES,
     TOKEN_VARIABLE,
     Began,
     Opened,
@@ -36,6 +37,8 @@ _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
 _SAVED: TypeAdapter[Saved] = TypeAdapter(Saved)
 _RESTORED: TypeAdapter[Restored] = TypeAdapter(Restored)
+_FAILURES = {410: LethalTaskError, 502: UnreachableError}
+"""By status, what has failed there as it would in this process; anything else is an `EnvError`."""
 _ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
@@ -299,8 +302,11 @@ def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:
     if reply.status == 424:
         raise ConfigError(f"the remote environment: {reply.body.get('detail')}")
     if reply.status != 200:
-        failure = {410: LethalTaskError, 502: UnreachableError}.get(reply.status, EnvError)
-        raise failure(f"the remote environment answered {reply.status}: {reply.body.get('detail')}")
+        said = f"the remote environment answered {reply.status}: {reply.body.get('detail')}"
+        failure = _FAILURES.get(reply.status)
+        if failure is not None:
+            raise failure(f"{said} ({STATUSES[reply.status]})")
+        raise EnvError(said)
     try:
         return shape.validate_python(reply.body)
     except ValidationError as error:
