@@ -12,9 +12,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -54,10 +56,15 @@ class Noted(TextEnv):
 
 
 @contextmanager
-def server(name: str, notes: Path, port: int = 0) -> Iterator["subprocess.Popen[str]"]:
+def server(
+    name: str, notes: Path, port: int = 0, processes: int = 1
+) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve"]
     with subprocess.Popen(
-        [*command, "file:tests/remote/test_chaos.py:Noted", "--port", str(port)],
+        [
+            *(*command, "file:tests/remote/test_chaos.py:Noted", "--port", str(port)),
+            *("--processes", str(processes)),
+        ],
         cwd=ROOT,
         env={**os.environ, "NOTES": str(notes), "SERVER": name},
         stdout=subprocess.PIPE,
@@ -118,6 +125,10 @@ def steps_done(run: Path) -> int:
     return sum("reward" in row for row in rows)
 
 
+def has_gone_on(run: Path, since: int) -> bool:
+    return steps_done(run) > since
+
+
 def wait_for(
     what: Callable[[], bool], process: "subprocess.Popen[str]", seconds: float = 180
 ) -> None:
@@ -139,6 +150,18 @@ def turns_of(run: Path) -> dict[str, list[int]]:
             assert not names & told.keys(), "two episodes were one"
             told[names.pop()] = [info["turn"] for info in infos]
     return told
+
+
+def check_turns(run: Path, notes: Path) -> None:
+    """Check that each trained episode was told the turns that happened, once each."""
+    told = turns_of(run)
+    assert len(told) == STEPS * 16
+    happened = defaultdict(list)
+    for line in notes.read_text().splitlines():
+        episode, turn = line.split()
+        happened[episode].append(int(turn))
+    for episode, turns in told.items():
+        assert turns == happened[episode] == [1, 2, 3, 4]
 
 
 @pytest.mark.long
@@ -166,14 +189,29 @@ def test_a_run_goes_on_while_a_server_stops_and_another_is_killed_and_no_step_is
         assert ledger.task_fates().settled
         assert ledger.episode_fates().settled
 
-    told = turns_of(run)
-    assert len(told) == STEPS * 16
-    happened = defaultdict(list)
-    for line in notes.read_text().splitlines():
-        episode, turn = line.split()
-        happened[episode].append(int(turn))
-    for episode, turns in told.items():
-        assert turns == happened[episode] == [1, 2, 3, 4]
+    check_turns(run, notes)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_while_processes_of_its_server_are_killed(tmp_path):
+    notes, run = tmp_path / "notes", tmp_path / "run"
+    with ExitStack() as stack:
+        front = stack.enter_context(server("front", notes, processes=2))
+        url = url_of(front)
+        process = stack.enter_context(training(tmp_path, url))
+        for name in ("env-0", "env-1"):
+            wait_for(partial(has_gone_on, run, steps_done(run)), process)
+            workers = psutil.Process(front.pid).children(recursive=True)
+            [worker] = [worker for worker in workers if worker.name() == name]
+            worker.kill()
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, output
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tasks"]["trained"] == STEPS * 4
+    assert summary["tasks"]["failed"] == 0
+    with Ledger(run / "ledger.sqlite") as ledger:
+        assert ledger.episode_fates().settled
+    check_turns(run, notes)
 
 
 @pytest.mark.long
