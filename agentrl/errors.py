@@ -44,6 +44,7 @@
     ├── MetricNameError            two parts of a run report a metric of the same name
     ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...
     ├── ImageError                 the bytes of a picture are not taken: damaged, huge, animated
+    ├── HubError                   the Hugging Face hub has refused a model, or cannot be reached
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
 A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`),
@@ -255,6 +256,10 @@ class StorageError(AgentRLError):
 
 class ImageError(AgentRLError):
     """The bytes of a picture are not taken. Says what they are, and what to write."""
+
+
+class HubError(AgentRLError):
+    """The Hugging Face hub has refused a model, or cannot be reached. Says which, and why."""
 
 
 class ConformanceError(AgentRLError):

@@ -1,4 +1,4 @@
-"""`agentrl export`, and `agentrl model` with its subcommands."""
+"""`agentrl export`, `push-to-hub` and `check-model`, and `agentrl model` with its subcommands."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +23,11 @@ def export_model(
     into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder.")],
     step: Step = "latest",
 ) -> None:
-    """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without
-    the optimizer.
+    """Write a trained model as a plain Hugging Face folder: weights, config, tokenizer, and a model
+    card, without the optimizer.
     """
     from agentrl.runs.checkpoint import export
+    from agentrl.viewer.model_card import write_card
 
     if not source.is_dir():
         raise ConfigError(
@@ -40,8 +41,36 @@ def export_model(
             " --step"
         )
     checkpoint = checkpoint_of(source, step) if is_run else source
-    export(checkpoint, output(into))
+    place = output(into)
+
+    def describe(folder: Path) -> None:
+        write_card(checkpoint, folder, place.resolve().name, is_best=step == "best")
+
+    export(checkpoint, place, describe)
     console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
+
+
+def push_to_hub(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder of a model, by `agentrl export`.")
+    ],
+    repository: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="A repository on the hub, new or not.")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="A new repository is for everybody to read.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="The branch to commit to; by default main.")
+    ] = None,
+) -> None:
+    """Upload an exported model with its card to the Hugging Face hub, into a private repository
+    unless told otherwise.
+    """
+    from agentrl.models.hub import push
+
+    commit = push(folder.expanduser(), repository, public=public, revision=revision)
+    console.print(f"{folder} is on the hub: {commit}", highlight=False, soft_wrap=True)
 
 
 def check_model(

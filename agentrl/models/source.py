@@ -21,9 +21,9 @@ from agentrl.models.overrides import origin_of, overridden_folder
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-"""The files that describe a model: config, tokenizer, template, code. A few MB, so it is fetched
-and checked first."""
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md")
+"""The files that describe a model: config, tokenizer, template, code, and the card with its
+licence. A few MB, so it is fetched and checked first."""
 _WEIGHTS_PATTERN = "*.safetensors"
 _COPIES = ["*/*", "consolidated*"]
 """Copies of the weights in other formats."""
@@ -215,6 +215,17 @@ def commit_of(folder: Path) -> str | None:
     return match["revision"] if match else None
 
 
+def is_hub_name(name: str) -> bool:
+    """True if a name is written as those of models on the hub are: owner/name."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def hub_name_of(folder: Path) -> str | None:
+    """The name on the hub of the model in a snapshot of its cache; None if it is not one."""
+    match = _SNAPSHOT.search(folder.as_posix())
+    return f"{match['owner']}/{match['name']}" if match else None
+
+
 def _files_of_index(index: Path) -> Sequence[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -340,6 +351,8 @@ __all__ = [
     "commit_of",
     "description_folder",
     "here",
+    "hub_name_of",
+    "is_hub_name",
     "model_folder",
     "weight_files",
 ]

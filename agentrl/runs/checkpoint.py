@@ -262,9 +262,11 @@ def set_aside(path: Path, why: str) -> Path:
     return path.rename(next(name for name in names if not name.exists()))
 
 
-def export(checkpoint: Path, into: Path) -> None:
+def export(
+    checkpoint: Path, into: Path, describe: Callable[[Path], None] = lambda folder: None
+) -> None:
     """Copy the model out of a checkpoint into a new folder: weights, config and tokenizer, without
-    the optimizer.
+    the optimizer. `describe` adds files to the folder before it has its name.
 
     Raises:
         ConfigError: `into` exists already.
@@ -290,4 +292,5 @@ def export(checkpoint: Path, into: Path) -> None:
     folder.mkdir(parents=True)
     for path in files:
         shutil.copyfile(path, folder / path.name)
+    describe(folder)
     finish_folder(into)

@@ -23,6 +23,7 @@ from agentrl.ledger.ledger import read_ledger
 from agentrl.settings.yaml_values import in_yaml
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.evaluation_table import evaluation_table
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
 from agentrl.viewer.report_episodes import MAX_TEXT_CHARACTERS, episodes_to_read, shorten
@@ -74,7 +75,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         "facts": _facts(rows, status, run),
         "warnings": [one["text"] for one in status["warnings"]],
         "curves": curves_of(rows),
-        "evaluations": _evaluations(rows),
+        "evaluations": evaluation_table(rows),
         **_time(run, index, reader),
         **_fates(run, index),
         "examples": list(episodes_to_read(index, reader)),
@@ -130,26 +131,6 @@ def _facts(
 
 def _percent(value: float | None) -> str | None:
     return None if value is None or math.isnan(value) else f"{value:.1%}"
-
-
-def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each evaluation, by suite and step; held-out tasks first."""
-    found = []
-    for row in rows:
-        for key in row:
-            prefix, _, metric = key.rpartition("/")
-            if metric == "success" and (prefix == "eval" or prefix.startswith("eval/")):
-                names = {"low": "success_low", "high": "success_high", "score": "reward"}
-                names |= {"episodes": "episodes", "failed": "failed"}
-                values = {short: row.get(f"{prefix}/{name}") for short, name in names.items()}
-                suite = prefix.removeprefix("eval").removeprefix("/")
-                values["success"] = row[key]
-                known = {
-                    name: None if value is None or math.isnan(value) else value
-                    for name, value in values.items()
-                }
-                found.append({"suite": suite or "held out", "step": row["step"], **known})
-    return sorted(found, key=lambda one: (one["suite"] != "held out", one["suite"], one["step"]))
 
 
 def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[str, Any]:
