@@ -73,7 +73,7 @@ OWN = {
         "evaluation_weights",
         "evaluations",
     ),
-    *("tensorboard", "trackers", "tmp"),
+    *("tensorboard", "trackers", "wandb", "comet", "tmp"),
 }
 """The files of a run in its folder."""
 _OWN_PREFIXES = ("config.", "ledger.sqlite", "lock.", "events.out.tfevents", UNFINISHED)

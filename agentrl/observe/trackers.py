@@ -201,18 +201,23 @@ class MLflow:
         kept = _KeptId(folder, "mlflow")
         given = os.environ.get("MLFLOW_RUN_ID")  # which MLflow reads itself, and deletes
         found = kept.read()
-        if given is None and found and _has_run(mlflow, found[0]):
-            run = mlflow.start_run(run_id=found[0])
-            mlflow.set_tags(tags)
-        else:
-            experiment = None if given is not None else _experiment_id(mlflow, chosen.project)
-            run = mlflow.start_run(
-                run_name=folder.resolve().name, experiment_id=experiment, tags=tags
-            )
-        kept.write(run.info.run_id)
         # In a file store, `reward` is a file, and `reward/environment` would be one in a folder of
         # the same name.
         self._in_files = urlparse(mlflow.get_tracking_uri()).scheme in ("", "file")
+        try:
+            if given is None and found and _has_run(mlflow, found[0]):
+                run = mlflow.start_run(run_id=found[0])
+                mlflow.set_tags(tags)
+            else:
+                experiment = None if given is not None else _experiment_id(mlflow, chosen.project)
+                run = mlflow.start_run(
+                    run_name=folder.resolve().name, experiment_id=experiment, tags=tags
+                )
+        except mlflow.MlflowException as error:
+            if not self._in_files:
+                raise  # its server may be down, and come back
+            raise ConfigError(f"trackers: mlflow cannot begin: {error}") from error
+        kept.write(run.info.run_id)
         self._log_config(config, run.data.params)
 
     def _log_config(self, config: Mapping[str, Any], known: Mapping[str, str]) -> None:
@@ -343,6 +348,8 @@ class Comet:
         chosen = settings or self.Config()
         kept = _KeptId(folder, "comet")
         key = os.environ.get("COMET_EXPERIMENT_KEY") or (kept.read() or [uuid4().hex])[0]
+        offline = folder / "comet"
+        offline.mkdir(parents=True, exist_ok=True)  # Comet makes none
         try:
             self._experiment = comet_ml.start(
                 experiment_key=key,
@@ -352,7 +359,7 @@ class Comet:
                 experiment_config=comet_ml.ExperimentConfig(
                     name=folder.resolve().name,
                     tags=list(chosen.tags) or None,
-                    offline_directory=str(folder / "comet"),
+                    offline_directory=str(offline),
                     log_code=False,
                     parse_args=False,
                 ),
@@ -360,7 +367,7 @@ class Comet:
         except ValueError as error:  # there is no key of an account
             raise ConfigError(
                 f"trackers: comet cannot begin: {error} (`comet login`, or COMET_API_KEY; with"
-                f" COMET_START_ONLINE=0 it writes to {folder / 'comet'}, for `comet upload`)"
+                f" COMET_START_ONLINE=0 it writes to {offline}, for `comet upload`)"
             ) from error
         kept.write(key)
         self._experiment.log_parameters(dict(config))

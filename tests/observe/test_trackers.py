@@ -1,7 +1,8 @@
 """What trackers get of a run: late evaluations, resumed runs, samples, how it ended.
 
-The packages of trackers are not installed here. What stands in for them keeps the rules of the real
-ones on which something depends: W&B drops rows of past steps, and MLflow refuses some names.
+The packages of trackers are not installed here (test_tracker_packages.py has the real ones). What
+stands in for them keeps the rules on which something depends: W&B drops rows of past steps, and
+MLflow refuses some names.
 """
 
 import io
@@ -349,3 +350,13 @@ def test_wandb_without_a_key_is_refused_in_a_sentence(tmp_path, monkeypatch):
     package(monkeypatch, "wandb", init=init, errors=SimpleNamespace(UsageError=usage))
     with pytest.raises(ConfigError, match=r"wandb login.*WANDB_MODE=offline"):
         Wandb(Path(tmp_path), {})
+
+
+def test_a_store_that_mlflow_refuses_is_no_server_that_may_come_back(tmp_path, monkeypatch):
+    for address, kind in (("file:/tmp/mlruns", ConfigError), ("http://x", Store.MlflowException)):
+        store = Store(address)
+        refusal = Store.MlflowException("the filesystem backend is in maintenance mode")
+        store.start_run = lambda refusal=refusal, **asked: (_ for _ in ()).throw(refusal)
+        monkeypatch.setitem(sys.modules, "mlflow", store)
+        with pytest.raises(kind, match="maintenance mode"):
+            MLflow(tmp_path / "lake", {})
