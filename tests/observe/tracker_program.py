@@ -32,8 +32,10 @@ def log(name: str, run: Path) -> None:
 
 def wandb(run: Path) -> dict[str, Any]:
     """The rows of its offline files, which hold records of a log of LevelDB's kind."""
+    from wandb import teardown
     from wandb.proto.wandb_internal_pb2 import Record
 
+    teardown()  # until then, its own process may hold back the end of a file
     found: dict[str, Any] = {"reward": [], "eval/success": [], "runs": [], "exits": []}
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
         for data in _log_records(path.read_bytes()):
@@ -49,7 +51,7 @@ def wandb(run: Path) -> dict[str, Any]:
                 found["runs"].append([record.run.run_id, record.run.project, *record.run.tags])
             if record.WhichOneof("record_type") == "exit":
                 found["exits"].append(record.exit.exit_code)
-    found["tables"] = len(list(run.glob("wandb/*/files/media/table/samples/*.json")))
+    found["tables"] = len(list(run.glob("wandb/offline-run-*/files/media/table/samples/*.json")))
     return found
 
 
