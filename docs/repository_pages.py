@@ -1,13 +1,15 @@
-"""A hook of MkDocs: links from a page to files outside docs/ lead to copies of them in the site.
+"""A hook of MkDocs: pages of the site that are no files in docs/.
 
-A Markdown file becomes a page, any other file a page that shows its text. So the site can be read
-where the repository is not.
+Links from a page to files outside docs/ lead to copies of them in the site: a Markdown file becomes
+a page, any other file a page that shows its text. So the site can be read where the repository is
+not. The page `api.md` is made from the code (docs/api_reference.py).
 """
 
 import posixpath
 import re
 from pathlib import Path
 
+from api_reference import api_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -18,8 +20,8 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for every file outside docs/ that a page links to, directly or through another
-    such file.
+    """Add the page of the API, and a page for every file outside docs/ that a page links to,
+    directly or through another such file.
     """
     pages = [DOCS / file.src_uri for file in files.documentation_pages()]
     seen: set[Path] = set()
@@ -30,6 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, _address(target), content=_content(target)))
             if target.suffix == ".md":
                 pages.append(target)
+    files.append(File.generated(config, "api.md", content=api_page()))
     return files
 
 

@@ -1,18 +1,28 @@
 """The reference pages follow the code, and every metric that a run writes has a meaning."""
 
 import importlib.util
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import agentrl.testing
 from agentrl.observe.meanings import MEANINGS, meaning_of
 
 DOCS = Path(__file__).parents[1] / "docs"
-spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-assert spec is not None
-assert spec.loader is not None
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = script("generate")
 
 
 @pytest.mark.parametrize("name", generate.PAGES)
@@ -52,3 +62,14 @@ def test_a_name_that_is_none_has_no_meaning(name: str) -> None:
 def test_no_metric_is_in_two_topics() -> None:
     names = [name for topic in MEANINGS.values() for name in topic]
     assert len(names) == len(set(names))
+
+
+def test_the_api_reference_has_every_public_name_with_its_meaning() -> None:
+    page = script("api_reference").api_page()
+    entries = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", page, re.M | re.S))
+    public = {f"agentrl.{name}" for name in agentrl.__all__ if name != "__version__"}
+    public |= {f"agentrl.testing.{name}" for name in agentrl.testing.__all__}
+    assert public <= set(entries)
+    assert [name for name in public if len(entries[name].split("```")[2].split()) < 3] == []
+    assert "- `reset(" in entries["agentrl.Env"]
+    assert "def group_mean(rewards_G" in entries["agentrl.group_mean"]
