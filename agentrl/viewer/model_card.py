@@ -250,7 +250,7 @@ def _training(trained: _Trained) -> Iterator[str]:
         "seed": settings.get("seed"),
         "agentrl": about.get("version") or installed_version(),
         "commit of the folder that it was started in": commit
-        and f"`{commit}`{', with changes' if about.get('changed') else ''}",
+        and f"{commit}{', with changes' if about.get('changed') else ''}",
     }
     yield "## Training"
     yield ""
