@@ -34,7 +34,7 @@ test fast coverage long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster learn test fast coverage long reach chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster learn real test fast coverage long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
+.PHONY: install release demo demo-cluster learn real test fast coverage long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -154,6 +154,17 @@ wheel-demo: install wheel
 	$(PYTHON) -m venv --without-pip $(WHEEL_VENV)
 	$(BIN)/uv pip install --quiet --python $(WHEEL_VENV)/bin/python $(TORCH_FROM) dist/*.whl
 	cd $(WHEEL_VENV) && PYTHONPATH= bin/agentrl demo $(OVERRIDES)
+
+# What a release consists of, in dist: the wheel, tried in an environment that has nothing else, and the notes, with what
+# breaks first. The site, and the licences of all that the wheel brings, must be right; what is left to do is printed last.
+RELEASE_DEMO = steps=1 recipe.demonstrations.episodes=64 rollout.groups_per_step=2 evaluation.tasks=8
+release: install
+	$(MAKE) wheel-demo OVERRIDES="$(RELEASE_DEMO)"
+	$(BIN)/uv tool run --quiet --from "twine>=6" twine check --strict dist/*.whl
+	$(WHEEL_VENV)/bin/python .ci/release.py licences
+	$(MAKE) docs
+	$(BIN)/python .ci/release.py notes | tee dist/NOTES.md
+	$(BIN)/python .ci/release.py check
 
 format: install
 	$(BIN)/ruff format .

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import agentrl
+from agentrl.distribution import installed_version
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = re.search(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -47,6 +48,7 @@ def test_a_dependency_has_a_version_that_is_allowed(requirement: str) -> None:
 
 def test_a_release_has_one_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == agentrl.__version__
+    assert project["dynamic"] == ["version"]  # setuptools reads that of agentrl/__init__.py
+    assert installed_version() == agentrl.__version__, "run `make install` again"
     assert f"\nversion: {agentrl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {agentrl.__version__}" in (ROOT / "CHANGELOG.md").read_text()
