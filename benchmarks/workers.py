@@ -1,9 +1,11 @@
 """What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
 
     python benchmarks/workers.py [--episodes 64] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
+        [--direct]
 
 The engine answers at once, in the controller; scheduler, ledger, renderer and link are the real
-ones. The first table has turns per second with environments that compute for `--burn` milliseconds
+ones. With `--direct`, there are rows with an engine in an actor of Ray, too: workers ask it
+themselves, and without workers the controller does. The first table has turns per second with environments that compute for `--burn` milliseconds
 a step, for each number of workers, the CPU time of the controller, and how long the workers took to
 start (the first time, with the imports of the process that they are forked from). The second has
 the CPU time of the controller for an episode of so many `--turns`, without workers and with most of
@@ -21,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,16 @@ from rich.table import Table
 
 from agentrl.arrays import floats, ints
 from agentrl.cluster.processes import ProcessWorker
+from agentrl.cluster.ray_cluster import join_ray
+from agentrl.cluster.ray_engine import RayEngine
+from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.engines.router import Router
 from agentrl.flow import run_steadily
 from agentrl.hosting.pool import EnvPool
 from agentrl.ledger.ledger import Ledger
 from agentrl.models.tiny import create_tiny_model
-from agentrl.plugins import NoSettings
+from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.budget import Budget
@@ -148,12 +155,38 @@ class Measured:
     """Until all workers played."""
 
 
-async def measure(model: Path, workers: int, episodes: int, turns: int, burn: float) -> Measured:
-    """Play a batch of episodes."""
+async def measure(
+    model: Path, workers: int, episodes: int, turns: int, burn: float, place: str = "controller"
+) -> Measured:
+    """Play a batch of episodes, with an engine at this place."""
     renderer = TemplateRenderer.of_model(model)
     words = "I take the key, and I try to open the door with it. "
     token_ids = list(renderer.answer_ids(words * 40))[:ANSWER_TOKENS]
-    engine = InstantEngine(token_ids)
+    if place == "controller":
+        return await measure_with(
+            InstantEngine(token_ids), model, renderer, workers, episodes, turns, burn
+        )
+    actor = Component("instant", partial(make_engine, token_ids), NoSettings())
+    replica = RayEngine(actor, model, {"num_cpus": 0.1}, RayReceivers())
+    async with Router([replica], lease=600.0) as router:
+        return await measure_with(router, model, renderer, workers, episodes, turns, burn)
+
+
+def make_engine(token_ids: Sequence[int], config: NoSettings, model: Path) -> InstantEngine:
+    """The engine of an actor."""
+    return InstantEngine(token_ids)
+
+
+async def measure_with(
+    engine: Engine,
+    model: Path,
+    renderer: TemplateRenderer,
+    workers: int,
+    episodes: int,
+    turns: int,
+    burn: float,
+) -> Measured:
+    """Play a batch of episodes with this engine."""
     opened = partial(parts, model, turns, burn)
     policy = PlayedPolicy("policy", SAMPLING, trained=True)
     if not workers:
@@ -168,7 +201,7 @@ async def measure(model: Path, workers: int, episodes: int, turns: int, burn: fl
         return replace(await play(runner, engine, episodes, turns), start_seconds=took)
 
 
-async def play(runner: EpisodeRunner, engine: InstantEngine, episodes: int, turns: int) -> Measured:
+async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int) -> Measured:
     """Play a batch with the real scheduler, after a small one."""
     config = RolloutConfig(groups_per_step=episodes // GROUP, group_size=GROUP)
     with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +234,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--burn", type=float, nargs="+", default=[0.0, 5.0])
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--direct", action="store_true")
     chosen = parser.parse_args()
+    places = ["controller", "actor"] if chosen.direct else ["controller"]
+    if chosen.direct:
+        join_ray()
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -223,13 +260,15 @@ def main() -> None:
                     f"{found.cpu_ms_per_episode / 8:.3f}",
                 )
         console.print(by_workers)
-        by_turns = Table("turns", "workers", "controller: CPU-ms an episode", "a turn")
+        by_turns = Table("turns", "workers", "engine", "controller: CPU-ms an episode", "a turn")
         for turns in chosen.turns:
-            for workers in (0, max(chosen.workers)):
-                found = run_steadily(measure(model, workers, chosen.episodes, turns, 0.0))
+            for workers, place in product((0, max(chosen.workers)), places):
+                measured = measure(model, workers, chosen.episodes, turns, 0.0, place)
+                found = run_steadily(measured)
                 by_turns.add_row(
                     str(turns),
                     str(workers),
+                    place,
                     f"{found.cpu_ms_per_episode:.2f}",
                     f"{found.cpu_ms_per_episode / turns:.3f}",
                 )

@@ -95,11 +95,14 @@ class RayCluster:
         places = [self._placement.options("engine", number, count) for number in range(count)]
         engines = [with_log_of(chosen, number=str(number)) for number in range(count)]
         return [
-            EngineFactory(
-                partial(RayEngine, engine, model, options, self._receivers), node_of(options)
-            )
+            EngineFactory(partial(self._engine, engine, model, options), node_of(options))
             for engine, options in zip(engines, places, strict=True)
         ]
+
+    def _engine(self, chosen: Component, model: Path, options: Mapping[str, Any]) -> RayEngine:
+        return RayEngine(
+            chosen, model, options, self._receivers, spans_machines=self.spans_machines
+        )
 
     @asynccontextmanager
     async def another_engine(
@@ -110,8 +113,7 @@ class RayCluster:
         """
         engine = with_log_of(chosen, number=str(number))
         async with self._placement.another("engine", number) as place:
-            make = partial(RayEngine, engine, model, place.options, self._receivers)
-            yield EngineFactory(make, place.node)
+            yield EngineFactory(partial(self._engine, engine, model, place.options), place.node)
 
     def gpus(self) -> Inventory | None:
         """See `Cluster`."""

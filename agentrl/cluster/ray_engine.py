@@ -7,12 +7,15 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from agentrl.cluster.engine_door import EngineDoor
 from agentrl.cluster.ray_choices import with_held_choices
 from agentrl.cluster.ray_process import RayProcess, Surroundings, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_receivers import RayReceivers
 from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, EngineError
+from agentrl.net.interfaces import LOOPBACK, own_address
+from agentrl.net.link import Door
 from agentrl.plugins import Component
 from agentrl.protocols import (
     Engine,
@@ -60,6 +63,7 @@ class _EngineHost:
         self._begun: set[int] = set()
         self._one_begins = asyncio.Condition()
         self._engine: Engine = chosen.make(model)
+        self._door = EngineDoor(self._engine)
         await self._engine.__aenter__()
         return self._engine.max_context, self._report()
 
@@ -132,7 +136,20 @@ class _EngineHost:
             await self._engine.probe()
         return self._report()
 
+    async def open_door(self, spans_machines: bool) -> Door:
+        return await self._door.open(own_address() if spans_machines else LOOPBACK)
+
+    async def hold_door(self) -> None:
+        self._door.hold()
+
+    async def drain_door(self) -> None:
+        await self._door.drained()
+
+    async def release_door(self) -> None:
+        self._door.release()
+
     async def close(self) -> None:
+        await self._door.close()
         await self._engine.__aexit__(None, None, None)
 
     def _report(self) -> _Report:
@@ -141,7 +158,8 @@ class _EngineHost:
 
 class RayEngine(Engine):
     """`Engine` whose model is in a Ray actor; `options` are the actor's Ray options. `receivers`
-    bring bundles to the machines that cannot read them where they lie.
+    bring bundles to the machines that cannot read them where they lie. `spans_machines`: its door
+    (`HasDoor`) is to be reached from other machines.
 
     `stats` are those of the last answer; requests sent since then are counted as waiting.
     """
@@ -152,8 +170,11 @@ class RayEngine(Engine):
         model: Path,
         options: Mapping[str, Any],
         receivers: RayReceivers,
+        *,
+        spans_machines: bool = False,
     ) -> None:
         self._receivers = receivers
+        self._spans_machines = spans_machines
         self._chosen = chosen
         self._model = model
         self._options = options
@@ -279,6 +300,23 @@ class RayEngine(Engine):
         # Tensors are pickled where the method is called, and may be gigabytes.
         answer = await asyncio.to_thread(method.remote, weights, version)
         self._latest = await _answer_of(answer)
+
+    async def open_door(self) -> Door:
+        """See `HasDoor`."""
+        door: Door = await self._call("open_door", self._spans_machines)
+        return door
+
+    async def hold_door(self) -> None:
+        """See `HasDoor`."""
+        await self._call("hold_door")
+
+    async def drain_door(self) -> None:
+        """See `HasDoor`."""
+        await self._call("drain_door")
+
+    async def release_door(self) -> None:
+        """See `HasDoor`."""
+        await self._call("release_door")
 
     async def sleep(self) -> int | None:
         """See `Sleeper`."""

@@ -21,6 +21,10 @@ New weights go to all replicas in one of three ways:
 
 With `keep` and `abort_resume`, no token is sampled twice, except tokens lost with a dead replica.
 
+Rollout workers may ask replicas in other processes themselves (`follow_doors`); the router tells
+them which, and holds their requests around new weights as it does its own
+(`agentrl/engines/direct.py`).
+
 The router's clock stands still while no answer can be expected: while it sleeps, stages or commits
 weights, and while all replicas are being restarted.
 """
@@ -28,16 +32,17 @@ weights, and while all replicas are being restarted.
 import asyncio
 import logging
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from agentrl.cluster.engine_door import Doors, HasDoor
 from agentrl.cluster.supervised import RESTARTS, START_SECONDS, STARTS_PER_NODE, Supervised
 from agentrl.cluster.worker_registry import WorkerCount
-from agentrl.engines.continuation import joined, rest_of
+from agentrl.engines.direct import DirectAccess
 from agentrl.errors import (
     EngineDeadError,
     EngineError,
@@ -56,6 +61,7 @@ from agentrl.flow import (
     span,
     waiting_for,
 )
+from agentrl.net.link import Door
 from agentrl.protocols import (
     Engine,
     EngineOffers,
@@ -65,6 +71,8 @@ from agentrl.protocols import (
     Scores,
 )
 from agentrl.rollout.config import context_seconds
+from agentrl.rollout.continuation import joined, rest_of
+from agentrl.rollout.session_homes import SessionHomes
 from agentrl.trajectory import Completion
 from agentrl.weights.config import WeightUpdate
 from agentrl.weights.shipment import shipment_of
@@ -75,8 +83,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_SESSIONS = 1 << 16
-"""Episodes whose replica is remembered; the least recently used is forgotten first."""
 _PROBE_SECONDS = 1.0
 """Longest pause between two probes of an engine."""
 _ATTEMPTS = 3
@@ -118,6 +124,8 @@ class _Replica:
     """Its start or its restart, while that goes on."""
     watch: asyncio.Task[None] | None = None
     """The watch over it."""
+    door: Door | None = None
+    """Where rollout workers may ask it, if it has been opened."""
     leaving: bool = False
     """It is being removed: it gets no more requests, and is not replaced."""
     calls: dict[asyncio.Task[Any], _Call] = field(default_factory=dict)
@@ -208,8 +216,8 @@ class Router(Engine):
         ]
         self._suspicion = Suspicion(LethalRequestError, "engines")
         self._update = update
-        self._escape = escape
-        self._homes: OrderedDict[str, _Replica] = OrderedDict()
+        self._homes = SessionHomes[_Replica](escape)
+        self._direct = DirectAccess(self._suspicion)
         self._interruptions = 0
         self._open = asyncio.Event()
         self._open.set()
@@ -316,6 +324,26 @@ class Router(Engine):
             # A weight update interrupted it: it continues from here, or begins again if the engine
             # keeps its format.
             done = completion if request.format is None else None
+
+    def follow_doors(self, told: Callable[[Doors], None]) -> None:
+        """See `OffersDoors`. Call this once, while the router is open."""
+        self._direct.follow(told)
+        for replica in self._alive:
+            self._open_door(replica)
+
+    def note_direct(self, rank: int, door: Door, live: int, answers: int) -> None:
+        """See `OffersDoors`."""
+        replica = next((replica for replica in self._replicas if replica.door == door), None)
+        if replica is None:  # it has died since
+            return
+        self._direct.note(rank, door, live)
+        if answers:
+            replica.answers += answers
+            replica.supervised.progress()
+
+    def forget_worker(self, rank: int) -> None:
+        """See `OffersDoors`."""
+        self._direct.forget_worker(rank)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """See `Engine.score`. Any replica answers; if it dies, another one does, or its
@@ -425,6 +453,7 @@ class Router(Engine):
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         self._open.clear()
         try:
+            await self._at_doors("hold", lambda engine: engine.hold_door())
             if self._update == "abort_resume":
                 self._interruptions += 1
                 with self._clock.held():
@@ -436,6 +465,7 @@ class Router(Engine):
             await self._commit(weights, version)
         finally:
             self._open.set()
+            await self._at_doors("release", lambda engine: engine.release_door())
 
     async def _commit(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         with self._clock.held():
@@ -538,11 +568,13 @@ class Router(Engine):
         """
         # No turn moves to a replica that has older weights than the tokens of the turn.
         async with self._alone():
+            await self._at_doors("hold", lambda engine: engine.hold_door(), replica)
             if self._update != "drain" and replica.dead is None:
                 self._interruptions += 1
                 await self._on(
                     replica, "interrupt", lambda engine: engine.interrupt(), self._update_seconds
                 )
+        await self._drain_door(replica)
         while replica.calls:
             self._idle.clear()
             await self._idle.wait()
@@ -640,7 +672,7 @@ class Router(Engine):
                 helped = True
                 continue
             now_seen = (replica.answers, replica.engine.stats().generated_tokens)
-            silent = replica.calls and replica.seen == now_seen
+            silent = self._load(replica) and replica.seen == now_seen
             replica.seen = now_seen
             if silent and (self._replaces or len(self._living()) > 1):
                 helped = True
@@ -677,24 +709,10 @@ class Router(Engine):
 
     def _home(self, session: str) -> _Replica:
         """The replica that has the session's prefix in its cache, or the least busy one."""
-        living = self._living()
-        if len(living) == 1:
-            return living[0]
-        least = min(living, key=lambda replica: len(replica.calls))
-        home = self._homes.get(session)
-        if (
-            home is None
-            or home.dead
-            or home.leaving
-            or len(home.calls) > max(self._escape * len(least.calls), len(least.calls) + 8)
-        ):
-            home = least
-        if session:
-            self._homes[session] = home
-            self._homes.move_to_end(session)
-            if len(self._homes) > _SESSIONS:
-                self._homes.popitem(last=False)
-        return home
+        return self._homes.choose(session, self._living(), self._load)
+
+    def _load(self, replica: _Replica) -> int:
+        return len(replica.calls) + self._direct.live(replica.door)
 
     def _living(self) -> list[_Replica]:
         if not self._alive:
@@ -727,9 +745,12 @@ class Router(Engine):
         if replica.dead is not None or replica.engine is not engine:
             return
         replica.dead = why
-        if request is not None:
+        unknown, replica.door = self._direct.died(replica.door), None
+        if request is not None and not unknown:
             self._suspicion.died({request, *_requests(replica)}, why)
         self._note_alive()
+        if self._direct.is_followed:
+            self._flow.start(self._offer_doors_when_calm(), name="doors")
         if self._replaces and not replica.leaving:
             replica.start = self._flow.start(self._replace(replica), name=f"renew {replica.number}")
 
@@ -740,10 +761,44 @@ class Router(Engine):
         ]
         if self._replaces and had_some != bool(self._alive):
             (self._clock.hold if had_some else self._clock.release)()
+        self._offer_doors()
+
+    def _offer_doors(self) -> None:
+        self._direct.offer(tuple(one.door for one in self._alive if one.door is not None))
+
+    async def _offer_doors_when_calm(self) -> None:
+        await self._direct.until_calm()
+        self._offer_doors()
+
+    def _open_door(self, replica: _Replica) -> None:
+        if self._direct.is_followed and isinstance(replica.engine, HasDoor):
+            self._flow.start(
+                self._offer_door_of(replica, replica.engine), name=f"door {replica.number}"
+            )
+
+    async def _offer_door_of(self, replica: _Replica, engine: Engine) -> None:
+        """Open the door of a replica, and offer it."""
+        assert isinstance(engine, HasDoor)
+        try:
+            door = await engine.open_door()
+        except EngineDeadError as error:
+            self._mark_dead(replica, engine, error)
+        except OSError as error:
+            logger.warning(
+                "engine %d cannot be asked by rollout workers, so all its requests pass the"
+                " controller: %s",
+                replica.number,
+                error,
+            )
+        else:
+            if replica.engine is engine and replica.dead is None:
+                replica.door = door
+                self._offer_doors()
 
     def _note_serving(self, replica: _Replica) -> None:
         replica.dead, replica.seen = None, (-1, -1)
         self._note_alive()
+        self._open_door(replica)
         self._revived.set()
 
     def _begin_watch(self, replica: _Replica) -> None:
@@ -796,7 +851,8 @@ class Router(Engine):
         """For how long a replica has made no progress, although it has requests."""
         stats = replica.engine.stats()
         progress = replica.answers, stats.generated_tokens, stats.prefilled_tokens
-        is_at_work = _requests(replica) and not replica.occupations and self._awake.is_set()
+        asked = _requests(replica) or self._direct.live(replica.door)
+        is_at_work = asked and not replica.occupations and self._awake.is_set()
         if progress != replica.progress or not is_at_work:
             replica.progress, replica.progress_at = progress, now()
         return now() - replica.progress_at
@@ -982,9 +1038,41 @@ class Router(Engine):
         return None
 
     async def _no_calls(self) -> None:
+        async with Flow("drain") as flow:
+            for replica in self._alive:
+                flow.start(self._drain_door(replica), name=str(replica.number))
         while any(replica.calls for replica in self._alive):
             self._idle.clear()
             await self._idle.wait()
+
+    async def _at_doors(
+        self,
+        what: str,
+        act: Callable[[HasDoor], Awaitable[None]],
+        replica: _Replica | None = None,
+    ) -> None:
+        """Run `act` on all live replicas with a door, or on this one."""
+
+        async def at_door(engine: Engine) -> None:
+            if isinstance(engine, HasDoor):
+                await act(engine)
+
+        if not self._direct.is_followed:
+            return
+        if replica is None:
+            await self._on_all(what, at_door, self._update_seconds)
+        elif replica.dead is None:
+            await self._on(replica, what, at_door, self._update_seconds)
+
+    async def _drain_door(self, replica: _Replica) -> None:
+        """Wait until a replica works on nothing that workers have asked it themselves."""
+        engine = replica.engine
+        if replica.door is None or not isinstance(engine, HasDoor):
+            return
+        try:
+            await self._ask(replica, engine.drain_door())
+        except EngineDeadError as error:
+            self._mark_dead(replica, engine, error)
 
 
 class _TooLateError(EngineDeadError):

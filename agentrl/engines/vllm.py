@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.engines.admission import check_score, effective_kv_on_update, max_new_tokens
-from agentrl.engines.continuation import joined, rest_of
 from agentrl.engines.heartbeat import Heartbeat
 from agentrl.engines.kv_chains import Chain, KvChains
 from agentrl.engines.stop_texts import FolderTokenizer
@@ -38,6 +37,7 @@ from agentrl.protocols import (
     ScoreRequest,
     Scores,
 )
+from agentrl.rollout.continuation import joined, rest_of
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.low_rank import low_rank_of

@@ -56,6 +56,11 @@ class Suspicion:
         """The number of requests that have been set aside."""
         return len(self._set_aside)
 
+    @property
+    def is_open(self) -> bool:
+        """True while somebody is suspected of a death."""
+        return bool(self._suspects)
+
     def suspect(self, name: str, content: Callable[[], bytes]) -> Suspect:
         """The suspect of this content, for one that is asked about in several calls."""
         if self._suspects:

@@ -86,9 +86,10 @@ def test_a_session_leaves_a_replica_that_is_far_busier():
 
     async def main(router: Router) -> None:
         await router.generate(request("first", session="s"))
+        homes = router._homes._homes
         async with Flow("crowd") as flow:
             for number in range(20):
-                router._homes[f"crowd-{number}"] = router._homes["s"]
+                homes[f"crowd-{number}"] = homes["s"]
                 flow.start(
                     router.generate(request(f"c{number}", session=f"crowd-{number}")),
                     name=str(number),

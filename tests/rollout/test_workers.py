@@ -18,6 +18,7 @@ from agentrl.engines.router import Router
 from agentrl.errors import ConfigError, EngineError, WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.ledger.ledger import Ledger
+from agentrl.net.link import Door, MessageLink, connect, open_door
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, GenerateRequest
 from agentrl.rollout.assignment import Assignment, MemberReport, TokensSampled, TurnsPlayed
@@ -25,7 +26,6 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.workers.host import OpenParts
-from agentrl.rollout.workers.link import Door, WorkerLink, connect, open_door
 from agentrl.rollout.workers.messages import PlayedPolicy
 from agentrl.rollout.workers.pool import RolloutWorkers, WorkerRunner
 from agentrl.rollout.workers.progress import ProgressReader, ProgressSender
@@ -35,7 +35,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.testing.workers import InlineWorkers
 from agentrl.trajectory import Failed, Group, Score, Task, Terminated, Trajectory
 from tests.processes import PATIENCE_SECONDS
-from tests.rollout.worker_parts import ASKED, RENDERER, dice_parts, no_parts, noted_parts
+from tests.rollout.worker_parts import ASKED, RENDERER, dice_parts, no_parts, noted_parts, says
 
 SAMPLING = SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids)
 POLICY = PlayedPolicy("policy", SAMPLING, trained=True)
@@ -57,11 +57,6 @@ def start_at(place: str, **options: Any) -> StartWorker:
 
     join_shared_ray()
     return RayWorkers(**options).one
-
-
-def says(request: GenerateRequest) -> bytes:
-    """An answer that depends on the request's seed and prompt."""
-    return f"throw {request.seed % 1000} after {len(request.prompt_ids)}".encode()
 
 
 def scripted(**options: Any) -> ScriptedEngine:
@@ -344,7 +339,7 @@ def test_nobody_enters_without_the_token():
         taken: list[Any] = []
         admitted: list[int] = []
 
-        def admit(rank: int, link: WorkerLink) -> Any:
+        def admit(rank: int, link: MessageLink) -> Any:
             admitted.append(rank)
             return taken.append
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.hosting.pool import EnvPool
-from agentrl.protocols import Engine
+from agentrl.protocols import Engine, GenerateRequest
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines
 from agentrl.rollout.engine_policy import EnginePolicy
 from agentrl.rollout.episode import EnvEpisodeRunner
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.workers.messages import PlayedPolicy
+from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Trajectory
 
@@ -32,6 +33,11 @@ def harm_once(once: str, how: str) -> None:
         if how == "block":
             threading.Event().wait()
         os.kill(os.getpid(), getattr(signal, how))
+
+
+def says(request: GenerateRequest) -> bytes:
+    """An answer that depends on the request's seed and prompt."""
+    return f"throw {request.seed % 1000} after {len(request.prompt_ids)}".encode()
 
 
 class Dice:
@@ -109,3 +115,8 @@ async def noted_parts(
 async def no_parts(engine: Callable[[str], Engine]) -> AsyncIterator[Callable[..., EpisodeRunner]]:
     raise ConfigError("there is no environment 'dise': did you mean 'dice'?")
     yield
+
+
+def make_scripted(config: object, model: object) -> ScriptedEngine:
+    """An engine for an actor, whose answers depend on the request's seed and prompt."""
+    return ScriptedEngine.replying(says)

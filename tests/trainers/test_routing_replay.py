@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.arrays import IntArray, floats, ints
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.engines.continuation import joined, rest_of
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.packed_model import PackedModel
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.expert_choices import ExpertChoices
 from agentrl.models.routing import layers_with_experts, take_choices
 from agentrl.protocols import GenerateRequest
+from agentrl.rollout.continuation import joined, rest_of
 from agentrl.settings.sampling import SamplingParams
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.compute.attention import ATTENTION

@@ -2,19 +2,21 @@
 
 import asyncio
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from agentrl.cluster.engine_link import EngineServer, ReplicaAnswer
 from agentrl.cluster.ray_prompts import HeldPrompts
 from agentrl.errors import WorkerDiedError, as_exception
 from agentrl.flow import Flow, Suspect, elapsed, now
+from agentrl.net.link import MessageLink
+from agentrl.protocols import GenerateRequest
 from agentrl.rollout.assignment import Assignment, Report, TokensSampled, TurnsPlayed
-from agentrl.rollout.workers.link import WorkerLink
 from agentrl.rollout.workers.messages import (
-    Answered,
-    Ask,
+    AskedDirectly,
     Cancel,
     Cancelled,
     Play,
@@ -24,12 +26,8 @@ from agentrl.rollout.workers.messages import (
     Pulse,
     Raised,
     Ready,
-    Refused,
-    Resend,
     Sampled,
     Welcome,
-    Withdrawn,
-    portable,
 )
 from agentrl.rollout.workers.progress import ProgressReader
 from agentrl.rollout.workers.served_engines import ServedEngines
@@ -61,7 +59,7 @@ class WorkerConnection:
     def __init__(
         self,
         rank: int,
-        link: WorkerLink,
+        link: MessageLink,
         engines: ServedEngines,
         flow: Flow,
         became_ready: Callable[[], None],
@@ -74,12 +72,11 @@ class WorkerConnection:
         self.cpu_seconds = 0.0
         """CPU time of its process so far."""
         self._engines = engines
-        self._flow = flow
+        prompts = defaultdict[str, HeldPrompts](HeldPrompts)
+        self._requests = EngineServer(link, flow, self._generate, prompts, "the controller")
         self._became_ready = became_ready
         self._episodes: dict[int, _Episode] = {}
         self._numbers = count()
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._prompts: dict[str, HeldPrompts] = {}
         link.send(Welcome(elapsed()))
         for facts in engines.introduce():
             link.send(facts)
@@ -127,8 +124,8 @@ class WorkerConnection:
     def lose(self, why: WorkerDiedError) -> list[Suspect]:
         """End the connection: the episodes of the worker raise `why`. Returns their suspects."""
         self.link.close()
-        for call in self._calls.values():
-            call.cancel()
+        self._requests.end()
+        self._engines.forget_worker(self.rank)
         lost = [episode for episode in self._episodes.values() if not episode.ended.done()]
         for episode in lost:
             episode.ended.set_exception(why)
@@ -136,14 +133,11 @@ class WorkerConnection:
 
     def take(self, message: Any) -> None:
         """Take a message of the worker."""
+        if self._requests.take(message):
+            return
         match message:
-            case Ask():
-                self._calls[message.call] = self._flow.start(
-                    self._answer(message), name=f"worker {self.rank}"
-                )
-            case Withdrawn(call):
-                if call in self._calls:
-                    self._calls[call].cancel()
+            case AskedDirectly():
+                self._engines.note_direct(self.rank, message)
             case Pulse(cpu_seconds):
                 self.last_pulse, self.cpu_seconds = now(), cpu_seconds
             case Ready():
@@ -161,21 +155,8 @@ class WorkerConnection:
         if (episode := self._episodes.get(number)) is not None:
             episode.report(report)
 
-    async def _answer(self, ask: Ask) -> None:
-        """Ask an engine, and send what it answers or raises."""
-        prompts = self._prompts.setdefault(ask.engine, HeldPrompts())
-        request = prompts.whole(ask.request) if ask.is_cut else ask.request
-        try:
-            if request is None:
-                self.link.send(Resend(ask.call))
-                return
-            completion = await self._engines[ask.engine].generate(request)
-            prompts.answered(request, completion, was_cut=ask.is_cut)
-            self.link.send(Answered(ask.call, completion))
-        except Exception as error:  # the worker raises it
-            self.link.send(Refused(ask.call, portable(error, "the controller")))
-        finally:
-            self._calls.pop(ask.call, None)
+    async def _generate(self, engine: str, request: GenerateRequest) -> ReplicaAnswer:
+        return ReplicaAnswer(await self._engines[engine].generate(request))
 
 
 def _take_news(episode: _Episode, news: Progress | Played | Raised | Cancelled) -> None:

@@ -1,7 +1,7 @@
 """`RolloutWorker`: plays episodes in a process of its own, for a controller.
 
 It has an event loop, renderer, tokenizer and environments of its own, and no ledger, slots, rewards
-or weights: it gets assignments, asks the controller's engines, and returns trajectories.
+or weights: it gets assignments, asks the engines, and returns trajectories.
 """
 
 import asyncio
@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.cluster.engine_link import portable
 from agentrl.flow import Flow, elapsed, freeze_gc, run_steadily
+from agentrl.net.link import Door, MessageLink, connect
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, MemberReport, Report, TokensSampled, TurnsPlayed
 from agentrl.rollout.runner import EpisodeRunner
-from agentrl.rollout.workers.link import Door, WorkerLink, connect
 from agentrl.rollout.workers.messages import (
     Cancel,
     Cancelled,
@@ -32,10 +34,9 @@ from agentrl.rollout.workers.messages import (
     Sampled,
     Stop,
     Welcome,
-    portable,
 )
 from agentrl.rollout.workers.progress import ProgressSender
-from agentrl.rollout.workers.remote_engine import EngineCalls
+from agentrl.rollout.workers.remote_engine import RemoteEngines
 from agentrl.trajectory import Trajectory
 
 PULSE_SECONDS = 1.0
@@ -74,13 +75,13 @@ class RolloutWorker:
 
     async def play_for(self, door: Door) -> None:
         """`serve`, on the running event loop."""
-        calls = EngineCalls()
+        engines = RemoteEngines(self._rank)
         async with AsyncExitStack() as opened:
             # First, so that errors of the parts come before anything is asked of the controller.
-            make_runner = await opened.enter_async_context(self._parts(calls.engine))
-            playing = _Playing(self._rank, calls, make_runner)
+            make_runner = await opened.enter_async_context(self._parts(engines.engine))
+            playing = _Playing(self._rank, engines, make_runner)
             link = await connect(door, self._rank, playing.take)
-            calls.send = link.send
+            engines.send_with(link.send)
             freeze_gc()
             try:
                 await playing.play_over(link)
@@ -94,10 +95,10 @@ class _Playing:
     """The episodes that a worker plays."""
 
     rank: int
-    calls: EngineCalls
+    engines: RemoteEngines
     make_runner: MakeRunner
     flow: Flow = field(default_factory=lambda: Flow("episodes"))
-    link: WorkerLink | None = None
+    link: MessageLink | None = None
     episodes: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     runners: dict[PlayedPolicy, EpisodeRunner] = field(default_factory=dict)
     sampled: dict[int, TokensSampled] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class _Playing:
     ahead: float = 0.0
     """Seconds by which the clock of this machine is ahead of the controller's."""
 
-    async def play_over(self, link: WorkerLink) -> None:
+    async def play_over(self, link: MessageLink) -> None:
         """Play for the controller until the link ends, or it says so; then cancel what is played.
 
         Raises:
@@ -116,12 +117,13 @@ class _Playing:
         async with self.flow:
             link.send(Ready())
             self.flow.start(self._give_signs_of_life(), name="pulse")
-            await self.stopped.wait()
+            with self.engines.connecting(partial(self.flow.start, name="connect")):
+                await self.stopped.wait()
             self.flow.cancel()
 
     def take(self, message: Any) -> None:
         """Take a message of the controller."""
-        if self.calls.take(message):
+        if self.engines.take(message):
             return
         match message:
             case Play(number, policy, assignment):
@@ -178,6 +180,8 @@ class _Playing:
             self._send_sampled()
             if elapsed() >= due:
                 self._send(Pulse(time.process_time()))
+                for report in self.engines.reports():
+                    self._send(report)
                 due = elapsed() + PULSE_SECONDS
             await asyncio.sleep(_SAMPLED_SECONDS)
 

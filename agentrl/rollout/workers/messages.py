@@ -2,26 +2,26 @@
 
     controller ── Play, Cancel ─▶ worker      an episode, from its assignment to its trajectories
                ◀─ Sampled, Progress, Played, Raised, Cancelled ──
-    controller ◀─ Ask, Withdrawn ── worker    a request to an engine of the controller
-               ── Answered, Refused, Resend ─▶
     controller ── Serves, ClockHeld, ClockReleased ─▶ worker      an engine and its clock
+    controller ── ServesDirectly ─▶ worker    which replicas it may ask itself
+               ◀─ AskedDirectly ──            what it has asked there
     controller ◀─ Ready, Pulse ── worker      that it plays, and a sign of life of its event loop
     controller ── Welcome, Stop ─▶ worker
 
+Requests to an engine travel as agentrl/cluster/engine_link.py says, over this link or over one
+to the engine itself.
 Assignments and trajectories travel as bytes of their own: they are unpickled by the task that waits
 for them, and a defect in one harms no other.
 """
 
-import pickle
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentrl.protocols import GenerateRequest
+from agentrl.cluster.engine_door import Doors
+from agentrl.net.link import Door
 from agentrl.rollout.assignment import TokensSampled
 from agentrl.settings.sampling import SamplingParams
-from agentrl.trajectory import Completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +53,6 @@ class Cancel(NamedTuple):
     number: int
 
 
-class Answered(NamedTuple):
-    """The completion of a request."""
-
-    call: int
-    completion: Completion
-
-
-class Refused(NamedTuple):
-    """A request failed with this error."""
-
-    call: int
-    error: BaseException
-
-
-class Resend(NamedTuple):
-    """A request was sent without the tokens that the controller should hold, and it does not hold
-    them.
-    """
-
-    call: int
-
-
 class Serves(NamedTuple):
     """The controller serves an engine by this name."""
 
@@ -82,6 +60,26 @@ class Serves(NamedTuple):
     max_context: int
     held: bool
     """Its clock stands still."""
+
+
+class ServesDirectly(NamedTuple):
+    """From now on, the worker asks these replicas of an engine itself. If there are none, and where
+    one cannot be reached, it asks the controller.
+    """
+
+    engine: str
+    doors: Doors
+
+
+class AskedDirectly(NamedTuple):
+    """The requests of the worker to a replica, if something has changed since it said so last."""
+
+    engine: str
+    door: Door
+    live: int
+    """Those that are under way."""
+    answers: int
+    """The answers since it said so last."""
 
 
 class ClockHeld(NamedTuple):
@@ -149,33 +147,3 @@ class Cancelled(NamedTuple):
     """Nothing of a cancelled episode runs any more."""
 
     number: int
-
-
-class Ask(NamedTuple):
-    """A request to an engine of the controller."""
-
-    call: int
-    engine: str
-    request: GenerateRequest
-    is_cut: bool
-    """Its prompt is without the tokens that the controller holds (`HeldPrompts`)."""
-
-
-class Withdrawn(NamedTuple):
-    """The caller of a request has been cancelled: its answer is not needed."""
-
-    call: int
-
-
-def portable(error: BaseException, where: str) -> BaseException:
-    """The error as another process can raise it, with a note of the frames that it came from there.
-
-    One that cannot be pickled becomes a RuntimeError with its text.
-    """
-    frames = "".join(traceback.format_exception(error))
-    try:
-        copy: BaseException = pickle.loads(pickle.dumps(error))
-    except Exception:  # pickle raises whatever the error's own code raises
-        copy = RuntimeError(f"{type(error).__name__}: {error}")
-    copy.add_note(f"raised in {where}:\n{frames}")
-    return copy

@@ -27,11 +27,11 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import LethalTaskError, WorkerDiedError
 from agentrl.flow import Flow, Suspect, Suspicion, elapsed, now, waiting_for
 from agentrl.net.interfaces import LOOPBACK
+from agentrl.net.link import Door, MessageLink, open_door
 from agentrl.protocols import Engine
 from agentrl.rollout.assignment import Assignment, Report, ignore_reports
 from agentrl.rollout.workers.connection import ROLE, WorkerConnection
 from agentrl.rollout.workers.host import OpenParts, RolloutWorker
-from agentrl.rollout.workers.link import Door, WorkerLink, open_door
 from agentrl.rollout.workers.messages import PlayedPolicy, Stop
 from agentrl.rollout.workers.served_engines import ServedEngines
 from agentrl.settings.sampling import SamplingParams
@@ -176,7 +176,7 @@ class RolloutWorkers:
         for connection in self._connections.values():
             connection.link.send(message)
 
-    def _admit(self, rank: int, link: WorkerLink) -> Callable[[Any], None]:
+    def _admit(self, rank: int, link: MessageLink) -> Callable[[Any], None]:
         """Take a worker that has connected, in the place of the last one of its rank."""
         connection = WorkerConnection(rank, link, self.engines, self._flow, self._changed.set)
         self._connections[rank] = connection

@@ -1,23 +1,21 @@
 """`RemoteEngine`: in a rollout worker, an engine of the controller."""
 
-import asyncio
-from collections.abc import Callable, Mapping
-from itertools import count
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.ray_prompts import SentPrompts
+from agentrl.cluster.engine_link import EngineClient, ReplicaAnswer
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import PausableClock
 from agentrl.protocols import Engine, EngineStats, GenerateRequest
+from agentrl.rollout.continuation import joined, rest_of
+from agentrl.rollout.workers.direct_replicas import DirectReplicas, Start
 from agentrl.rollout.workers.messages import (
-    Answered,
-    Ask,
+    AskedDirectly,
     ClockHeld,
     ClockReleased,
-    Refused,
-    Resend,
     Serves,
-    Withdrawn,
+    ServesDirectly,
 )
 from agentrl.trajectory import Completion
 
@@ -29,16 +27,19 @@ class RemoteEngine(Engine):
     """`Engine` that is in the controller's process, or that the controller talks to. It is entered
     there.
 
-    Which replica answers, when new weights come and what happens when one dies is the controller's
-    business (`Router`); this side has the requests, and the clock by which their deadlines run.
+    Replicas in other processes are asked directly, as long as the controller says so. All other
+    requests, and those that such a replica has died of, go through the controller: when new weights
+    come, what happens when a replica dies, and what a request may wait for is its business
+    (`Router`). This side has the requests, and the clock by which their deadlines run.
     """
 
-    def __init__(self, name: str, calls: "EngineCalls") -> None:
+    def __init__(self, name: str, controller: EngineClient, direct: DirectReplicas) -> None:
         self._name = name
-        self._calls = calls
+        self._controller = controller
         self._max_context = 0
         self._clock = PausableClock()
-        self._prompts = SentPrompts()
+        self.direct = direct
+        """The replicas that are asked directly."""
 
     @property
     def policy_version(self) -> int:
@@ -62,14 +63,19 @@ class RemoteEngine(Engine):
             (self._clock.hold if held else self._clock.release)()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. Of a session's prompt, only the new tokens are sent."""
-        cut = self._prompts.cut(request)
-        completion = await self._calls.ask(self._name, cut or request, is_cut=cut is not None)
-        if completion is None:
-            completion = await self._calls.ask(self._name, request, is_cut=False)
-        assert completion is not None
-        self._prompts.answered(request, completion)
-        return completion
+        """See `Engine.generate`."""
+        done: Completion | None = None
+        while True:
+            answer = await self._ask(rest_of(request, done) if done else request)
+            completion = joined(done, answer.completion) if done else answer.completion
+            if not answer.was_interrupted:
+                return completion
+            # As in the router: an answer of a format begins again if the engine keeps its place.
+            done = completion if request.format is None else None
+
+    async def _ask(self, request: GenerateRequest) -> ReplicaAnswer:
+        answer = await self.direct.ask(request)
+        return answer or await self._controller.generate(request, self._name)
 
     async def interrupt(self) -> None:
         """The controller does this.
@@ -92,68 +98,66 @@ class RemoteEngine(Engine):
         return EngineStats(0, 0, 0, 0, 0)
 
 
-class EngineCalls:
-    """The engines of the controller by name, and the requests that are under way."""
+class RemoteEngines:
+    """The engines of the controller by name, for the worker of a rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._start: Start | None = None
         self._engines: dict[str, RemoteEngine] = {}
-        self._waiting: dict[int, asyncio.Future[Completion | None]] = {}
-        self._numbers = count()
-        self.send: Callable[[Any], None] = _unsent
-        """Sends a message to the controller."""
+        self._controller = EngineClient(_unsent)
+
+    @contextmanager
+    def connecting(self, start: Start) -> Iterator[None]:
+        """Inside the block, replicas are connected to by tasks that `start` starts."""
+        self._start = start
+        try:
+            yield
+        finally:
+            self._start = None
+            for engine in self._engines.values():
+                engine.direct.close()
+
+    def send_with(self, send: Callable[[Any], None]) -> None:
+        """Send messages to the controller in this way from now on."""
+        self._controller.send = send
 
     def engine(self, name: str) -> RemoteEngine:
         """The engine of this name."""
         if name not in self._engines:
-            self._engines[name] = RemoteEngine(name, self)
+            direct = DirectReplicas(self._rank, self._begin)
+            self._engines[name] = RemoteEngine(name, self._controller, direct)
         return self._engines[name]
-
-    async def ask(
-        self, engine: str, request: GenerateRequest, *, is_cut: bool
-    ) -> Completion | None:
-        """The answer to a request; None if it must be sent with its whole prompt.
-
-        Raises:
-            EngineError: see `Engine.generate`.
-        """
-        call = next(self._numbers)
-        answer: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
-        self._waiting[call] = answer
-        self.send(Ask(call, engine, request, is_cut))
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self.send(Withdrawn(call))
-            raise
-        finally:
-            del self._waiting[call]
 
     def take(self, message: Any) -> bool:
         """Take a message about engines; false if it is about something else."""
         match message:
-            case Answered(call, completion):
-                self._settle(call, completion)
-            case Resend(call):
-                self._settle(call, None)
-            case Refused(call, error):
-                waiting = self._waiting.get(call)
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(error)
             case Serves(engine, max_context, held):
                 self.engine(engine).serves(max_context, held=held)
+            case ServesDirectly(engine, doors):
+                self.engine(engine).direct.follow(doors)
             case ClockHeld(engine):
                 self.engine(engine).clock.hold()
             case ClockReleased(engine):
                 self.engine(engine).clock.release()
             case _:
-                return False
+                return self._controller.take(message)
         return True
 
-    def _settle(self, call: int, answer: Completion | None) -> None:
-        waiting = self._waiting.get(call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def reports(self) -> Iterator[AskedDirectly]:
+        """What the controller does not know of the requests to replicas."""
+        for name, engine in self._engines.items():
+            yield from engine.direct.reports(name)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._start is None:  # the worker is ending
+            work.close()
+        else:
+            self._start(work)
 
 
 def _unsent(message: Any) -> None:
     raise EngineDeadError("the rollout worker is not connected to its controller yet")
+
+
+__all__ = ["RemoteEngine", "RemoteEngines"]

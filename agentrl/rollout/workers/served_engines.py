@@ -2,11 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from agentrl.cluster.engine_door import Doors, OffersDoors
 from agentrl.flow import PausableClock
 from agentrl.protocols import Engine, clock_of
-from agentrl.rollout.workers.messages import ClockHeld, ClockReleased, Serves
+from agentrl.rollout.workers.messages import (
+    AskedDirectly,
+    ClockHeld,
+    ClockReleased,
+    Serves,
+    ServesDirectly,
+)
 
 
 class ServedEngines:
@@ -16,6 +24,7 @@ class ServedEngines:
         self._broadcast = broadcast
         self._engines: dict[str, Engine] = {}
         self._signals: dict[str, _ClockSignal] = {}
+        self._doors: dict[str, Doors] = {}
         self._following = ExitStack()
 
     def __getitem__(self, name: str) -> Engine:
@@ -33,11 +42,31 @@ class ServedEngines:
         self._engines[name], self._signals[name] = engine, signal
         self._following.enter_context(signal.following(clock_of(engine)))
         self._broadcast(self._facts(name))
+        if isinstance(engine, OffersDoors):
+            engine.follow_doors(partial(self._open_doors, name))
         return name
 
-    def introduce(self) -> Iterator[Serves]:
+    def introduce(self) -> Iterator[Serves | ServesDirectly]:
         """What a new worker needs to know of the engines."""
         yield from map(self._facts, self._engines)
+        for name, doors in self._doors.items():
+            yield ServesDirectly(name, doors)
+
+    def note_direct(self, rank: int, asked: AskedDirectly) -> None:
+        """Take what the worker of this rank tells of its requests past the controller."""
+        engine = self._engines[asked.engine]
+        if isinstance(engine, OffersDoors):
+            engine.note_direct(rank, asked.door, asked.live, asked.answers)
+
+    def forget_worker(self, rank: int) -> None:
+        """The worker of this rank is gone, and its requests with it."""
+        for engine in self._engines.values():
+            if isinstance(engine, OffersDoors):
+                engine.forget_worker(rank)
+
+    def _open_doors(self, name: str, doors: Doors) -> None:
+        self._doors[name] = doors
+        self._broadcast(ServesDirectly(name, doors))
 
     def close(self) -> None:
         """Follow the engines' clocks no longer."""

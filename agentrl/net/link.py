@@ -1,8 +1,9 @@
-"""`WorkerLink`: the stream of messages between the controller and a rollout worker, over a socket.
+"""`MessageLink`: a stream of messages between two processes of a run, over a socket.
 
 All messages of one turn of the event loop are pickled together and sent as one frame, so that the
-busier the loop is, the less each message costs. A worker connects to the controller's `Door`, and
-shows its token before anything of it is unpickled.
+busier the loop is, the less each message costs. A rollout worker connects to the `Door` of the
+controller, and to those of engines. It shows the token of a door before anything of it is
+unpickled.
 """
 
 import asyncio
@@ -30,12 +31,12 @@ class Door:
     token: bytes
 
 
-class WorkerLink(asyncio.Protocol):
+class MessageLink(asyncio.Protocol):
     """One side of the stream. `take` gets each message, in order. What it raises is a defect: the
     event loop reports it, and the link ends.
     """
 
-    def __init__(self, take: Callable[[Any], None]) -> None:
+    def __init__(self, take: Callable[[Any], object]) -> None:
         self._take = take
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -99,11 +100,11 @@ class WorkerLink(asyncio.Protocol):
         self._transport.writelines([len(frame).to_bytes(_LENGTH_BYTES), frame])
 
 
-class _Entrance(WorkerLink):
-    """The controller's side of a connection, which first waits for the token."""
+class _Entrance(MessageLink):
+    """The side of a connection behind the door, which first waits for the token."""
 
     def __init__(
-        self, token: bytes, admit: Callable[[int, WorkerLink], Callable[[Any], None]]
+        self, token: bytes, admit: Callable[[int, MessageLink], Callable[[Any], object]]
     ) -> None:
         super().__init__(lambda message: None)
         self._token, self._admit = token, admit
@@ -140,7 +141,7 @@ class _Entrance(WorkerLink):
 
 @asynccontextmanager
 async def open_door(
-    host: str, admit: Callable[[int, WorkerLink], Callable[[Any], None]]
+    host: str, admit: Callable[[int, MessageLink], Callable[[Any], object]]
 ) -> AsyncIterator[Door]:
     """Listen at an address of this machine. `admit` gets the rank and the link of each worker that
     has shown the token, and returns what takes its messages.
@@ -154,16 +155,16 @@ async def open_door(
         server.close()
 
 
-async def connect(door: Door, rank: int, take: Callable[[Any], None]) -> WorkerLink:
-    """Connect a worker to the controller. `take` gets the messages.
+async def connect(door: Door, rank: int, take: Callable[[Any], object]) -> MessageLink:
+    """Connect a worker to a door. `take` gets the messages.
 
     Raises:
-        OSError: the controller cannot be reached.
+        OSError: nobody listens behind the door, or it cannot be reached.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(CONNECT_SECONDS):
         transport, link = await loop.create_connection(
-            lambda: WorkerLink(take), door.host, door.port
+            lambda: MessageLink(take), door.host, door.port
         )
     transport.write(door.token + rank.to_bytes(_RANK_BYTES))
     return link
