@@ -1,15 +1,16 @@
 """What rollout workers (`rollout.workers`) gain, and what an episode costs the controller.
 
     python benchmarks/workers.py [--episodes 64] [--workers 0 1 2] [--burn 0 5] [--turns 4 16 64]
-        [--direct]
+        [--actor]
 
-The engine answers at once, in the controller; scheduler, ledger, renderer and link are the real
-ones. With `--direct`, there are rows with an engine in an actor of Ray, too: workers ask it
-themselves, and without workers the controller does. The first table has turns per second with environments that compute for `--burn` milliseconds
-a step, for each number of workers, the CPU time of the controller, and how long the workers took to
-start (the first time, with the imports of the process that they are forked from). The second has
-the CPU time of the controller for an episode of so many `--turns`, without workers and with most of
-them.
+The engine answers at once; scheduler, ledger, renderer and links are the real ones. The first table
+has turns per second with environments that compute for `--burn` milliseconds a step, for each
+number of workers, the CPU time of the controller, and how long the workers took to start (the first
+time, with the imports of the process that they are forked from). The second has the CPU time of the
+controller for an episode of so many `--turns`, without workers and with most of them.
+
+The engine is in the controller. With `--actor`, the second table also has rows with one in an actor
+of Ray, which workers ask themselves.
 
 All rows are of one run on one machine; the ratios mean something only if as many cores are free as
 there are processes. CPU times mean something on a busy machine too.
@@ -155,21 +156,16 @@ class Measured:
     """Until all workers played."""
 
 
-async def measure(
-    model: Path, workers: int, episodes: int, turns: int, burn: float, place: str = "controller"
-) -> Measured:
-    """Play a batch of episodes, with an engine at this place."""
-    renderer = TemplateRenderer.of_model(model)
-    words = "I take the key, and I try to open the door with it. "
-    token_ids = list(renderer.answer_ids(words * 40))[:ANSWER_TOKENS]
+@asynccontextmanager
+async def engine_at(place: str, token_ids: Sequence[int], model: Path) -> AsyncIterator[Engine]:
+    """An engine in the controller, or in an actor of Ray."""
     if place == "controller":
-        return await measure_with(
-            InstantEngine(token_ids), model, renderer, workers, episodes, turns, burn
-        )
+        yield InstantEngine(token_ids)
+        return
     actor = Component("instant", partial(make_engine, token_ids), NoSettings())
     replica = RayEngine(actor, model, {"num_cpus": 0.1}, RayReceivers())
     async with Router([replica], lease=600.0) as router:
-        return await measure_with(router, model, renderer, workers, episodes, turns, burn)
+        yield router
 
 
 def make_engine(token_ids: Sequence[int], config: NoSettings, model: Path) -> InstantEngine:
@@ -177,28 +173,26 @@ def make_engine(token_ids: Sequence[int], config: NoSettings, model: Path) -> In
     return InstantEngine(token_ids)
 
 
-async def measure_with(
-    engine: Engine,
-    model: Path,
-    renderer: TemplateRenderer,
-    workers: int,
-    episodes: int,
-    turns: int,
-    burn: float,
+async def measure(
+    model: Path, workers: int, episodes: int, turns: int, burn: float, *, place: str = "controller"
 ) -> Measured:
-    """Play a batch of episodes with this engine."""
+    """Play a batch of episodes, with an engine at this place."""
+    renderer = TemplateRenderer.of_model(model)
+    words = "I take the key, and I try to open the door with it. "
+    token_ids = list(renderer.answer_ids(words * 40))[:ANSWER_TOKENS]
     opened = partial(parts, model, turns, burn)
     policy = PlayedPolicy("policy", SAMPLING, trained=True)
-    if not workers:
-        async with opened(lambda name: engine) as make_runner:
-            return await play(make_runner(policy), engine, episodes, turns)
-    start = partial(ProcessWorker.start, lease=600.0)
-    began = time.perf_counter()
-    async with RolloutWorkers(start, opened, workers, silence=600.0, imports=IMPORTS) as pool:
-        took = time.perf_counter() - began
-        pool.engines.name_of(engine, "policy")
-        runner = WorkerRunner(pool, policy, renderer)
-        return replace(await play(runner, engine, episodes, turns), start_seconds=took)
+    async with engine_at(place, token_ids, model) as engine:
+        if not workers:
+            async with opened(lambda name: engine) as make_runner:
+                return await play(make_runner(policy), engine, episodes, turns)
+        start = partial(ProcessWorker.start, lease=600.0)
+        began = time.perf_counter()
+        async with RolloutWorkers(start, opened, workers, silence=600.0, imports=IMPORTS) as pool:
+            took = time.perf_counter() - began
+            pool.engines.name_of(engine, "policy")
+            runner = WorkerRunner(pool, policy, renderer)
+            return replace(await play(runner, engine, episodes, turns), start_seconds=took)
 
 
 async def play(runner: EpisodeRunner, engine: Engine, episodes: int, turns: int) -> Measured:
@@ -234,10 +228,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--burn", type=float, nargs="+", default=[0.0, 5.0])
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
-    parser.add_argument("--direct", action="store_true")
+    parser.add_argument("--actor", action="store_true")
     chosen = parser.parse_args()
-    places = ["controller", "actor"] if chosen.direct else ["controller"]
-    if chosen.direct:
+    places = ["controller", "actor"] if chosen.actor else ["controller"]
+    if chosen.actor:
         join_ray()
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +257,7 @@ def main() -> None:
         by_turns = Table("turns", "workers", "engine", "controller: CPU-ms an episode", "a turn")
         for turns in chosen.turns:
             for workers, place in product((0, max(chosen.workers)), places):
-                measured = measure(model, workers, chosen.episodes, turns, 0.0, place)
+                measured = measure(model, workers, chosen.episodes, turns, 0.0, place=place)
                 found = run_steadily(measured)
                 by_turns.add_row(
                     str(turns),

@@ -82,7 +82,8 @@ class EngineDoor:
     def _admit(self, rank: int, link: MessageLink) -> Callable[[Any], bool]:
         served = EngineServer(link, self._flow, self._generate, self._prompts, "an engine")
         self._links.add(link)
-        link.closed.add_done_callback(lambda _: (served.end(), self._links.discard(link)))
+        link.closed.add_done_callback(lambda _: self._links.discard(link))
+        link.closed.add_done_callback(lambda _: served.end())
         return served.take
 
     async def _generate(self, name: str, request: GenerateRequest) -> ReplicaAnswer:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 _LENGTH_BYTES = 8
 _TOKEN_BYTES = 32
@@ -52,8 +52,8 @@ class MessageLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Those of uvloop, on which actors of Ray run, only look like an asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.Protocol`."""

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.arrays import ints
 from agentrl.cluster.engine_door import EngineDoor
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError
@@ -70,26 +72,25 @@ def counting(seconds: float = 0.0) -> DoorEngine:
 
 def request(name: str, tokens: int = 10) -> GenerateRequest:
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=(99,))
-    return GenerateRequest(name, (1, 2), sampling, seed=7, session=name)
+    return GenerateRequest(name, ints([1, 2]), sampling, seed=7, session=name)
+
+
+class NotingRouter(Router):
+    """A router that notes what it is asked."""
+
+    asked: tuple[str, ...] = ()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.asked += (request.id,)
+        return await super().generate(request)
 
 
 @asynccontextmanager
 async def asked_by_a_worker(
     engines: list[DoorEngine], update: WeightUpdate = "keep", **options: Any
-) -> AsyncIterator[tuple[Router, RemoteEngine]]:
-    """A router over engines with doors, and what a worker knows of it, which is connected to all.
-    The router's own `generate` notes what it is asked in `router.asked`.
-    """
-    router = Router(engines, update=update, lease=PATIENCE_SECONDS, **options)
-    through_router: list[str] = []
-    generate = router.generate
-
-    async def noted(request: GenerateRequest) -> Completion:
-        through_router.append(request.id)
-        return await generate(request)
-
-    router.generate = noted  # type: ignore[method-assign]
-    router.asked = through_router  # type: ignore[attr-defined]
+) -> AsyncIterator[tuple[NotingRouter, RemoteEngine]]:
+    """A router over engines with doors, and what a worker that is connected to all knows of it."""
+    router = NotingRouter(engines, update=update, lease=PATIENCE_SECONDS, **options)
     ASKED.clear()
     pool = RolloutWorkers(InlineWorkers(serve="play_for"), noted_parts, 1, silence=PATIENCE_SECONDS)
     async with asyncio.timeout(PATIENCE_SECONDS), router, pool:
@@ -108,7 +109,7 @@ def test_workers_that_ask_engines_themselves_play_what_one_process_does(place, t
         return ray_engines(2)
 
     async def batches(ledger: Ledger, workers: int) -> Any:
-        async with Router(engines(), lease=PATIENCE_SECONDS) as router:
+        async with NotingRouter(engines(), lease=PATIENCE_SECONDS) as router:
             if not workers:
                 async with dice_parts(lambda name: router) as make_runner:
                     return await trained(make_runner(POLICY), router, ledger)
@@ -116,8 +117,16 @@ def test_workers_that_ask_engines_themselves_play_what_one_process_does(place, t
             pool = RolloutWorkers(start, dice_parts, workers, silence=PATIENCE_SECONDS)
             async with pool:
                 pool.engines.name_of(router, "policy")
-                await eventually(lambda: len(router._direct._offered) == 2)
-                return await trained(WorkerRunner(pool, POLICY, RENDERER), router, ledger)
+
+                def direct() -> int:
+                    return sum(one.answers for one in router._replicas) - len(router.asked)
+
+                while direct() <= 0:  # until a worker has connected
+                    await play(pool, episode())
+                before = direct()
+                played = await trained(WorkerRunner(pool, POLICY, RENDERER), router, ledger)
+                await eventually(lambda: direct() > before)
+                return played
 
     ledgers = [Ledger(tmp_path / "alone.sqlite"), Ledger(tmp_path / "workers.sqlite")]
     expected = asyncio.run(batches(ledgers[0], 0))
@@ -138,7 +147,7 @@ def ray_engines(count: int) -> list[Any]:
     join_shared_ray()
     chosen = Component("scripted", make_scripted, NoSettings())
     options = {"num_cpus": 0.1}
-    return [RayEngine(chosen, None, options, RayReceivers()) for _ in range(count)]
+    return [RayEngine(chosen, Path(), options, RayReceivers()) for _ in range(count)]
 
 
 def test_a_conversation_stays_with_its_engine_and_the_router_is_not_asked():
@@ -151,7 +160,7 @@ def test_a_conversation_stays_with_its_engine_and_the_router_is_not_asked():
                     flow.start(remote.generate(request(name)), name=name)
             for name in "abcd":
                 await remote.generate(request(name))
-            assert router.asked == []
+            assert router.asked == ()
             homes = [[one.session for one in engine.requests] for engine in engines]
             assert all(home.count(name) in (0, 2) for home in homes for name in "abcd")
             assert sorted(map(len, homes)) == [4, 4]
@@ -175,7 +184,7 @@ def test_new_weights_meet_requests_past_the_router_as_they_meet_those_through_it
                 updating = flow.start(router.update_weights({}, 1), name="update")
                 await eventually(lambda: updating.done() or not router._open.is_set())
                 late = flow.start(remote.generate(request("late", 20)), name="late")
-            assert router.asked == []
+            assert router.asked == ()
             assert all(engine.door._released.is_set() for engine in engines)
             return [asking.result() for asking in [*early, late]]
 
