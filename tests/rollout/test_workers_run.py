@@ -44,15 +44,19 @@ def trained(folder: Path, run: str, *overrides: str) -> tuple[dict[str, Any], li
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run",
+    ("run", "cluster"),
     [
-        pytest.param(name, marks=() if name == "a frozen agent" else pytest.mark.long)
+        pytest.param(name, "local", marks=() if name == "a frozen agent" else pytest.mark.long)
         for name in RUNS
-    ],
+    ]
+    # There, workers ask the engine themselves.
+    + [pytest.param("a frozen agent", "ray", marks=pytest.mark.long)],
 )
-def test_a_run_has_the_same_weights_with_and_without_workers(tmp_path, run):
+def test_a_run_has_the_same_weights_with_and_without_workers(tmp_path, run, cluster):
     weights, steps = trained(tmp_path / "alone", run)
-    on_workers, their_steps = trained(tmp_path / "workers", run, "rollout.workers=2")
+    on_workers, their_steps = trained(
+        tmp_path / "workers", run, "rollout.workers=2", f"cluster={cluster}"
+    )
     assert their_steps == steps
     assert any(step["grad_norm"] for step in steps)
     assert on_workers.keys() == weights.keys()
