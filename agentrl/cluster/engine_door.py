@@ -11,13 +11,15 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agentrl.cluster.engine_link import EngineServer, ReplicaAnswer
 from agentrl.cluster.ray_prompts import HeldPrompts
 from agentrl.flow import Flow
 from agentrl.net.link import Door, MessageLink, open_door
-from agentrl.protocols import Engine, GenerateRequest
+
+if TYPE_CHECKING:
+    from agentrl.protocols import Engine, GenerateRequest
 
 Doors = tuple[Door, ...]
 """The doors of the replicas of an engine that may be asked by workers."""
@@ -30,7 +32,7 @@ class EngineDoor:
     interrupted: whoever has asked asks for the rest of them.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._prompts = defaultdict[str, HeldPrompts](HeldPrompts)
         self._live = 0
@@ -86,7 +88,7 @@ class EngineDoor:
         link.closed.add_done_callback(lambda _: served.end())
         return served.take
 
-    async def _generate(self, name: str, request: GenerateRequest) -> ReplicaAnswer:
+    async def _generate(self, name: str, request: "GenerateRequest") -> ReplicaAnswer:
         while not self._released.is_set():
             await self._released.wait()
         holds = self._holds

@@ -14,14 +14,16 @@ import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.errors import EngineDeadError
 from agentrl.flow import Flow
-from agentrl.net.link import MessageLink
-from agentrl.protocols import GenerateRequest
-from agentrl.trajectory import Completion
+
+if TYPE_CHECKING:
+    from agentrl.net.link import MessageLink
+    from agentrl.protocols import GenerateRequest
+    from agentrl.trajectory import Completion
 
 
 class Ask(NamedTuple):
@@ -30,7 +32,7 @@ class Ask(NamedTuple):
     call: int
     engine: str
     """The name of the engine, where several are served."""
-    request: GenerateRequest
+    request: "GenerateRequest"
     is_cut: bool
     """Its prompt is without the tokens that the other side holds (`HeldPrompts`)."""
 
@@ -44,7 +46,7 @@ class Withdrawn(NamedTuple):
 class ReplicaAnswer(NamedTuple):
     """What an engine has answered."""
 
-    completion: Completion
+    completion: "Completion"
     was_interrupted: bool = False
     """New weights, or the removal of the engine, ended it before its end."""
 
@@ -85,7 +87,7 @@ class EngineClient:
         """Requests without an answer yet."""
         return len(self._waiting)
 
-    async def generate(self, request: GenerateRequest, engine: str = "") -> ReplicaAnswer:
+    async def generate(self, request: "GenerateRequest", engine: str = "") -> ReplicaAnswer:
         """The answer to a request.
 
         Raises:
@@ -102,7 +104,7 @@ class EngineClient:
         return answer
 
     async def _ask(
-        self, engine: str, request: GenerateRequest, *, is_cut: bool
+        self, engine: str, request: "GenerateRequest", *, is_cut: bool
     ) -> ReplicaAnswer | None:
         """The answer to a request; None if it must be sent with its whole prompt."""
         call = next(self._numbers)
@@ -152,9 +154,9 @@ class EngineServer:
 
     def __init__(
         self,
-        link: MessageLink,
+        link: "MessageLink",
         flow: Flow,
-        generate: Callable[[str, GenerateRequest], Awaitable[ReplicaAnswer]],
+        generate: "Callable[[str, GenerateRequest], Awaitable[ReplicaAnswer]]",
         prompts: MutableMapping[str, HeldPrompts],
         where: str,
     ) -> None:

@@ -9,10 +9,13 @@ A prompt of 50,000 tokens is 200 kB, which Ray would put into its object store f
 
 from collections import OrderedDict
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from agentrl.arrays import GrowingInts
-from agentrl.protocols import GenerateRequest
-from agentrl.trajectory import Completion
+
+if TYPE_CHECKING:
+    from agentrl.protocols import GenerateRequest
+    from agentrl.trajectory import Completion
 
 _SESSIONS = 1 << 16
 """Sessions remembered by the sender; the least recently used is forgotten first."""
@@ -26,7 +29,7 @@ class SentPrompts:
     def __init__(self) -> None:
         self._lengths: OrderedDict[str, int] = OrderedDict()
 
-    def cut(self, request: GenerateRequest) -> GenerateRequest | None:
+    def cut(self, request: "GenerateRequest") -> "GenerateRequest | None":
         """The request without the prompt tokens that the actor should know; None if it should know
         none.
         """
@@ -34,7 +37,7 @@ class SentPrompts:
             return None
         return replace(request, prompt_ids=request.prompt_ids[request.known :])
 
-    def answered(self, request: GenerateRequest, completion: Completion) -> None:
+    def answered(self, request: "GenerateRequest", completion: "Completion") -> None:
         """Note that the actor has answered this request, given here with its whole prompt."""
         if request.session:
             self._lengths[request.session] = len(request.prompt_ids) + len(completion.token_ids)
@@ -51,7 +54,7 @@ class HeldPrompts:
         self._held: OrderedDict[str, GrowingInts] = OrderedDict()
         self._tokens = 0
 
-    def whole(self, cut: GenerateRequest) -> GenerateRequest | None:
+    def whole(self, cut: "GenerateRequest") -> "GenerateRequest | None":
         """The request before it was cut; None if the actor does not hold `known` tokens: it must
         then be sent whole.
         """
@@ -63,7 +66,9 @@ class HeldPrompts:
         self._put(cut.session, held)
         return replace(cut, prompt_ids=held.values)
 
-    def answered(self, request: GenerateRequest, completion: Completion, *, was_cut: bool) -> None:
+    def answered(
+        self, request: "GenerateRequest", completion: "Completion", *, was_cut: bool
+    ) -> None:
         """Remember what the next request of the session begins with."""
         if not request.session:
             return

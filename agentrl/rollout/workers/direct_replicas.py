@@ -3,15 +3,17 @@
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.cluster.engine_door import Doors
 from agentrl.cluster.engine_link import EngineClient, ReplicaAnswer
 from agentrl.errors import EngineDeadError
 from agentrl.net.link import Door, MessageLink, connect
-from agentrl.protocols import GenerateRequest
 from agentrl.rollout.session_homes import SessionHomes
 from agentrl.rollout.workers.messages import AskedDirectly
+
+if TYPE_CHECKING:
+    from agentrl.cluster.engine_door import Doors
+    from agentrl.protocols import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class DirectReplicas:
         self._usable: list[_Replica] = []
         self._homes = SessionHomes[_Replica]()
 
-    def follow(self, doors: Doors) -> None:
+    def follow(self, doors: "Doors") -> None:
         """Ask those behind these doors from now on, and no others. Requests that are under way at
         another one end there.
         """
@@ -57,7 +59,7 @@ class DirectReplicas:
                 self._start(self._connect(door))
         self._note_usable()
 
-    async def ask(self, request: GenerateRequest) -> ReplicaAnswer | None:
+    async def ask(self, request: "GenerateRequest") -> ReplicaAnswer | None:
         """The answer of a replica; None if there is none to ask, or if it dies meanwhile: the
         controller is asked then.
 

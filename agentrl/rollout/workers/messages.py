@@ -16,12 +16,14 @@ for them, and a defect in one harms no other.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.cluster.engine_door import Doors
-from agentrl.net.link import Door
 from agentrl.rollout.assignment import TokensSampled
 from agentrl.settings.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from agentrl.cluster.engine_door import Doors
+    from agentrl.net.link import Door
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,14 @@ class ServesDirectly(NamedTuple):
     """
 
     engine: str
-    doors: Doors
+    doors: "Doors"
 
 
 class AskedDirectly(NamedTuple):
     """The requests of the worker to a replica, if something has changed since it said so last."""
 
     engine: str
-    door: Door
+    door: "Door"
     live: int
     """Those that are under way."""
     answers: int
