@@ -14,7 +14,7 @@ from pydantic import Field
 
 from agentrl.envs.base import plays
 from agentrl.envs.languages import LANGUAGES, Language
-from agentrl.envs.shell import ImageOptions, ShellTask, ShellTaskEnv
+from agentrl.envs.shell import ImageOptions, ShellTaskEnv
 from agentrl.envs.small_programs import (
     BASICS,
     OF_OTHERS,
@@ -29,6 +29,7 @@ from agentrl.envs.small_programs import (
 )
 from agentrl.errors import ConfigError
 from agentrl.protocols import Command, Sandbox, shell
+from agentrl.sandbox.shell_task import ShellTask
 from agentrl.trajectory import ToolCall
 
 LanguageName = Literal["python", "sh", "awk", "perl", "javascript"]

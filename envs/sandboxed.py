@@ -4,7 +4,7 @@ import asyncio
 import pickle
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -13,8 +13,6 @@ from agentrl.errors import EnvError
 from agentrl.protocols import (
     Command,
     Executed,
-    OwnerOnly,
-    Resources,
     Sandbox,
     SandboxProvider,
     SandboxSnapshot,
@@ -22,7 +20,7 @@ from agentrl.protocols import (
     shell,
 )
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
-from agentrl.settings.base import Settings
+from agentrl.sandbox.settings import SandboxChoice
 
 LARGEST_FILE = 1 << 20
 """Bytes of a file that the model can read or edit."""
@@ -36,37 +34,16 @@ _USED_UP = {
 }
 
 
-class SandboxOptions(Settings):
+class SandboxOptions(SandboxChoice):
     """The options of every environment with a sandbox."""
 
     command_seconds: float = Field(60.0, gt=0)
     """Seconds after which a command of the model is killed."""
-    test_seconds: float = Field(120.0, gt=0)
-    """Seconds after which the test, or the setup, is killed; the test has then failed."""
-    lease: float = Field(3600.0, gt=0)
-    """Seconds after which a sandbox ends by itself: longer than any episode takes."""
     output: int = Field(8192, ge=64)
     """Bytes of stdout, and of stderr, that the model is shown: the beginning and the end."""
-    memory: Annotated[int, OwnerOnly()] = Field(1 << 30, ge=32 << 20)
-    """Bytes of memory of a sandbox."""
-    cpus: Annotated[float, OwnerOnly()] = Field(1.0, gt=0)
-    """CPUs of a sandbox."""
-    processes: Annotated[int, OwnerOnly()] = Field(128, ge=1)
-    """Processes and threads of a sandbox at a time."""
-    disk: Annotated[int, OwnerOnly()] = Field(256 << 20, ge=1 << 20)
-    """Bytes of files in a sandbox, as far as its provider limits them."""
-    sandbox: Annotated[dict[str, Any], OwnerOnly()] = Field(
-        default_factory=lambda: {"name": "jail"}
-    )
-    """The provider and its settings: `{name: docker, image: python:3.12}` (docs/sandboxes.md)."""
     short_calls: bool = False
     """Tools are called in words (`run ls -l`) in place of JSON, for small models. Of `write` and
     `edit`, which take several arguments, commands can do the work."""
-
-    @property
-    def resources(self) -> Resources:
-        """The limits of a sandbox."""
-        return Resources(self.memory, self.cpus, self.processes, self.disk)
 
 
 class SandboxedEnv(ToolEnv):
@@ -228,16 +205,6 @@ class SandboxedEnv(ToolEnv):
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.close()
-
-    async def _sound(self, sandbox: Sandbox, line: str) -> None:
-        """Run a command of the task's, which must succeed."""
-        done = await sandbox.run(Command(shell(line), deadline=self.options.test_seconds))
-        if done.exit or done.ended_by != "itself":
-            raise EnvError(f"the task's command {line!r:.200} failed: {done}")
-
-    async def _check_alive(self, sandbox: Sandbox) -> None:
-        """Raise `SandboxError` if it has been lost, before a failure there is the model's."""
-        await sandbox.run(Command(shell("true")))
 
     @property
     def _live(self) -> Sandbox:

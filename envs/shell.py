@@ -8,7 +8,6 @@ nothing else that the model has done to its sandbox has any effect there.
 import random
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -17,33 +16,10 @@ from pydantic import Field
 from agentrl.envs.base import plays
 from agentrl.envs.sandboxed import SandboxedEnv, SandboxOptions
 from agentrl.errors import ConfigError
-from agentrl.protocols import Command, Dockerfile, Image, OwnerOnly, Sandbox, SandboxSpec, shell
-from agentrl.sandbox.archive import archive_of
+from agentrl.protocols import Dockerfile, Image, OwnerOnly, Sandbox, SandboxSpec
+from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes, work_in
 from agentrl.settings.base import PathText
 from agentrl.trajectory import ToolCall
-
-_EMPTY_FOLDER = "find . -mindepth 1 -delete"
-_MOST_PRINTED = 1 << 20
-"""Bytes that a test may print where its output is compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShellTask:
-    """What is to be done, and how it is tested."""
-
-    instruction: str
-    """What the model is told."""
-    files: Mapping[str, str]
-    """The working folder at the beginning, by relative paths."""
-    test: str
-    """The command that tests the result: with exit status 0, the task is done."""
-    test_files: Mapping[str, str] = field(default_factory=dict)
-    """Files that the test needs, by relative paths. The model never sees them."""
-    setup: str = ""
-    """A command that prepares the working folder, also in the sandbox of the test."""
-    printed: str | None = None
-    """What the test must print, too. It is compared outside of the sandbox, where no program of the
-    model can read what is expected."""
 
 
 class ImageOptions(SandboxOptions):
@@ -71,44 +47,16 @@ class ShellTaskEnv(SandboxedEnv):
 
     async def _begin(self, seed: int) -> tuple[str, Sandbox]:
         self.task = self._task_of(seed)
-        return self.task.instruction, await self._prepared(self.task.files)
+        return self.task.instruction, await self._sandboxes.to_work_in()
 
     async def _judge(self) -> float:
         """1 if the test passes on the working folder, in a sandbox that the model never had."""
-        made = await self._made()
+        made = await work_in(self._live)
         await self._end()
-        if made is None:
-            return 0.0
-        judge = await self._prepared({})
-        try:
-            await self._sound(judge, _EMPTY_FOLDER)
-            try:
-                await judge.upload(made)
-                if self.task.test_files:
-                    await judge.upload(archive_of(self.task.test_files))
-            except (OSError, ValueError):
-                await self._check_alive(judge)
-                return 0.0  # what the model has made cannot be unpacked, or is in the test's way
-            deadline = self.options.test_seconds
-            test = Command(shell(self.task.test), deadline=deadline, output=_MOST_PRINTED)
-            done = await judge.run(test)
-            passed = done.exit == 0 and done.ended_by == "itself"
-            if passed and self.task.printed in (None, done.stdout):
-                return 1.0
-            await self._check_alive(judge)
-            return 0.0
-        finally:
-            await judge.close()
+        return await self._sandboxes.verdict(made)
 
-    async def _made(self) -> bytes | None:
-        """The model's working folder; None if it cannot be had, or is too large."""
-        try:
-            return await self._live.download()
-        except OSError:
-            await self._check_alive(self._live)
-            return None
-
-    async def _prepared(self, files: Mapping[str, str]) -> Sandbox:
+    @property
+    def _sandboxes(self) -> TaskSandboxes:
         chosen = self.options
         origin = Image(chosen.image) if chosen.image else None
         spec = SandboxSpec(
@@ -116,16 +64,7 @@ class ShellTaskEnv(SandboxedEnv):
             chosen.resources,
             lease=chosen.lease,
         )
-        sandbox = await self._provider.start(spec)
-        try:
-            if files:
-                await sandbox.upload(archive_of(files))
-            if self.task.setup:
-                await self._sound(sandbox, self.task.setup)
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return TaskSandboxes(self._provider, spec, self.task, chosen.test_seconds)
 
 
 class Shell(ShellTaskEnv):

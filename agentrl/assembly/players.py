@@ -22,6 +22,7 @@ from agentrl.gateway.address import scheme as agent_scheme
 from agentrl.gateway.containment import check_containment
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.gateway.sandboxed_agent import SandboxedAgent
 from agentrl.gateway.server import serving
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.hosting.factory import env_factory
@@ -130,15 +131,19 @@ async def agent_player(
 
     Raises:
         ConfigError: there is no such program, the gateway cannot be served, or the program cannot
-            be kept from the network, as `gateway.network` wants.
+            be kept from the network, as `gateway.network` or `env.agent` wants.
     """
     registry, rollout = SessionRegistry(config.gateway), config.rollout
     program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
-        registry, config.env.isolation, config.env.python, config.env.folder
+        registry, config.env.isolation, config.env.python, config.env.folder, config.env.agent
     )
     rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
-    async with serving(registry, program if isinstance(program, RemoteAgents) else None):
-        if config.gateway.network == "gateway":
+    async with AsyncExitStack() as stack:
+        remote = program if isinstance(program, RemoteAgents) else None
+        await stack.enter_async_context(serving(registry, remote))
+        if isinstance(program, SandboxedAgent):
+            await stack.enter_async_context(program)
+        elif config.gateway.network == "gateway":
             await check_containment(registry)
         yield lambda policy: AgentEpisodeRunner(
             policy,

@@ -33,6 +33,7 @@ from agentrl.protocols.engine import EngineOffers
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.reward import GroupReward
 from agentrl.rollout.agents import FrozenRoute
+from agentrl.sandbox.settings import AgentPlace
 from agentrl.scoring.config import RewardsConfig, name_of
 from agentrl.tasks.env_config import MixedEnv
 
@@ -367,6 +368,24 @@ def program_keeps_its_conversations(run: ConfiguredRun) -> str:
         f"env is a program, {env.name!r}, which keeps its own conversations and runs"
         f" as it is: leave out {' and '.join(written)}"
     )
+
+
+def programs_in_sandboxes_are_commands(run: ConfiguredRun) -> str:
+    env = run.config.env
+    if env.agent == AgentPlace():
+        return ""
+    if not env.is_agent:
+        return "env.agent says where a program (agent:...) runs, and env is none: leave it out"
+    if env.agent.where == "outside":
+        return "env.agent is about sandboxes: write env.agent.where=inside too, or leave it out"
+    is_function = ":" in env.name.removeprefix("agent:") and "agent:command " not in env.name
+    if env.name == "agent:remote" or is_function or env.isolation or env.python:
+        return (
+            f"env.agent.where=inside is for programs that the run starts by a command, and not for"
+            f' {env.name!r}: write env="agent:command ..." or the name of a coding agent,'
+            " without env.isolation and env.python"
+        )
+    return ""
 
 
 def _contains_programs(run: ConfiguredRun) -> bool:
@@ -865,6 +884,7 @@ RULES = (
     CompatibilityRule(
         ("env", "cluster", "rollout.context", "model.history"), program_keeps_its_conversations
     ),
+    CompatibilityRule(("env", "env.agent"), programs_in_sandboxes_are_commands),
     CompatibilityRule(("env", "gateway.network"), contained_programs_are_started_here),
     CompatibilityRule(("env.isolation", "gateway.network"), contained_programs_run_in_processes),
     CompatibilityRule(

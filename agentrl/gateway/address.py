@@ -15,8 +15,10 @@ from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.function_agent import FunctionAgent
 from agentrl.gateway.program import AgentProgram
 from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.gateway.sandboxed_agent import SandboxedAgent
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.protocols import Env, Isolation
+from agentrl.sandbox.settings import AgentPlace
 
 SCHEME = "agent:"
 
@@ -45,23 +47,25 @@ class AgentAddress:
         isolation: Isolation | None,
         python: str | None,
         folder: Path | None = None,
+        place: AgentPlace | None = None,
     ) -> AgentProgram:
         """The program at this address. Functions run in a thread, or in a process if `isolation` or
         `python` says so.
 
-        `folder`: where another interpreter looks for the function too (`env.folder`).
+        `folder`: where another interpreter looks for the function too (`env.folder`). `place`:
+        where a command or a preset runs; by default outside of sandboxes.
 
         Raises:
             ConfigError: there is no such function or interpreter.
         """
         if self.rest == "remote":
             return RemoteAgents(registry)
-        within = registry if registry.config.network == "gateway" else None
-        if self.rest.startswith("command "):
-            return CommandAgent(self.rest.removeprefix("command ").strip(), contained_by=within)
-        if ":" not in self.rest:
-            preset: CodingAgent = plugins.load("coding_agents", self.rest)
-            return CommandAgent(preset.command(registry.config.model), contained_by=within)
+        if (agent := self._command_or_preset) is not None:
+            if place is not None and place.where == "inside":
+                return SandboxedAgent(agent, place, registry)
+            within = registry if registry.config.network == "gateway" else None
+            command = agent if isinstance(agent, str) else agent.command(registry.config.model)
+            return CommandAgent(command, contained_by=within)
         if python is None and isolation != "process":
             return FunctionAgent(plugins.load("agents", self.rest), self.rest)
         found = executable if python is None else which(python)
@@ -75,6 +79,15 @@ class AgentAddress:
             join([found, str(child), self.rest]),
             {"PYTHONPATH": os.pathsep.join(filter(None, places))},
         )
+
+    @property
+    def _command_or_preset(self) -> str | CodingAgent | None:
+        if self.rest.startswith("command "):
+            return self.rest.removeprefix("command ").strip()
+        if ":" not in self.rest:
+            preset: CodingAgent = plugins.load("coding_agents", self.rest)
+            return preset
+        return None
 
     def _folder(self) -> str:
         """The folder of the function's package."""

@@ -18,14 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_KNOWN = ("instruction", "files", "setup", "test", "test_files")
+TASK_OPTIONS = ("instruction", "files", "setup", "test", "test_files")
 
 
 def main(preset: Mapping[str, Any]) -> None:
     """Play the task of AGENTRL_TASK, and write its reward. Exits with 1 if the program failed."""
     options, own = json.loads(os.environ["AGENTRL_TASK"])["options"], Path(os.environ["TMPDIR"])
     if not options.get("instruction"):
-        sys.exit(f"the task has no `instruction`; its options may be {', '.join(_KNOWN)}")
+        sys.exit(f"the task has no `instruction`; its options may be {', '.join(TASK_OPTIONS)}")
     work, home = own / "work", own / "home"
     work.mkdir()
     home.mkdir()
@@ -44,7 +44,7 @@ def main(preset: Mapping[str, Any]) -> None:
         "model": preset["model"],
         "home": str(home),
     }
-    _write(home, {path: _filled(text, values) for path, text in preset["files"].items()})
+    _write(home, {path: filled(text, values) for path, text in preset["files"].items()})
     status = _played(preset, values, work, home)
     _keep_transcripts(preset["transcript"], home, values["api_key"])
     if status not in preset["ends"]:
@@ -59,8 +59,8 @@ def main(preset: Mapping[str, Any]) -> None:
 def _played(preset: Mapping[str, Any], values: Mapping[str, str], work: Path, home: Path) -> int:
     """Run the program to its end. Returns its exit status."""
     kept = {name: one for name, one in os.environ.items() if not name.startswith("XDG_")}
-    own = {name: _filled(text, values) for name, text in preset["variables"].items()}
-    words = [_filled(word, values) for word in preset["arguments"]]
+    own = {name: filled(text, values) for name, text in preset["variables"].items()}
+    words = [filled(word, values) for word in preset["arguments"]]
     return subprocess.run(
         [preset["program"], *words],
         cwd=work,
@@ -70,7 +70,7 @@ def _played(preset: Mapping[str, Any], values: Mapping[str, str], work: Path, ho
     ).returncode
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def filled(text: str, values: Mapping[str, str]) -> str:
     """A text with its values; other braces stay."""
     if text == "{instruction}":
         return values["instruction"]

@@ -44,7 +44,8 @@ _LEADER = str(Path(__file__).with_name("command_leader.py"))
 _END_SECONDS = 15.0
 """Time for the leader to end what the command has started, in seconds."""
 _LAST_BYTES = 2000
-_LONGEST_REWARD = 1 << 16
+LONGEST_REWARD = 1 << 16
+"""Bytes of the text that a command writes for its reward."""
 _START_SECONDS = 60.0
 
 
@@ -159,8 +160,11 @@ async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -
     await leader.communicate()
 
 
-def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
-    own = {
+def agent_variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
+    """What a command is told, in the variables that clients of the model read, and `folder`, which
+    is its own.
+    """
+    return {
         "OPENAI_BASE_URL": assignment.base_url,
         "OPENAI_API_BASE": assignment.base_url,
         "OPENAI_API_KEY": assignment.api_key,
@@ -174,6 +178,9 @@ def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
         "AGENTRL_REWARD_FILE": str(folder / "reward"),
         "TMPDIR": str(folder),
     }
+
+
+def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
     dropped = {
         "ANTHROPIC_AUTH_TOKEN",
         "GOOGLE_GENAI_USE_ENTERPRISE",
@@ -181,7 +188,8 @@ def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
         "OPENAI_ORG_ID",
         "OPENAI_PROJECT_ID",
     }
-    return {name: value for name, value in os.environ.items() if name not in dropped} | own
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return kept | agent_variables(assignment, folder)
 
 
 def _outcome(file: Path, command: str) -> AgentOutcome:
@@ -193,11 +201,20 @@ def _outcome(file: Path, command: str) -> AgentOutcome:
         with open(descriptor, encoding="utf-8") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError("it is no file")
-            written = opened.read(_LONGEST_REWARD)
+            written = opened.read(LONGEST_REWARD)
     except FileNotFoundError:
         return AgentOutcome()
     except (OSError, UnicodeDecodeError) as error:
         raise EnvError(f"the reward of {command!r:.200} cannot be read: {error}") from error
+    return written_outcome(written, command)
+
+
+def written_outcome(written: str, command: str) -> AgentOutcome:
+    """The outcome that a command has written.
+
+    Raises:
+        EnvError: it is none.
+    """
     try:
         return outcome_of(json.loads(written), f"the command {command!r:.200}")
     except (RecursionError, ValueError) as error:

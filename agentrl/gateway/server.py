@@ -224,7 +224,11 @@ class GatewayServer(uvicorn.Server):
             )
 
         listener.setblocking(False)
-        server = await asyncio.get_running_loop().create_server(connected, sock=listener)
+        loop = asyncio.get_running_loop()
+        create = (
+            loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
+        )
+        server = await create(connected, sock=listener)
         try:
             yield
         finally:

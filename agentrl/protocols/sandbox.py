@@ -5,6 +5,7 @@ A provider starts sandboxes. What fails in one is either a result of the command
 nothing about the command, so it becomes an episode's failure, and never a reward.
 """
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,9 @@ class SandboxSpec:
     """The working folder, an absolute path; by default the image's, or the provider's."""
     user: str = ""
     """The user of commands and files; by default the image's, or the provider's."""
+    port: int = 0
+    """A port of its own 127.0.0.1 at which its commands reach `Sandbox.listener`, whatever its
+    network; 0 for none."""
     lease: float = 3600.0
     """Seconds after its start at which it ends by itself, whatever has become of the run."""
 
@@ -135,6 +139,13 @@ class Sandbox(Protocol):
     @property
     def folder(self) -> str:
         """The working folder, an absolute path."""
+        ...
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """The listening socket behind `SandboxSpec.port`, on which a server of this process accepts
+        what connects to that port inside; None without a port. It is closed with the sandbox.
+        """
         ...
 
     async def run(self, command: Command) -> Executed:
@@ -203,6 +214,8 @@ class SandboxOffers(Offers):
     """True if what a command leaves in the background goes on after it."""
     limits_disk: bool = False
     """True if `Resources.disk` limits all files together."""
+    serves_port: bool = False
+    """True if a server of this process can answer at a port inside (`SandboxSpec.port`)."""
     root: str = ""
     """The folder in which all files of a sandbox are, where it has no images."""
 

@@ -6,6 +6,7 @@ opened by a path that a sandbox has made up.
 
 import asyncio
 import posixpath
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ class CommandSandbox(ABC):
     """A `Sandbox` made of one method that executes, one that keeps, and one that ends."""
 
     folder: str
+    listener: socket.socket | None = None
 
     @abstractmethod
     async def _execute(self, command: Command) -> Output:

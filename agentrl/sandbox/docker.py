@@ -45,6 +45,7 @@ from agentrl.sandbox.archive import archive_of_folder
 from agentrl.sandbox.by_commands import CommandSandbox, Output
 from agentrl.sandbox.cut_output import CutOutput
 from agentrl.sandbox.owner import is_dead, this_process
+from agentrl.sandbox.served_socket import NAME, ServedSocket, remove_dead_sockets
 from agentrl.settings.base import Settings
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ _FOLDER = "/work"
 """The working folder where an image has none."""
 _REMOVED_SECONDS = 60.0
 """Seconds within which a container must be gone."""
-_KILLED, _NOT_STARTED = 137, 126
+_KILLED, _NOT_FOUND, _NOT_STARTED = 137, 127, 126
+_FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
 _ROOT = {"", "0", "root", "0:0", "root:root"}
 _PIECE = 1 << 16
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
@@ -79,6 +81,8 @@ _COMMAND_WITH_INPUT = (
 )
 """The API has no way to say that an input has ended, so its size is said before it. The first line
 of the output is the process group that a deadline kills; without it, no command has started."""
+_SOCKET_FOLDER = "/run/agentrl"
+"""Where a container finds the socket of a server outside."""
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 """What root may do in a container, so that it can install packages and change owners."""
 
@@ -107,7 +111,12 @@ class DockerSandboxes:
             return {"aiodocker": 'pip install "agentrl-train[docker]"'}
 
     offers = SandboxOffers(
-        images=True, networks=("none", "open"), users=True, keeps_processes=True, limits_disk=False
+        images=True,
+        networks=("none", "open"),
+        users=True,
+        keeps_processes=True,
+        limits_disk=False,
+        serves_port=True,
     )
 
     def __init__(self, settings: Config, client: "Docker") -> None:
@@ -115,6 +124,7 @@ class DockerSandboxes:
         self.client = client
         self._labels = {_OWNER: this_process(), _PART: uuid.uuid4().hex}
         self._building: dict[str, asyncio.Lock] = {}
+        self._served: set[ServedSocket] = set()
         self._closed = False
 
     @classmethod
@@ -129,6 +139,7 @@ class DockerSandboxes:
             async with provider.calling("reach the Docker engine"):
                 await provider.client.version()
                 await provider._reap()
+            await asyncio.to_thread(remove_dead_sockets)
         except SandboxError as error:
             await _disconnect(provider.client)
             raise ConfigError(
@@ -148,14 +159,18 @@ class DockerSandboxes:
         folder = spec.folder or config.get("WorkingDir") or _FOLDER
         user = spec.user or config.get("User") or ""
         name = f"agentrl-{uuid.uuid4().hex}"
+        served = self.served_socket() if spec.port else None
         try:
             # Not interrupted, as the engine would make one after we have looked for it in vain.
-            container = await run_to_completion(self._create(name, spec, image, folder))
+            container = await run_to_completion(self._create(name, spec, image, folder, served))
         except BaseException:
             await self.discard(name)
+            self.end_serving(served)
             raise
-        sandbox = DockerSandbox(self, container, spec.resources, folder, user)
+        sandbox = DockerSandbox(self, container, spec.resources, folder, user, served=served)
         try:
+            if spec.port:
+                await sandbox.forward(spec.port)
             if user not in _ROOT:
                 await sandbox.give_folder()
             if isinstance(spec.origin, Folder):
@@ -165,13 +180,36 @@ class DockerSandboxes:
             raise
         return sandbox
 
-    async def _create(
-        self, name: str, spec: SandboxSpec, image: str, folder: str
-    ) -> "DockerContainer":
-        async with self.calling("start a container"):
-            container = await self.client.containers.create(
-                self._container(spec, image, folder), name=name
+    def served_socket(self) -> ServedSocket:
+        """A socket that a container can be shown.
+
+        Raises:
+            ConfigError: the engine may be on another machine.
+        """
+        if not str(self.client.docker_host).startswith("unix://"):
+            raise ConfigError(
+                f"the engine at {self.client.docker_host} may be on another machine, where"
+                " containers cannot reach a socket of this one: use an engine that listens on a"
+                " socket here (sandbox.host=unix:///run/docker.sock)"
             )
+        served = ServedSocket()
+        self._served.add(served)
+        return served
+
+    def end_serving(self, served: ServedSocket | None) -> None:
+        """Close the socket of a container, if it has one."""
+        if served is not None:
+            served.close()
+            self._served.discard(served)
+
+    async def _create(
+        self, name: str, spec: SandboxSpec, image: str, folder: str, served: ServedSocket | None
+    ) -> "DockerContainer":
+        config = self._container(spec, image, folder)
+        if served is not None:
+            config["HostConfig"]["Binds"] = [f"{served.folder}:{_SOCKET_FOLDER}:ro"]
+        async with self.calling("start a container"):
+            container = await self.client.containers.create(config, name=name)
             await container.start()
             return container
 
@@ -192,6 +230,8 @@ class DockerSandboxes:
         except SandboxError as error:
             logger.warning("containers may be left until their leases end: %s", error)
         finally:
+            for served in list(self._served):
+                self.end_serving(served)
             await _disconnect(self.client)
 
     async def discard(self, name: str) -> None:
@@ -359,8 +399,12 @@ class DockerSandbox(CommandSandbox):
         resources: Resources,
         folder: str,
         user: str,
+        *,
+        served: ServedSocket | None,
     ) -> None:
         self.folder = folder
+        self.listener = None if served is None else served.listener
+        self._served = served
         self._provider, self._container = provider, container
         self._resources, self._user = resources, user
         self._kills = 0
@@ -380,6 +424,26 @@ class DockerSandbox(CommandSandbox):
                 f"cannot give {self.folder!r} to {self._user!r}: {output.stderr.text()}"
             )
 
+    async def forward(self, port: int) -> None:
+        """Connect a port with the socket of the server outside.
+
+        Raises:
+            ConfigError: the image has no Python, or the container does not see the socket.
+        """
+        line = ["python3", "-c", _FORWARDER, f"{_SOCKET_FOLDER}/{NAME}", str(port)]
+        output = await self._execute(Command(line, folder="/", user="0"))
+        if output.exit == _NOT_FOUND:
+            raise ConfigError(
+                f"the image has no `python3`, which connects its port {port} with the server"
+                " outside: install it in the image"
+            )
+        if output.exit or output.ended_by != "itself":
+            raise ConfigError(
+                f"port {port} of a container cannot be served from here:"
+                f" {output.stderr.text().strip()[-500:] or output.ended_by}. The engine must run on"
+                " this machine and see its folder of temporary files"
+            )
+
     async def snapshot(self) -> SandboxSnapshot:
         """See `Sandbox`."""
         self._check_open()
@@ -397,6 +461,7 @@ class DockerSandbox(CommandSandbox):
         if not self._closed:
             self._closed = True
             await run_to_completion(self._provider.discard(self.container_id))
+            self._provider.end_serving(self._served)
 
     async def _execute(self, command: Command) -> Output:
         self._check_open()

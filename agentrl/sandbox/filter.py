@@ -180,6 +180,9 @@ _SIGCHLD = 17
 _NETWORKS = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
 # Also in packets.
 _STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))
+_INTERNET, _TCP, _SOL_SOCKET = (2, 10), 6, 1
+_SINGLE_STREAMS = tuple(1 | flags for flags in (0, 0x800, 0x80000, 0x80800))
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and the same with force
 _FIOSETOWN, _SIOCSPGRP, _CLOSE_RANGE_UNSHARE = 0x8901, 0x8902, 2
 
 # Commands of fcntl(2). All others are refused: a lease (1024) or a notice (1026) on a file that is
@@ -238,12 +241,12 @@ def _where(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
     return [step for value in values for step in ((test, 0, 1, value), *verdict)]
 
 
-def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
+def seccomp_filter(alone: int = 0, metered: bool = False, connects: bool = False) -> bytes:
     """The filter in the form that the kernel takes.
 
     `alone` is the process id, for a process that no namespace confines. Such a process can start
     threads but no other processes, and can signal only itself. `metered`: a control group counts
-    the CPU time of all processes.
+    the CPU time of all processes. `connects`: it may connect to ports of its own network.
 
     Raises:
         OSError: the system calls of this machine's architecture are not listed here.
@@ -301,8 +304,34 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
         about["fcntl"] = [*_argument(1), *_unless(_EQUAL, allowed, no)]
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
     refused = _REFUSED | (_REFUSED_ALONE if alone else {})
-    about |= {name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused}
-    return _compile_filter(about)
+    refusals = {
+        name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused
+    }
+    return _compile_filter(about | refusals | (_connecting() if connects else {}))
+
+
+def _connecting() -> dict[str, _Code]:
+    """Streams of TCP only, whose buffers are bounded, and which nothing but a server outside
+    accepts.
+    """
+    no_socket = _refuse(errno.EACCES)
+    return {
+        "socket": [
+            *_argument(0),
+            *_unless(_EQUAL, _INTERNET, no_socket),
+            *_argument(1),
+            *_unless(_EQUAL, _SINGLE_STREAMS, no_socket),
+            *_argument(2),
+            *_unless(_EQUAL, (0, _TCP), no_socket),
+        ],
+        "connect": [],
+        "setsockopt": [
+            *_argument(1),
+            (_EQUAL, 0, 1 + 2 * len(_BUFFER_SIZES), _SOL_SOCKET),
+            *_argument(2),
+            *_where(_EQUAL, _BUFFER_SIZES, _refuse(errno.EPERM)),
+        ],
+    }
 
 
 def asking_filter(*, threads: bool) -> bytes:

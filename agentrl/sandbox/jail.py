@@ -20,6 +20,7 @@ from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 
 _START_SECONDS = 30.0
+_FIRST_BYTES = 1 << 16
 _GRACE_SECONDS = 3.0
 """Seconds after a run's wall limit within which its jail must report that."""
 _SYSTEM = (
@@ -50,8 +51,10 @@ class Jail:
     `dead`.
     """
 
-    def __init__(self, backend: str, config: SandboxConfig, disk: int = 0) -> None:
+    def __init__(self, backend: str, config: SandboxConfig, disk: int = 0, port: int = 0) -> None:
         self.dead = False
+        self.listener: socket.socket | None = None
+        """What listens at `port` of the jail's loopback, for a server of this process."""
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
         ours, theirs = socket.socketpair()
@@ -69,6 +72,7 @@ class Jail:
             "paths": config.paths,
             "group": self._group,
             "disk": disk,
+            "port": port,
         }
         code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
         self._process = subprocess.Popen(
@@ -83,18 +87,18 @@ class Jail:
         theirs.close()
 
     @classmethod
-    async def start(cls, backend: str, config: SandboxConfig, disk: int = 0) -> Self:
+    async def start(cls, backend: str, config: SandboxConfig, disk: int = 0, port: int = 0) -> Self:
         """Start a jail and wait until it is ready. `disk`: bytes of a folder that its programs have
-        in common; with 0, each has a new one.
+        in common; with 0, each has a new one. `port`: a port of its loopback, for the `listener`.
 
         Raises:
             JailError: the machine does not support `backend`; says what it lacks.
         """
-        jail = cls(backend, config, disk)
+        jail = cls(backend, config, disk, port)
         try:
             async with asyncio.timeout(_START_SECONDS):
+                reply = await jail._first_message()
                 jail._reader, jail._writer = await asyncio.open_connection(sock=jail._socket)
-                reply = await jail._receive()
         except (OSError, EOFError, TimeoutError) as error:
             raise JailError(jail._last_words(error)) from error
         except BaseException:
@@ -135,6 +139,23 @@ class Jail:
             self.kill()
             raise
 
+    async def _first_message(self) -> Mapping[str, Any]:
+        """The first message of the jail, which may bring the listener: streams drop sockets."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        loop.add_reader(self._socket, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(self._socket)
+        said, sockets, *_ = socket.recv_fds(self._socket, _FIRST_BYTES, 1)
+        if sockets:
+            self.listener = socket.socket(fileno=sockets[0])
+        if not said:
+            raise EOFError("it said nothing")
+        message: dict[str, Any] = json.loads(said[HEADER.size :])
+        return message
+
     async def _receive(self) -> Mapping[str, Any]:
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size > LARGEST_MESSAGE:
@@ -165,6 +186,8 @@ class Jail:
         if self._writer is not None:
             self._writer.close()
         self._socket.close()
+        if self.listener is not None:
+            self.listener.close()
         self._errors.close()
         cgroup.remove(self._group)
         with suppress(OSError, RecursionError):

@@ -73,12 +73,13 @@ class JailSandboxes:
         """Settings of `sandbox: {name: jail}`."""
 
         paths: tuple[PathText, ...] = ()
-        """Further folders of this machine that commands may read, such as a site-packages."""
+        """Further folders of this machine that commands may read, such as a virtual environment;
+        programs in the `bin` of each are found by their names."""
         cpu_share: float = Field(1.0, gt=0)
         """CPU seconds that a command may use for each second of its deadline and each of its CPUs.
         """
 
-    offers = SandboxOffers(limits_disk=True, root=_FOLDER)
+    offers = SandboxOffers(limits_disk=True, serves_port=True, root=_FOLDER)
 
     def __init__(self, settings: Config) -> None:
         self.settings = settings
@@ -111,7 +112,7 @@ class JailSandboxes:
             raise SandboxError("the provider of sandboxes is closed")
         _check(spec)
         files = await self._files_of(spec)
-        sandbox = JailSandbox(self, await self._jail(spec.resources.disk), spec)
+        sandbox = JailSandbox(self, await self._jail(spec.resources.disk, spec.port), spec)
         self._sandboxes.add(sandbox)
         try:
             if spec.folder:
@@ -145,9 +146,9 @@ class JailSandboxes:
         """A sandbox has been closed."""
         self._sandboxes.discard(sandbox)
 
-    async def _jail(self, disk: int) -> Jail:
+    async def _jail(self, disk: int, port: int = 0) -> Jail:
         try:
-            return await Jail.start(_BACKEND, self._config, disk)
+            return await Jail.start(_BACKEND, self._config, disk, port)
         except JailError as error:
             raise SandboxError(f"a jail did not start: {error}") from error
 
@@ -188,6 +189,7 @@ class JailSandbox(CommandSandbox):
 
     def __init__(self, provider: JailSandboxes, jail: Jail, spec: SandboxSpec) -> None:
         self.folder = spec.folder or _FOLDER
+        self.listener = jail.listener
         self._provider, self._jail, self._spec = provider, jail, spec
         self._one_at_a_time = asyncio.Lock()
         self._until = time.monotonic() + spec.lease
@@ -220,7 +222,8 @@ class JailSandbox(CommandSandbox):
 
     def _order(self, command: Command) -> Order:
         limits, cpus = self._spec.resources, self._spec.resources.cpus
-        path = f"{Path(sys.base_prefix, 'bin')}:/usr/local/bin:/usr/bin:/bin"
+        own = [f"{Path(path, 'bin')}" for path in (*self._provider.settings.paths, sys.base_prefix)]
+        path = ":".join([*own, "/usr/local/bin:/usr/bin:/bin"])
         environment = {"PATH": path, **self._spec.environment, **command.environment}
         program = _PROGRAM.format(
             folder=command.folder,

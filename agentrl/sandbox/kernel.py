@@ -6,6 +6,7 @@ This module also runs inside jails, so it uses only the standard library.
 import ctypes
 import fcntl
 import os
+import socket
 import struct
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ _NR = {
     "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
     "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
 }
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # netdevice(7)
 # ioctls of a listener, of linux/seccomp.h
 _NOTIF_RECV, _NOTIF_SEND, _NOTIF_BYTES, _CONTINUE = 0xC0502100, 0xC0182101, 80, 1
 
@@ -93,6 +95,22 @@ def map_to_self(uid: int, gid: int) -> None:
         file.write(f"{uid} {uid} 1")
     with open("/proc/self/gid_map", "w") as file:
         file.write(f"{gid} {gid} 1")
+
+
+def listen_on_loopback(port: int) -> socket.socket:
+    """In a new network namespace, start its loopback, and listen on a port of it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        asked = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+        (flags,) = struct.unpack_from("H", asked, 16)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
+    return socket.create_server(("127.0.0.1", port), backlog=128)
+
+
+def bound_tcp_buffers(size: int) -> None:
+    """In a new network namespace, let each connection buffer at most so many bytes either way."""
+    for name in ("tcp_rmem", "tcp_wmem"):
+        with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+            file.write(f"4096 {size} {size}")
 
 
 def prctl(option: int, value: int) -> None:

@@ -12,12 +12,10 @@ that is left in its namespace.
 This module runs in a process of its own, so it uses only the standard library.
 """
 
-import fcntl
 import os
 import shlex
 import signal
 import socket
-import struct
 import sys
 from pathlib import Path
 
@@ -35,7 +33,6 @@ _SPACES = (
     | kernel.CLONE_NEWNS
     | kernel.CLONE_NEWIPC
 )
-_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1  # netdevice(7)
 _START = (
     "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.network import main; del"
     " sys.path[0]; main({channel}, {port}, {command!r})"
@@ -80,11 +77,7 @@ def _enter(port: int) -> socket.socket:
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(_SPACES)
     kernel.map_to_self(uid, gid)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        asked = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
-        (flags,) = struct.unpack_from("H", asked, 16)
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
-    return socket.create_server(("127.0.0.1", port), backlog=128)
+    return kernel.listen_on_loopback(port)
 
 
 def _enclose() -> None:

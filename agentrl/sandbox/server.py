@@ -64,15 +64,17 @@ def main(
     paths: Sequence[str],
     group: Sequence[str],
     disk: int,
+    port: int,
 ) -> None:
     """Serve runs on the socket that is file descriptor 0 until its other end is closed.
 
-    `disk`: with 0, each run has a new folder; else all have one, of so many bytes.
+    `disk`: with 0, each run has a new folder; else all have one, of so many bytes. `port`: a port
+    of the loopback that the driver serves, on a socket that it is sent with the first message.
     """
     # With the default action, unlike with Python's handler, SIGINT does not reach the first process
     # of a namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    walls = WALLS[backend](readable, scratch, ControlGroup(group), disk)
+    walls = WALLS[backend](readable, scratch, ControlGroup(group), disk, port)
     channel = socket.socket(fileno=0)
     try:
         walls.enter()
@@ -85,7 +87,10 @@ def main(
         os._exit(1)
     gc.collect()
     gc.freeze()  # collections in a child then do not touch, and so copy, existing objects
-    channel.sendall(pack({"ready": backend}))
+    served = [] if walls.listener is None else [walls.listener.detach()]
+    socket.send_fds(channel, [pack({"ready": backend})], served)
+    for fd in served:
+        os.close(fd)
     _play(_serve(channel, walls))
 
 

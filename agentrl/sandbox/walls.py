@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ _SUPERVISOR_PROCESSES = 3
 """Processes that count as those of a program, though they are ours: the server, the supervisor and
 its parent.
 """
+_TCP_BYTES = 128 << 10
+"""Bytes that a connection may hold either way: with the kernel's own, no more than the memory that
+is counted for a socket."""
 MAX_FILES = 10_000
 """The number of files and folders that a run may have."""
 
@@ -43,12 +47,21 @@ class Walls(ABC):
     """True if each new thread needs a permission, because no limit of the kernel counts them."""
 
     def __init__(
-        self, readable: Sequence[str], scratch: str, group: ControlGroup, disk: int = 0
+        self,
+        readable: Sequence[str],
+        scratch: str,
+        group: ControlGroup,
+        disk: int = 0,
+        port: int = 0,
     ) -> None:
         """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the
-        server is ready. `disk`: bytes of the one folder of all runs; 0 for a new one each.
+        server is ready. `disk`: bytes of the one folder of all runs; 0 for a new one each. `port`:
+        a port of the loopback that programs may connect to; 0 for none.
         """
         self.disk = disk
+        self.port = port
+        self.listener: socket.socket | None = None
+        """What listens at the port, once `enter` has been called."""
         self.readable = readable
         self.scratch = scratch
         self.group = group
@@ -111,7 +124,7 @@ class Namespaces(Walls):
         the rest.
         """
         os.umask(0o022)
-        self._filter = seccomp_filter(metered=bool(self.group))
+        self._filter = seccomp_filter(metered=bool(self.group), connects=bool(self.port))
         root = os.geteuid() == 0
         uid, gid = os.geteuid(), os.getegid()
         spaces = (
@@ -125,6 +138,9 @@ class Namespaces(Walls):
         )
         if not root:
             kernel.map_to_self(uid, gid)
+        if self.port:
+            kernel.bound_tcp_buffers(_TCP_BYTES)
+            self.listener = kernel.listen_on_loopback(self.port)
         _go_on_in_child(self.group)
         self._build_root()
         if root:
@@ -220,8 +236,8 @@ class Landlock(Walls):
 
     def enter(self) -> None:
         """Check that Landlock is available; the server itself is not confined."""
-        if self.disk:
-            raise OSError("a folder that several runs share needs namespaces")
+        if self.disk or self.port:
+            raise OSError("a folder that several runs share, or a port, needs namespaces")
         if kernel.landlock_version() < 3:
             raise OSError(
                 f"Landlock has version {kernel.landlock_version()}, but 3 is needed (Linux 6.2)"

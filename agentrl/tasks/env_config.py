@@ -26,6 +26,7 @@ from agentrl.plugins import Component
 from agentrl.protocols.env import Isolation
 from agentrl.rollout.agents import AgentRoute
 from agentrl.rollout.budget import OwnBudget
+from agentrl.sandbox.settings import AgentPlace
 from agentrl.scoring.config import RewardsConfig
 from agentrl.settings.base import Settings
 
@@ -138,6 +139,8 @@ class EnvConfig(OneEnv):
     agents: dict[str, AgentRoute] = Field(default_factory=dict)
     """The player of each agent of a multi-agent environment: `policy`, `frozen` or `scripted`
     (`agentrl/rollout/agents.py`); by default the policy plays all."""
+    agent: AgentPlace = AgentPlace()
+    """Of a program (`agent:...`): where it runs, and the sandboxes in which it does."""
     mixture: tuple[MixedEnv, ...] = ()
     """Several environments in one run, instead of `name`."""
     folder: Path | None = None

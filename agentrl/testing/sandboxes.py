@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from agentrl.errors import SandboxError
+from agentrl.errors import ConfigError, SandboxError
 from agentrl.flow import now
 from agentrl.protocols import Command, Executed, Folder, SandboxOffers, SandboxSnapshot, SandboxSpec
 from agentrl.sandbox.archive import archive_of, archive_of_folder, files_of
@@ -51,6 +51,8 @@ class FakeSandboxes:
     async def start(self, spec: SandboxSpec) -> "FakeSandbox":
         """See `SandboxProvider`."""
         self.may_fail("start")
+        if spec.port:
+            raise ConfigError("the fake sandbox has no port that is served from outside")
         sandbox = FakeSandbox(self, spec)
         match spec.origin:
             case Folder(path=path):
@@ -86,6 +88,8 @@ class FakeSandboxes:
 
 class FakeSandbox:
     """A `Sandbox` in memory."""
+
+    listener = None
 
     def __init__(self, provider: FakeSandboxes, spec: SandboxSpec) -> None:
         self.folder = spec.folder or "/work"

@@ -212,6 +212,16 @@ ROWS = [
         ),
     ),
     Row(
+        "programs_in_sandboxes_are_commands",
+        "env=agent:remote env.agent.where=inside",
+        "env=agent:codex env.agent.where=inside",
+        (
+            "env.agent.where=inside is for programs that the run starts by a command, and not for"
+            " 'agent:remote': write env=\"agent:command ...\" or the name of a coding agent,"
+            " without env.isolation and env.python"
+        ),
+    ),
+    Row(
         "contained_programs_are_started_here",
         "env=agent:remote gateway.network=gateway",
         "env=agent:remote",

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.envs import shell
 from agentrl.envs.shell import Shell, strong_player
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.protocols import Command, Executed, StepResult
+from agentrl.sandbox.shell_task import ShellTask
 from agentrl.testing import FakeSandboxes, check_env
 from agentrl.trajectory import ToolCall
 from tests.docker_engine import BASE, needs_docker
@@ -169,7 +169,7 @@ def test_the_shell_environment_keeps_the_contract_in_a_jail() -> None:
 
 def test_background_processes_and_forged_tests_do_not_count_in_a_jail() -> None:
     async def main(env: Shell) -> None:
-        env.task = shell.ShellTask("", {}, "sh check.sh", {"check.sh": "grep -qx yes answer"})
+        env.task = ShellTask("", {}, "sh check.sh", {"check.sh": "grep -qx yes answer"})
         assert "forged" in await told(
             env, "run", command="echo 'exit 0' > check.sh; echo no > answer; echo forged"
         )

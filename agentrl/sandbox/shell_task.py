@@ -1,0 +1,113 @@
+"""A task with a shell: instruction, files, setup and test; and the sandboxes that it needs.
+
+The test runs in a fresh sandbox, which gets the working folder and then the files of the test:
+nothing else that has been done in the first sandbox has any effect there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from agentrl.errors import EnvError
+from agentrl.protocols import Command, Executed, Sandbox, SandboxProvider, SandboxSpec, shell
+from agentrl.sandbox.archive import archive_of
+
+_EMPTY_FOLDER = "find . -mindepth 1 -delete"
+_MOST_PRINTED = 1 << 20
+"""Bytes that a test may print where its output is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShellTask:
+    """What is to be done, and how it is tested."""
+
+    instruction: str
+    """What the model is told."""
+    files: Mapping[str, str]
+    """The working folder at the beginning, by relative paths."""
+    test: str
+    """The command that tests the result: with exit status 0, the task is done."""
+    test_files: Mapping[str, str] = field(default_factory=dict)
+    """Files that the test needs, by relative paths. The model never sees them."""
+    setup: str = ""
+    """A command that prepares the working folder, also in the sandbox of the test."""
+    printed: str | None = None
+    """What the test must print, too. It is compared outside of the sandbox, where no program of the
+    model can read what is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSandboxes:
+    """Starts the sandboxes of one task. `seconds`: the time of its setup, and of its test."""
+
+    provider: SandboxProvider
+    spec: SandboxSpec
+    task: ShellTask
+    seconds: float
+
+    async def to_work_in(self) -> Sandbox:
+        """A sandbox with the task's files, prepared.
+
+        Raises:
+            EnvError: the setup failed.
+        """
+        return await self._prepared(self.spec, self.task.files)
+
+    async def verdict(self, made: bytes | None) -> float:
+        """1 if the test passes on a working folder, which is an archive, in a sandbox that nobody
+        had before. None for a folder that could not be had.
+        """
+        if made is None:
+            return 0.0
+        judge = await self._prepared(replace(self.spec, port=0), {})
+        try:
+            await self._run_sound(judge, _EMPTY_FOLDER)
+            try:
+                await judge.upload(made)
+                if self.task.test_files:
+                    await judge.upload(archive_of(self.task.test_files))
+            except (OSError, ValueError):
+                await check_alive(judge)
+                return 0.0  # what was made cannot be unpacked, or is in the test's way
+            test = Command(shell(self.task.test), deadline=self.seconds, output=_MOST_PRINTED)
+            if self._passed(await judge.run(test)):
+                return 1.0
+            await check_alive(judge)
+            return 0.0
+        finally:
+            await judge.close()
+
+    def _passed(self, done: Executed) -> bool:
+        ended_well = done.exit == 0 and done.ended_by == "itself"
+        return ended_well and self.task.printed in (None, done.stdout)
+
+    async def _prepared(self, spec: SandboxSpec, files: Mapping[str, str]) -> Sandbox:
+        sandbox = await self.provider.start(spec)
+        try:
+            if files:
+                await sandbox.upload(archive_of(files))
+            if self.task.setup:
+                await self._run_sound(sandbox, self.task.setup)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _run_sound(self, sandbox: Sandbox, line: str) -> None:
+        """Run a command of the task's, which must succeed."""
+        done = await sandbox.run(Command(shell(line), deadline=self.seconds))
+        if done.exit or done.ended_by != "itself":
+            raise EnvError(f"the task's command {line!r:.200} failed: {done}")
+
+
+async def work_in(sandbox: Sandbox) -> bytes | None:
+    """The working folder of a sandbox; None if it cannot be had, or is too large."""
+    try:
+        return await sandbox.download()
+    except OSError:
+        await check_alive(sandbox)
+        return None
+
+
+async def check_alive(sandbox: Sandbox) -> None:
+    """Raise `SandboxError` if it has been lost, before a failure there is the model's."""
+    await sandbox.run(Command(shell("true")))
