@@ -167,11 +167,9 @@ def test_what_cannot_show_the_gateway_is_refused_by_name():
         ConfigError, match=r"sandboxes 'agentrl\.testing:FakeSandboxes' cannot show"
     ):
         play("true", {"name": "agentrl.testing:FakeSandboxes"}, SUM)
-    elsewhere = DockerSandboxes(
-        DockerSandboxes.Config(), SimpleNamespace(docker_host="tcp://machine:2375")
-    )
+    client: Any = SimpleNamespace(docker_host="tcp://machine:2375")
     with pytest.raises(ConfigError, match="tcp://machine:2375 may be on another machine"):
-        elsewhere.served_socket()
+        DockerSandboxes(DockerSandboxes.Config(), client).served_socket()
 
 
 def test_sockets_of_a_killed_run_are_removed_by_the_next_one():
