@@ -64,7 +64,7 @@ def _played(preset: Mapping[str, Any], values: Mapping[str, str], work: Path, ho
     return subprocess.run(
         [preset["program"], *words],
         cwd=work,
-        env={**kept, **own, "HOME": str(home)},
+        env={**kept, **own, "HOME": str(home), "PWD": str(work)},
         stdin=subprocess.DEVNULL,
         check=False,
     ).returncode

@@ -120,6 +120,57 @@ GEMINI_CLI = CodingAgent(
     },
     transcript=".gemini/tmp/*/chats/*",
 )
+OPENCODE = CodingAgent(
+    program="opencode",
+    arguments=(
+        "run",
+        "--pure",
+        "--auto",
+        "--model",
+        "gateway/{model}",
+        "--title",
+        "task",
+        "{instruction}",
+    ),
+    install="npm install --global opencode-ai",
+    variables={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"},
+    files={
+        ".config/opencode/opencode.json": """\
+{"autoupdate": false, "share": "disabled", "small_model": "gateway/{model}",
+ "provider": {"gateway": {
+  "npm": "@ai-sdk/openai-compatible", "name": "gateway",
+  "options": {"baseURL": "{base_url}", "apiKey": "{api_key}"},
+  "models": {"{model}": {"name": "{model}"}}}}}
+"""
+    },
+)
+AIDER = CodingAgent(
+    program="aider",
+    arguments=(
+        "--model",
+        "openai/{model}",
+        "--message",
+        "{instruction}",
+        "--edit-format",
+        "whole",
+        "--yes-always",
+        "--no-git",
+        "--no-pretty",
+        "--no-check-update",
+        "--no-show-model-warnings",
+        "--no-show-release-notes",
+        "--no-detect-urls",
+        "--no-suggest-shell-commands",
+        "--analytics-disable",
+        "--chat-history-file",
+        "{home}/chat.md",
+        "--input-history-file",
+        "{home}/input",
+    ),
+    install="pip install aider-chat",
+    variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    transcript="chat.md",
+)
 MINI_SWE_AGENT = CodingAgent(
     program="mini",
     arguments=(

@@ -4,13 +4,24 @@ long`.
 
 import asyncio
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.gateway.address import scheme
-from agentrl.gateway.coding_agents import CLAUDE_CODE, CODEX, QWEN_CODE, CodingAgent
+from agentrl.gateway.coding_agents import (
+    AIDER,
+    CLAUDE_CODE,
+    CODEX,
+    MINI_SWE_AGENT,
+    OPENCODE,
+    QWEN_CODE,
+    CodingAgent,
+)
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.player import PlayerEngine
@@ -19,12 +30,13 @@ from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
 from agentrl.trajectory import Failed, Task, Terminated, ToolCall, Trajectory
 from tests.gateway.served import RENDERER, runner_on
-from tests.gateway.vendors import VENDORS, folder_of_programs
+from tests.gateway.vendors import VENDORS, NodeVendor, Vendor, folder_of_programs
 from tests.processes import PATIENCE_SECONDS
 
 SMALL = """#!/usr/bin/env python3
 import json, os, pathlib, subprocess, sys, urllib.request
 home = pathlib.Path(os.environ["HOME"])
+assert os.path.samefile(os.environ["PWD"], os.getcwd())
 config = json.loads((home / ".small/config.json").read_text())
 messages = [{"role": "user", "content": sys.argv[1]}]
 for _ in range(2):
@@ -109,34 +121,86 @@ def test_what_cannot_be_played_is_refused_before_any_work():
     assert scheme("codex").rest == "codex"
 
 
+COMMANDS = ("cat numbers.txt", "expr 3 + 4 > sum.txt")
+
+
+@dataclass(frozen=True)
+class Real:
+    """A published program, the tool by which it runs commands, and how its model ends."""
+
+    agent: CodingAgent
+    vendor: Vendor
+    tool: str
+    argument: str = "command"
+    more: Mapping[str, Any] = field(default_factory=dict)
+    last: str = "Done."
+
+    def says(self, prompt: str) -> str:
+        """The answer to a prompt."""
+        done = prompt.rpartition("in numbers.txt to")[2].count("<tool_response>")
+        return self.last if done > 1 else self.call(COMMANDS[done])
+
+    def call(self, command: str) -> str:
+        """A call that runs a command."""
+        return ToolCall(self.tool, {self.argument: command, **self.more}).render()
+
+
+class Writing(Real):
+    """A program whose model writes whole files instead of calling tools."""
+
+    def says(self, prompt: str) -> str:
+        """The answer to a prompt."""
+        return "I read `cat numbers.txt`, `expr 3 + 4 > sum.txt`.\n\nsum.txt\n```\n7\n```\n"
+
+
+def vendor_of(name: str) -> Vendor:
+    return next(one for one in VENDORS if one.name == name)
+
+
+FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 REAL = {
-    "@anthropic-ai/claude-code": (CLAUDE_CODE, "Bash", "command"),
-    "@openai/codex": (CODEX, "exec_command", "cmd"),
-    "@qwen-code/qwen-code": (QWEN_CODE, "run_shell_command", "command"),
+    "claude_code": Real(CLAUDE_CODE, vendor_of("@anthropic-ai/claude-code"), "Bash"),
+    "codex": Real(CODEX, vendor_of("@openai/codex"), "exec_command", "cmd"),
+    "qwen_code": Real(
+        QWEN_CODE,
+        vendor_of("@qwen-code/qwen-code"),
+        "run_shell_command",
+        more={"is_background": False},
+    ),
+    "mini_swe_agent": Real(
+        MINI_SWE_AGENT,
+        vendor_of("mini-swe-agent"),
+        "bash",
+        last=ToolCall("bash", {"command": FINISH}).render(),
+    ),
+    "opencode": Real(
+        OPENCODE,
+        NodeVendor("opencode-ai", ("opencode-ai",), "node_cli.mjs"),
+        "bash",
+        more={"description": "computes"},
+    ),
+    "aider": Writing(AIDER, Vendor("aider-chat", ("aider-chat",), "openai_loop.py"), ""),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", REAL)
 def test_a_published_coding_agent_makes_a_file(name, tmp_path, monkeypatch):
-    agent, tool, argument = REAL[name]
-    vendor = next(one for one in VENDORS if one.name == name)
-    node, _, program = vendor.command(folder_of_programs()).partition(" ")
-    bins = f"{Path(program).parent}/node_modules/.bin:{Path(node).parent}"
+    real = REAL[name]
+    interpreter, _, program = real.vendor.command(folder_of_programs()).partition(" ")
+    bins = f"{Path(program).parent}/node_modules/.bin:{Path(interpreter).parent}"
     monkeypatch.setenv("PATH", f"{bins}:{os.environ['PATH']}")
     monkeypatch.setenv("AGENTRL_TRANSCRIPTS", str(tmp_path))
-    commands, said = ("cat numbers.txt", "expr 3 + 4 > sum.txt"), []
+    said = []
 
     def model(prompt: str) -> str:
-        done = prompt.rpartition("in numbers.txt to")[2].count("<tool_response>")
-        more = {"is_background": False} if agent is QWEN_CODE else {}
-        call = ToolCall(tool, {argument: commands[min(done, 1)], **more}).render()
-        said.append("Done." if done > 1 else call)
+        said.append(real.says(prompt))
         return said[-1]
 
-    played = play(agent, model, network="gateway")
+    played = play(real.agent, model, network="gateway")
     assert (played.status, played.env_return) == (Terminated(), 1.0)
     assert not any(turn.forked for turn in played.turns)
     assert [RENDERER.answer_text(turn.completion.token_ids) for turn in played.turns] == said
-    own = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
-    assert all(command in own for command in commands)  # its transcript names what ours does
+    if real.agent.transcript:
+        own = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file())
+        assert all(command in own for command in COMMANDS)  # its transcript names what ours does
