@@ -19,8 +19,8 @@ from agentrl.protocols import (
     SandboxSpec,
     shell,
 )
+from agentrl.sandbox.config import SandboxChoice
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
-from agentrl.sandbox.settings import SandboxChoice
 
 LARGEST_FILE = 1 << 20
 """Bytes of a file that the model can read or edit."""

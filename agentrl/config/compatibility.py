@@ -33,7 +33,7 @@ from agentrl.protocols.engine import EngineOffers
 from agentrl.protocols.recipe import RecipeOffers
 from agentrl.protocols.reward import GroupReward
 from agentrl.rollout.agents import FrozenRoute
-from agentrl.sandbox.settings import AgentPlace
+from agentrl.sandbox.config import AgentPlace
 from agentrl.scoring.config import RewardsConfig, name_of
 from agentrl.tasks.env_config import MixedEnv
 

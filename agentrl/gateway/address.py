@@ -18,7 +18,7 @@ from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.sandboxed_agent import SandboxedAgent
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.protocols import Env, Isolation
-from agentrl.sandbox.settings import AgentPlace
+from agentrl.sandbox.config import AgentPlace
 
 SCHEME = "agent:"
 

@@ -35,8 +35,8 @@ from agentrl.protocols import (
     shell,
 )
 from agentrl.sandbox.archive import archive_of, files_of
+from agentrl.sandbox.config import AgentPlace
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
-from agentrl.sandbox.settings import AgentPlace
 from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes, work_in
 
 logger = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ from agentrl.sandbox.archive import archive_of_folder
 from agentrl.sandbox.by_commands import CommandSandbox, Output
 from agentrl.sandbox.cut_output import CutOutput
 from agentrl.sandbox.owner import is_dead, this_process
-from agentrl.sandbox.served_socket import NAME, ServedSocket, remove_dead_sockets
+from agentrl.sandbox.sandbox_socket import NAME, SandboxSocket, remove_dead_sockets
 from agentrl.settings.base import Settings
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class DockerSandboxes:
         self.client = client
         self._labels = {_OWNER: this_process(), _PART: uuid.uuid4().hex}
         self._building: dict[str, asyncio.Lock] = {}
-        self._served: set[ServedSocket] = set()
+        self._served: set[SandboxSocket] = set()
         self._closed = False
 
     @classmethod
@@ -180,7 +180,7 @@ class DockerSandboxes:
             raise
         return sandbox
 
-    def served_socket(self) -> ServedSocket:
+    def served_socket(self) -> SandboxSocket:
         """A socket that a container can be shown.
 
         Raises:
@@ -192,18 +192,18 @@ class DockerSandboxes:
                 " containers cannot reach a socket of this one: use an engine that listens on a"
                 " socket here (sandbox.host=unix:///run/docker.sock)"
             )
-        served = ServedSocket()
+        served = SandboxSocket()
         self._served.add(served)
         return served
 
-    def end_serving(self, served: ServedSocket | None) -> None:
+    def end_serving(self, served: SandboxSocket | None) -> None:
         """Close the socket of a container, if it has one."""
         if served is not None:
             served.close()
             self._served.discard(served)
 
     async def _create(
-        self, name: str, spec: SandboxSpec, image: str, folder: str, served: ServedSocket | None
+        self, name: str, spec: SandboxSpec, image: str, folder: str, served: SandboxSocket | None
     ) -> "DockerContainer":
         config = self._container(spec, image, folder)
         if served is not None:
@@ -400,7 +400,7 @@ class DockerSandbox(CommandSandbox):
         folder: str,
         user: str,
         *,
-        served: ServedSocket | None,
+        served: SandboxSocket | None,
     ) -> None:
         self.folder = folder
         self.listener = None if served is None else served.listener

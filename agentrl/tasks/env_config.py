@@ -26,7 +26,7 @@ from agentrl.plugins import Component
 from agentrl.protocols.env import Isolation
 from agentrl.rollout.agents import AgentRoute
 from agentrl.rollout.budget import OwnBudget
-from agentrl.sandbox.settings import AgentPlace
+from agentrl.sandbox.config import AgentPlace
 from agentrl.scoring.config import RewardsConfig
 from agentrl.settings.base import Settings
 

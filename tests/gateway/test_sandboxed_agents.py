@@ -20,9 +20,9 @@ from agentrl.gateway.sandboxed_agent import SandboxedAgent
 from agentrl.gateway.server import serving
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.rollout.assignment import Assignment
+from agentrl.sandbox.config import AgentPlace
 from agentrl.sandbox.docker import DockerSandboxes
-from agentrl.sandbox.served_socket import NAME, ServedSocket, remove_dead_sockets
-from agentrl.sandbox.settings import AgentPlace
+from agentrl.sandbox.sandbox_socket import NAME, SandboxSocket, remove_dead_sockets
 from agentrl.trajectory import Failed, Task, Terminated, Trajectory
 from tests.docker_engine import BASE, needs_docker
 from tests.gateway.served import RENDERER, runner_on
@@ -173,9 +173,9 @@ def test_what_cannot_show_the_gateway_is_refused_by_name():
 
 
 def test_sockets_of_a_killed_run_are_removed_by_the_next_one():
-    make = "from agentrl.sandbox.served_socket import ServedSocket; print(ServedSocket().folder)"
+    make = "from agentrl.sandbox.sandbox_socket import SandboxSocket; print(SandboxSocket().folder)"
     left = subprocess.run([sys.executable, "-c", make], capture_output=True, text=True, check=True)
-    folder, own = Path(left.stdout.strip()), ServedSocket()
+    folder, own = Path(left.stdout.strip()), SandboxSocket()
     try:
         assert (folder / NAME).is_socket()
         remove_dead_sockets()

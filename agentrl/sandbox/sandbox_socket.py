@@ -20,7 +20,7 @@ NAME = "server.sock"
 _PREFIX = "agentrl-sockets-"
 
 
-class ServedSocket:
+class SandboxSocket:
     """A listening socket, for any user of the sandbox, and for no other one of this machine.
 
     Raises:
