@@ -20,7 +20,6 @@ whatever the cause.
 """
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -30,13 +29,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import EnvError
 from agentrl.flow import Flow, run_to_completion
-from agentrl.gateway.outcome import AgentOutcome, outcome_of
-from agentrl.gateway.program import ProgramAssignment
+from agentrl.gateway.outcome import LONGEST_REWARD, AgentOutcome, written_outcome
+from agentrl.gateway.program import ProgramAssignment, agent_variables
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.sandbox import network
 
@@ -44,8 +43,6 @@ _LEADER = str(Path(__file__).with_name("command_leader.py"))
 _END_SECONDS = 15.0
 """Time for the leader to end what the command has started, in seconds."""
 _LAST_BYTES = 2000
-LONGEST_REWARD = 1 << 16
-"""Bytes of the text that a command writes for its reward."""
 _START_SECONDS = 60.0
 
 
@@ -160,26 +157,6 @@ async def _end_started_processes(leader: asyncio.subprocess.Process, key: str) -
     await leader.communicate()
 
 
-def agent_variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
-    """What a command is told, in the variables that clients of the model read, and `folder`, which
-    is its own.
-    """
-    return {
-        "OPENAI_BASE_URL": assignment.base_url,
-        "OPENAI_API_BASE": assignment.base_url,
-        "OPENAI_API_KEY": assignment.api_key,
-        "ANTHROPIC_BASE_URL": assignment.url,
-        "ANTHROPIC_API_KEY": assignment.api_key,
-        "GOOGLE_GEMINI_BASE_URL": assignment.url,
-        "GEMINI_API_KEY": assignment.api_key,
-        "GOOGLE_API_KEY": assignment.api_key,
-        "AGENTRL_URL": assignment.url,
-        "AGENTRL_TASK": json.dumps(asdict(assignment.task)),
-        "AGENTRL_REWARD_FILE": str(folder / "reward"),
-        "TMPDIR": str(folder),
-    }
-
-
 def _variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
     dropped = {
         "ANTHROPIC_AUTH_TOKEN",
@@ -207,21 +184,6 @@ def _outcome(file: Path, command: str) -> AgentOutcome:
     except (OSError, UnicodeDecodeError) as error:
         raise EnvError(f"the reward of {command!r:.200} cannot be read: {error}") from error
     return written_outcome(written, command)
-
-
-def written_outcome(written: str, command: str) -> AgentOutcome:
-    """The outcome that a command has written.
-
-    Raises:
-        EnvError: it is none.
-    """
-    try:
-        return outcome_of(json.loads(written), f"the command {command!r:.200}")
-    except (RecursionError, ValueError) as error:
-        raise EnvError(
-            f"the command {command!r:.200} wrote {written!r:.80} for its reward: write a number, or"
-            " JSON with `reward` and `success`"
-        ) from error
 
 
 def _tail(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """The outcome of a program: the reward that it reports."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ import numpy as np
 
 from agentrl.errors import EnvError
 from agentrl.trajectory import Failed, Score
+
+LONGEST_REWARD = 1 << 16
+"""Bytes of the text that a command writes for its reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,21 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
             parts,
         )
     return AgentOutcome(_finite(result, name))
+
+
+def written_outcome(written: str, command: str) -> AgentOutcome:
+    """The outcome that a command has written.
+
+    Raises:
+        EnvError: it is none.
+    """
+    try:
+        return outcome_of(json.loads(written), f"the command {command!r:.200}")
+    except (RecursionError, ValueError) as error:
+        raise EnvError(
+            f"the command {command!r:.200} wrote {written!r:.80} for its reward: write a number, or"
+            " JSON with `reward` and `success`"
+        ) from error
 
 
 def _finite(value: object, name: str) -> float:

@@ -1,6 +1,8 @@
 """The seam between the gateway and the programs that it serves."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -43,3 +45,23 @@ class AgentProgram(Protocol):
             EnvError: the program failed.
         """
         ...
+
+
+def agent_variables(assignment: ProgramAssignment, folder: Path) -> dict[str, str]:
+    """What a command is told, in the variables that clients of the model read, and `folder`, which
+    is its own.
+    """
+    return {
+        "OPENAI_BASE_URL": assignment.base_url,
+        "OPENAI_API_BASE": assignment.base_url,
+        "OPENAI_API_KEY": assignment.api_key,
+        "ANTHROPIC_BASE_URL": assignment.url,
+        "ANTHROPIC_API_KEY": assignment.api_key,
+        "GOOGLE_GEMINI_BASE_URL": assignment.url,
+        "GEMINI_API_KEY": assignment.api_key,
+        "GOOGLE_API_KEY": assignment.api_key,
+        "AGENTRL_URL": assignment.url,
+        "AGENTRL_TASK": json.dumps(asdict(assignment.task)),
+        "AGENTRL_REWARD_FILE": str(folder / "reward"),
+        "TMPDIR": str(folder),
+    }

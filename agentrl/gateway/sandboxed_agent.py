@@ -20,9 +20,8 @@ from typing import Any, Self
 from agentrl.errors import ConfigError, EnvError
 from agentrl.gateway.coding_agent_child import TASK_OPTIONS, filled
 from agentrl.gateway.coding_agents import CodingAgent
-from agentrl.gateway.command_agent import LONGEST_REWARD, agent_variables, written_outcome
-from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.program import ProgramAssignment
+from agentrl.gateway.outcome import LONGEST_REWARD, AgentOutcome, written_outcome
+from agentrl.gateway.program import ProgramAssignment, agent_variables
 from agentrl.gateway.session_registry import SessionRegistry
 from agentrl.protocols import (
     Command,
