@@ -849,9 +849,11 @@ LOST = {
 
 @pytest.mark.vllm
 @pytest.mark.long
+@pytest.mark.parametrize("transport", ["stream", "handles"])
 @pytest.mark.parametrize("fault", LOST)
 def test_a_vllm_engine_that_is_lost_during_an_update_is_replaced_and_no_weights_are_mixed(
     fault: str,
+    transport: str,
     lively_dir: Path,
     shared_memory: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -866,7 +868,7 @@ def test_a_vllm_engine_that_is_lost_during_an_update_is_replaced_and_no_weights_
 
     async def main() -> None:
         settings = WeightsConfig(
-            transport="stream", bucket_mib=1, attempts=1, deadline=PATIENCE_SECONDS
+            transport=transport, bucket_mib=1, attempts=1, deadline=PATIENCE_SECONDS
         )
         engines = [run.engine(0), run.engine(1)]
         async with (
