@@ -22,10 +22,11 @@ INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(P
 # Its 72 chat templates are test data; what it depends on is not needed.
 CHAT_TEMPLATES = trl==1.16.0
 
-# Tests run in so many processes at a time; those that take both cores one after another, in one of them.
-WORKERS ?= 2
+# Tests run in so many processes at a time, one more than two cores are, as many wait for processes of their own; those
+# that take both cores run one after another, in one of them.
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
-MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config --durations=10"
+MARKED = -o addopts="-q --import-mode=importlib -p no:schemathesis --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
 test fast coverage long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
@@ -68,10 +69,10 @@ FLOOR ?= 89
 coverage: install
 	$(PYTEST) --cov --cov-report=term --cov-fail-under=$(FLOOR)
 
-# Properties are tried with the slow tests, on more examples than the fast ones have time for.
+# All at once, so that the modules are imported once and no core waits while one test takes its time. Properties are
+# tried on more examples than in `make fast`.
 test: install
-	$(PYTEST) -m "not vllm and not slow and not long and not chaos and not gpu and not hypothesis"
-	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
+	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "not long and not chaos and not gpu"
 
 # A pretrained model learns, on two cores: three seeds, and a table of success before and after. Not in CI.
 SEEDS ?= 1 2 3
