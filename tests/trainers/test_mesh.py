@@ -206,6 +206,22 @@ def test_divided_layers_that_are_computed_again_have_the_same_gradients(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [("2 shards x tensor 2", "dense"), ("2 shards x expert 2", "mixture"), ("context 2", "dense")],
+)
+def test_a_mesh_whose_optimizer_is_in_main_memory_makes_the_steps_of_one_process(
+    mesh: str, kind: str, processes: Processes, model_of: Any
+) -> None:
+    model = model_of(kind)
+    batches = batches_of(model, 5)
+    one = asyncio.run(trained(make_trainer(LocalTrainer, ALONE), model, batches))
+    settings = {**MESHES[mesh], "optimizer_offload": True}
+    several = make_trainer(FsdpTrainer, settings, start=processes)
+    check_equal(asyncio.run(trained(several, model, batches)), one)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "tensor" not in mesh])
 def test_adapters_on_a_mesh_are_those_of_one_process(
     mesh: str, processes: Processes, model_of: Any
