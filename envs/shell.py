@@ -17,7 +17,7 @@ from agentrl.envs.base import plays
 from agentrl.envs.sandboxed import SandboxedEnv, SandboxOptions
 from agentrl.errors import ConfigError
 from agentrl.protocols import Dockerfile, Image, OwnerOnly, Sandbox, SandboxSpec
-from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes, work_in
+from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes
 from agentrl.settings.base import PathText
 from agentrl.trajectory import ToolCall
 
@@ -51,7 +51,7 @@ class ShellTaskEnv(SandboxedEnv):
 
     async def _judge(self) -> float:
         """1 if the test passes on the working folder, in a sandbox that the model never had."""
-        made = await work_in(self._live)
+        made = await self._sandboxes.work_in(self._live)
         await self._end()
         return await self._sandboxes.verdict(made)
 

@@ -36,7 +36,7 @@ from agentrl.protocols import (
 from agentrl.sandbox.archive import archive_of, files_of
 from agentrl.sandbox.config import AgentPlace
 from agentrl.sandbox.providers import borrow_provider, give_back_provider
-from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes, work_in
+from agentrl.sandbox.shell_task import ShellTask, TaskSandboxes
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class SandboxedAgent:
                 outcome = await self._played(sandbox, inside)
             if not task.test:
                 return outcome
-            made = await work_in(sandbox)
+            made = await sandboxes.work_in(sandbox)
         finally:
             await sandbox.close()
         reward = await sandboxes.verdict(made)

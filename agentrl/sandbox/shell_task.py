@@ -4,12 +4,15 @@ The test runs in a fresh sandbox, which gets the working folder and then the fil
 nothing else that has been done in the first sandbox has any effect there.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from agentrl.errors import EnvError
 from agentrl.protocols import Command, Executed, Sandbox, SandboxProvider, SandboxSpec, shell
 from agentrl.sandbox.archive import archive_of
+
+logger = logging.getLogger(__name__)
 
 _EMPTY_FOLDER = "find . -mindepth 1 -delete"
 _MOST_PRINTED = 1 << 20
@@ -51,6 +54,17 @@ class TaskSandboxes:
             EnvError: the setup failed.
         """
         return await self._prepared(self.spec, self.task.files)
+
+    async def work_in(self, sandbox: Sandbox) -> bytes | None:
+        """The working folder of a sandbox; None if it cannot be had, or its archive has more bytes
+        than the files of a sandbox may have.
+        """
+        try:
+            return await sandbox.download(most=self.spec.resources.disk)
+        except OSError as error:
+            await check_alive(sandbox)
+            logger.warning("a working folder is judged as a failed task: %s", error)
+            return None
 
     async def verdict(self, made: bytes | None) -> float:
         """1 if the test passes on a working folder, which is an archive, in a sandbox that nobody
@@ -97,15 +111,6 @@ class TaskSandboxes:
         done = await sandbox.run(Command(shell(line), deadline=self.seconds))
         if done.exit or done.ended_by != "itself":
             raise EnvError(f"the task's command {line!r:.200} failed: {done}")
-
-
-async def work_in(sandbox: Sandbox) -> bytes | None:
-    """The working folder of a sandbox; None if it cannot be had, or is too large."""
-    try:
-        return await sandbox.download()
-    except OSError:
-        await check_alive(sandbox)
-        return None
 
 
 async def check_alive(sandbox: Sandbox) -> None:

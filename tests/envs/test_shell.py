@@ -114,6 +114,18 @@ def test_submitting_tests_the_working_folder_in_a_fresh_sandbox(
     play(main)
 
 
+def test_a_folder_that_is_too_large_to_be_tested_fails_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main(env: Shell) -> None:
+        await step(env, "write", path="answer", content="yes\n" * (1 << 20))
+        _, got, terminated, _, _ = await step(env, "submit")
+        assert (got, terminated) == (0.0, True)
+
+    play(main, disk=4 << 20)
+    assert "judged as a failed task: '.' has more than 4194304 bytes" in caplog.text
+
+
 def of_fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeSandboxes]:
     """The fakes that will be opened."""
     made: list[FakeSandboxes] = []
