@@ -11,6 +11,7 @@
     │   │   ├── SandboxError       a sandbox was lost, or did not start: nothing that was run in it
     │   │   │                      is to blame
     │   │   ├── ImagesRefusedError it shows pictures, which the model cannot see
+    │   │   ├── ReplayError        it did not reply to given answers as it had before
     │   │   ├── EnvProcessDiedError the process that an environment had of its own died
     │   │   └── LethalTaskError    servers or processes of the environment died of a task:
     │   │                          it is set aside
@@ -135,6 +136,14 @@ class SandboxError(EnvError):
 
 class ImagesRefusedError(EnvError):
     """Messages hold pictures, and the model reads text alone. None is left out in silence."""
+
+    final = True
+
+
+class ReplayError(EnvError):
+    """The environment did not come again to the place where an episode is to begin. It would not at
+    the next try.
+    """
 
     final = True
 

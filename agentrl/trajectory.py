@@ -453,7 +453,8 @@ class Trajectory:
     agent: str = ""
     """The agent's name, with several agents."""
     head_start: float = 0.0
-    """The reward that the agent received before its first turn, for actions of others."""
+    """The reward that the agent received before its first turn: for actions of others, or for
+    answers that were given with the task."""
     tail_ids: IntArray = field(default_factory=lambda: ints(()), compare=False)
     """The tokens of a truncated episode that follow its last turn: what the model would have
     answered next."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeGuard, get_args
 
+from agentrl.encoded_image import EncodedImage
 from agentrl.errors import EnvError
 from agentrl.trajectory import Message, Role, ToolCall
 
@@ -144,6 +145,20 @@ def history_in(info: Mapping[str, Any]) -> list[Message]:
         return [replace(message, given=True) for message in read_chat(history)]
     except ValueError as error:
         raise EnvError(f"a reset gave info['history'] that is no chat: {error}") from error
+
+
+def opening(
+    info: Mapping[str, Any], observation: str, images: tuple[EncodedImage, ...], *, tools: bool
+) -> list[Message]:
+    """The messages that a reset shows: those of its info, and the observation. With `tools`, it is
+    the result of an answer that was given before it.
+
+    Raises:
+        EnvError: those of the info are no chat.
+    """
+    before = history_in(info)
+    answered = tools and bool(before) and before[-1].role == "assistant"
+    return [*before, Message("tool" if answered else "user", observation, images=images)]
 
 
 def _read(raw: Any, where: str) -> Message:

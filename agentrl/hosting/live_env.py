@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.errors import RAISED_BY_CODE, ConfigError, EnvError, describe
+from agentrl.hosting.beginnings import BEGIN, Beginning
 from agentrl.hosting.config import EnvDeadlines
 from agentrl.hosting.host import Host, inner_env
 from agentrl.hosting.inline import InlineHost
@@ -72,6 +73,8 @@ class LiveEnv:
         """The environment's tools in this episode; known after `reset`."""
         self.system_prompt = ""
         """The environment's system prompt in this episode; known after `reset`."""
+        self.earned = 0.0
+        """The rewards of the answers that the options gave (`begin`); known after `reset`."""
         self._deadlines = deadlines
         self._host = host_for(env, isolation)
 
@@ -91,19 +94,25 @@ class LiveEnv:
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Begin an episode. Its options are a copy, so an environment that changes them changes no
-        other episode.
+        other episode. Answers that they give (`begin`) are given.
 
         Raises:
             ConfigError: the options are wrong.
+            ReplayError: the environment replies to given answers in another way than was recorded.
         """
         if seed < 0:
             raise ConfigError(f"the seed of an episode is 0 or more, got {seed}")
         # The options of a task can be copied; whoever else calls this may pass a handle.
         name = self._host.name
         copied = unshared(options, f"the options of {name}", keep_handles=True)
-        reply = await self._host.reset(self._deadlines.reset, seed=seed, options=copied)
-        result = self._check(checked_reset, reply)
+        beginning = Beginning.of(copied)
+        own = {key: value for key, value in copied.items() if key != BEGIN}
+        reply = await self._host.reset(self._deadlines.reset, seed=seed, options=own)
+        result, self.earned = self._check(checked_reset, reply), 0.0
         self._read_properties()
+        if beginning.turns:
+            tools = bool(self.tools)
+            result, self.earned = await beginning.play(result, self.step, tools=tools)
         return result
 
     async def step(self, action: str) -> StepResult:

@@ -89,6 +89,11 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "curriculum/<level>/success": (
             "Success rate of one level of the curriculum `levels`, over its last groups."
         ),
+        "curriculum/turns_left": (
+            "Turns before the end of a recorded episode at which the earliest tasks of the"
+            " curriculum `backplay` begin."
+        ),
+        "curriculum/success": "Success rate of those tasks, over the last groups.",
         "curriculum/easy": "Share of the rows that the curriculum `pools` has found easy.",
         "curriculum/hard": "Share of the rows that it has found hard.",
         "bias/seconds": (

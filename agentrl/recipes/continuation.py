@@ -19,6 +19,7 @@ from agentrl.assembly.rollouts import reward_of
 from agentrl.config.run_config import RunConfig
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
+from agentrl.hosting.beginnings import CHANGED
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.protocols import Conversation, Prompt, Renderer
 from agentrl.recipes.recordings import same_tokens
@@ -142,7 +143,7 @@ async def _play(
         why = f" ({status.error})" if isinstance(status, Failed) else ""
         raise ConfigError(
             f"{recorded.id} cannot be brought to turn {departure.turn}: the episode is"
-            f" {status.name} after {turns} of its answers were given again{why}. {_CHANGED}"
+            f" {status.name} after {turns} of its answers were given again{why}. {CHANGED}"
         )
     return played
 
@@ -284,11 +285,5 @@ class _WatchedConversation:
             f"{name} cannot be brought to turn {turn}: after"
             f" {sum(message.is_answer for message in self.expected[: self.seen])} of its answers"
             f" were given again, message {self.seen} is {now.role} {now.described!r:.300}, and"
-            f" {then.role} {then.described!r:.300} was recorded. {_CHANGED}"
+            f" {then.role} {then.described!r:.300} was recorded. {CHANGED}"
         )
-
-
-_CHANGED = (
-    "Either the environment is not deterministic (more than the seed, the options and the answers"
-    " decides what it replies), or its code, its data or the config have changed since then"
-)

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.assembly.players import env_host
 from agentrl.assembly.rollouts import reward_of
 from agentrl.config.run_config import RunConfig
-from agentrl.conversation.chats import history_in
+from agentrl.conversation.chats import opening
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.hosting.observations import images_taken
 from agentrl.hosting.pool import EnvPool
@@ -54,8 +54,8 @@ async def _opening(envs: EnvPool, task: Task) -> Opening:
         system = system_prompt_in(info, next_agent(info, agents_in(info)), env.system_prompt)
         first = [Message("system", system)] if system else []
         images, info = images_taken("reset", info)
-        asked = Message("user", observation, images=images)
-        return Opening((*first, *history_in(info), asked), env.tools)
+        shown = opening(info, observation, images, tools=bool(env.tools))
+        return Opening((*first, *shown), env.tools)
     finally:
         await envs.release(task.env, env)
 

@@ -14,6 +14,7 @@ from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.observe.run_images import RunImages
 from agentrl.settings.base import COLDEST, Settings
+from agentrl.tasks.saved_rows import saved_rows
 from agentrl.trajectory import (
     SEGMENT,
     Completion,
@@ -98,26 +99,6 @@ def read_recordings(folder: Path) -> Iterator[Recorded]:
     for _, row in saved_rows(folder):
         if row["detail"] != SEGMENT.limit:
             yield Recorded(played_in(row, images), nan if row["score"] is None else row["score"])
-
-
-def saved_rows(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a folder's steps, each with its step. Episodes of evaluations, which lie beside
-    them, are left out.
-    """
-    import pyarrow.parquet as pq
-
-    for file in sorted(folder.glob("step_*.parquet")):
-        step = int(file.stem.removeprefix("step_"))
-        with pq.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(columns=_COLUMNS):
-                yield from ((step, row) for row in batch.to_pylist())
-
-
-_COLUMNS = [
-    *("id", "agent", "task", "env", "seed", "options", "status", "detail", "success", "score"),
-    *("messages", "turns"),
-]
-"""Earlier versions wrote no `options`."""
 
 
 def same_tokens(trajectories: Iterable[Trajectory], renderer: TemplateRenderer) -> bool:

@@ -19,10 +19,11 @@ from agentrl.errors import ConfigError
 from agentrl.files.durable import unfinished
 from agentrl.flow import Flow
 from agentrl.observe.run_images import RunImages
-from agentrl.recipes.recordings import played_in, saved_rows
+from agentrl.recipes.recordings import played_in
 from agentrl.scoring.build import build_pipeline
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
+from agentrl.tasks.saved_rows import saved_rows
 from agentrl.trajectory import (
     SEGMENT,
     Failed,

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from agentrl.arrays import IntArray, floats, ints
-from agentrl.conversation.chats import history_in
+from agentrl.conversation.chats import opening
 from agentrl.conversation.context import FULL, ContextPolicy
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.encoded_image import EncodedImage
 from agentrl.errors import ConfigError, EnvError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed
+from agentrl.hosting.beginnings import Beginning
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.observations import images_taken
@@ -350,17 +351,19 @@ class EnvEpisodeRunner:
         )
         agents = tuple(episode_state.agents) if state.agent else SINGLE_AGENT
         _check_can_branch(plan, agents, env)
-        turns, saved = len(state.turns), 0
-        while not (spent := _spent(episode, turns, began)):
+        given, saved = len(Beginning.of(episode.task.options).turns), 0
+        turns = given + len(state.turns)
+        # The first turn is always played.
+        while not (spent := _spent(episode, turns, began) if turns > given else ""):
             if request := state.role.context.request(state.conversation, state.unanswered):
                 ended = await self._summarise(episode_state, state, env, request)
                 if ended is not None:
                     return ended
-                if spent := _spent(episode, turns, began):
+                if turns > given and (spent := _spent(episode, turns, began)):
                     break
             if plan is not None and plan.has(state.turns, saved):
                 saved += 1
-                report(StateSaved(turns, await env.snapshot()))
+                report(StateSaved(len(state.turns), await env.snapshot()))
             turns += 1
             reply = await self._ask(episode_state, state, env)
             if not isinstance(reply, _Reply):
@@ -400,8 +403,9 @@ class EnvEpisodeRunner:
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
         episode_state.begun = _begun(observation, images, state.agent, info, env)
-        first = Message("user", observation, images=images)
-        state.unanswered = [*state.unanswered, *history_in(info), first]
+        shown = opening(info, observation, images, tools=bool(env.tools))
+        state.unanswered = [*state.unanswered, *shown]
+        state.head_start = env.earned
         return state, _state_key(info, observation, images)
 
     async def _leave(
@@ -524,8 +528,8 @@ def _check_can_branch(plan: BranchPlan | None, agents: Sequence[str], env: LiveE
 
 
 def _spent(episode: Episode, turns: int, began: float) -> str:
-    """The budget's limit that an episode has reached, if any. Its first turn is always played."""
-    return episode.usage.spent(turns, episode.clock.now() - began) if turns else ""
+    """The budget's limit that an episode has reached, if any."""
+    return episode.usage.spent(turns, episode.clock.now() - began)
 
 
 def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:
