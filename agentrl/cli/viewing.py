@@ -3,7 +3,7 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -126,13 +126,21 @@ def export_run_episodes(
     step: Annotated[
         int | None, typer.Option(metavar="N", help="Only the episodes of this step.")
     ] = None,
+    layout: Annotated[
+        Literal["verifiers", "openenv"] | None,
+        typer.Option(
+            "--format",
+            help="What each line of a .jsonl file is: a rollout as verifiers saves it, or a"
+            " training trace of OpenEnv. By default all that is known of an episode.",
+        ),
+    ] = None,
 ) -> None:
-    """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, JSON lines
-    or a data set.
+    """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, JSON lines,
+    a data set, rollouts of verifiers or training traces of OpenEnv.
     """
     from agentrl.viewer.episode_export import export_episodes
 
-    count = export_episodes(run_config(run).parent, output(into), step)
+    count = export_episodes(run_config(run).parent, output(into), step, layout)
     console.print(f"wrote {count:,} episodes to {into}", highlight=False, soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.dpo import OnlineDpo
-from agentrl.arrays import FloatArray, floats, ints
+from agentrl.arrays import FloatArray, floats
 from agentrl.assembly.devices import open_cluster
 from agentrl.assembly.trainers import make_trainer
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
@@ -39,10 +39,10 @@ from agentrl.recipes.preferences import (
 )
 from agentrl.recipes.recordings import same_tokens
 from agentrl.recipes.starting_model import starting_model
+from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.runs.run import Run
 from agentrl.settings.base import COLDEST, Settings
-from agentrl.trajectory import Completion, Message, Task, Terminated, Trajectory, Turn
 
 Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]
 """The samples of the chosen and of the rejected conversation."""
@@ -218,31 +218,3 @@ def _within(
             " tokens: left out"
         )
     return short
-
-
-def trajectory_from_messages(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajectory:
-    """A conversation as the tokens that the model would have read and written.
-
-    Raises:
-        ConfigError: the assistant says nothing in it, or speaks first.
-    """
-    conversation, news, turns = renderer.conversation(), list[Message](), list[Turn]()
-    for message in messages:
-        if message.role != "assistant":
-            news.append(message)
-            continue
-        if not news:
-            raise ConfigError(
-                "a conversation of a pair has an answer of the assistant to nothing: give a prompt"
-            )
-        prompt = conversation.prompt(news)
-        news = []
-        ids = renderer.quoted_answer_ids(message.content)
-        completion = Completion(ids, floats(np.zeros(len(ids))), ints(np.zeros(len(ids))), "stop")
-        conversation.answer(completion)
-        turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked))
-    if not turns:
-        raise ConfigError(
-            "a conversation of a pair has no answer of the assistant, so there is nothing to learn"
-        )
-    return Trajectory("pair", Task("pair", 0), tuple(turns), Terminated())

@@ -1,4 +1,6 @@
-"""Conversations that were recorded, with their exact tokens: by `agentrl gateway`, or by a run."""
+"""Conversations that were recorded: by `agentrl gateway` or a run, with their exact tokens, or by
+another library.
+"""
 
 import asyncio
 import json
@@ -13,6 +15,7 @@ from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.observe.run_images import RunImages
+from agentrl.recipes.foreign_recordings import read_foreign_recordings, rollout_files
 from agentrl.settings.base import COLDEST, Settings
 from agentrl.tasks.saved_rows import saved_rows
 from agentrl.trajectory import (
@@ -31,7 +34,8 @@ class RecordingsConfig(Settings):
     """Conversations of a folder that the model imitates."""
 
     path: Path
-    """The folder of recordings that `agentrl gateway RUN` has written, or that of a run."""
+    """The folder of recordings that `agentrl gateway RUN` has written, or that of a run; or a file
+    or folder of rollouts of verifiers (`results.jsonl`) or of training traces of OpenEnv."""
     least_score: float | None = None
     """Imitate only conversations with at least this score. None: all, also those for which no
     reward came.
@@ -63,13 +67,16 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
     """
     path, least = config.path, config.least_score
     kinds = [path / kind for kind in ("trajectories", "unrewarded") if (path / kind).is_dir()]
-    if not kinds:
-        raise ConfigError(
-            f"recipe.recordings.path: {path} has no folder trajectories/ or unrewarded/: name what "
-            "`agentrl gateway RUN` has written, or the folder of a run"
-        )
     found = await asyncio.to_thread(
-        lambda: [one for kind in kinds for one in read_recordings(kind) if one.trajectory.turns]
+        lambda: [
+            one
+            for one in (
+                [one for kind in kinds for one in read_recordings(kind)]
+                if kinds
+                else _of_others(path, renderer)
+            )
+            if one.trajectory.turns
+        ]
     )
     if not found:
         raise ConfigError(f"recipe.recordings.path: {path} has no conversations yet")
@@ -88,6 +95,20 @@ async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list
             " (`model`), or one that is made from it"
         )
     return chosen
+
+
+def _of_others(path: Path, renderer: TemplateRenderer) -> list[Recorded]:
+    try:
+        if not path.exists():
+            raise ConfigError("there is no such file or folder")
+        files = rollout_files(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"recipe.recordings.path: {path} has no folder trajectories/ or unrewarded/, and no"
+            f" rollouts of others ({error}): name what `agentrl gateway RUN` has written, the"
+            " folder of a run, or a file of rollouts of verifiers or traces of OpenEnv"
+        ) from error
+    return [Recorded(*pair) for pair in read_foreign_recordings(files, renderer)]
 
 
 def read_recordings(folder: Path) -> Iterator[Recorded]:

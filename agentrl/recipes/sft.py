@@ -30,8 +30,8 @@ class SftSettings(Settings):
     demonstrations: DemonstrationsConfig | None = None
     """The episodes of a scripted player to imitate first."""
     recordings: RecordingsConfig | None = None
-    """Conversations that were recorded, by the gateway or by a run, to imitate next: their exact
-    tokens.
+    """Conversations that were recorded, by the gateway, a run or another library, to imitate next:
+    their exact tokens, where they have some.
     """
     rejection: RejectionSampling.Config | None = None
     """The episodes of its own that the model then imitates, for `steps` steps of

@@ -1,12 +1,12 @@
 """Episodes of a run for other programs: as ATIF, the interchange format of Harbor, as JSON lines,
-or as a data set.
+as a data set, as rollouts of verifiers, or as training traces of OpenEnv.
 
 ATIF is the Agent Trajectory Interchange Format (RFC 0001 of
 https://github.com/laude-institute/harbor), version 1.7.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -19,9 +19,10 @@ from agentrl.distribution import installed_version
 from agentrl.errors import ConfigError
 from agentrl.files.durable import unfinished, write_whole
 from agentrl.observe.run_images import named_images
-from agentrl.trajectory import Message, ToolCall
+from agentrl.trajectory import Message
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
+from agentrl.viewer.exported_lines import Layout, lines_of, linked_messages, with_prompts
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.numbers import finite
 
@@ -30,16 +31,19 @@ _FILES = (".json", ".csv", ".gz")
 """Endings of names that are not meant for folders."""
 
 
-def export_episodes(folder: Path, into: Path, step: int | None) -> int:
+def export_episodes(
+    folder: Path, into: Path, step: int | None, layout: Layout | None = None
+) -> int:
     """Write the trained episodes of a run, or of one step; returns how many.
 
     Into a file that ends in `.jsonl`: a line for each, with all that is known of it. Into one that
     ends in `.parquet`: a row for each, as data sets of conversations have them. Into a new folder:
-    a file of ATIF for each.
+    a file of ATIF for each. `layout`: what each line of a `.jsonl` file is, if not all that is
+    known.
 
     Raises:
-        ConfigError: the folder or the file is there already, a folder has the name of a file, or
-        there is no episode.
+        ConfigError: the folder or the file is there already, a folder has the name of a file, there
+        is no episode, or one cannot be written in this layout.
     """
     if into.exists():
         raise ConfigError(
@@ -51,6 +55,11 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
             f"{into} would be a folder: name one without {into.suffix} (for ATIF), or"
             f" {into.stem}.jsonl or .parquet"
         )
+    if layout is not None and into.suffix != ".jsonl":
+        raise ConfigError(
+            f"{into} is no file of lines, which the format {layout} is written to: name a new file"
+            " that ends in .jsonl"
+        )
     run = RunFolder(folder.name, folder)
     index = EpisodeIndex(run)
     found = _episodes(EpisodeReader(run, index), index, step)
@@ -60,8 +69,8 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
     elif into.suffix == ".jsonl":
         into.parent.mkdir(parents=True, exist_ok=True)
         with unfinished(into).open("w") as file:
-            for episode in found:
-                file.write(json.dumps(finite(episode), allow_nan=False) + "\n")
+            for line in found if layout is None else lines_of(found, layout):
+                file.write(json.dumps(finite(line), allow_nan=False) + "\n")
                 count += 1
         if count:
             unfinished(into).replace(into)
@@ -150,15 +159,15 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
     """
     row, played = episode["row"], episode["trajectory"]
     steps: list[dict[str, Any]] = []
-    turns = iter(_with_prompts(played["turns"]))
-    for message in played["messages"]:
-        if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":
+    turns = iter(with_prompts(played["turns"]))
+    for message in linked_messages(played["messages"]):
+        if message.role == "tool" and steps and steps[-1]["source"] == "agent":
             _observe(steps[-1], message)
-        elif message["role"] == "assistant" and not message.get("given"):
-            steps.append(_agent_step(message, next(turns, None), len(steps)))
+        elif message.is_answer:
+            steps.append(_agent_step(message, next(turns, None)))
         else:
-            source = {"system": "system", "assistant": "agent"}.get(message["role"], "user")
-            steps.append({"source": source, "message": named_images(message)})
+            source = {"system": "system", "assistant": "agent"}.get(message.role, "user")
+            steps.append({"source": source, "message": message.content})
     counts = [len(turn["token_ids"]) for turn in played["turns"]]
     return {
         "schema_version": "ATIF-v1.7",
@@ -207,37 +216,20 @@ def _episodes(
         offset += len(rows)
 
 
-def _with_prompts(
-    turns: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[Mapping[str, Any], list[int]]]:
-    """Each turn with its whole prompt."""
-    shown: list[int] = []
-    for turn in turns:
-        shown = [*([] if turn["forked"] else shown), *turn["prompt_ids"]]
-        yield turn, shown
-        shown = [*shown, *turn["token_ids"]]
-
-
 def _agent_step(
-    message: Mapping[str, Any], prompted: tuple[Mapping[str, Any], list[int]] | None, number: int
+    message: Message, prompted: tuple[Mapping[str, Any], list[int]] | None
 ) -> dict[str, Any]:
-    calls = json.loads(message["tool_calls"] or "[]")
-    made = tuple(ToolCall(call["name"], call["arguments"], call.get("id") or "") for call in calls)
-    step: dict[str, Any] = {
-        "source": "agent",
-        "message": Message("assistant", message["content"] or "", tool_calls=made).said,
-        "llm_call_count": 1,
-    }
-    if message["reasoning"]:
-        step["reasoning_content"] = message["reasoning"]
-    if made:
+    step: dict[str, Any] = {"source": "agent", "message": message.said, "llm_call_count": 1}
+    if message.reasoning:
+        step["reasoning_content"] = message.reasoning
+    if message.tool_calls:
         step["tool_calls"] = [
             {
-                "tool_call_id": call.id or f"call-{number}-{place}",
+                "tool_call_id": call.id,
                 "function_name": call.name,
                 "arguments": dict(call.arguments),
             }
-            for place, call in enumerate(made)
+            for call in message.tool_calls
         ]
     if prompted is not None:
         turn, prompt_ids = prompted
@@ -258,15 +250,10 @@ def _agent_step(
     return step
 
 
-def _observe(step: dict[str, Any], message: Mapping[str, Any]) -> None:
-    """Add a tool's result to the step that called it: to the call that it names, or else to the
-    next one.
-    """
+def _observe(step: dict[str, Any], message: Message) -> None:
+    """Add a tool's result to the step that called it."""
     results = step.setdefault("observation", {"results": []})["results"]
-    calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
-    result = {"content": named_images(message)}
-    if message["tool_call_id"] in calls:
-        result["source_call_id"] = message["tool_call_id"]
-    elif len(results) < len(calls):
-        result["source_call_id"] = calls[len(results)]
+    result = {"content": message.content}
+    if message.tool_call_id:
+        result["source_call_id"] = message.tool_call_id
     results.append(result)

@@ -14,7 +14,7 @@ from agentrl.conversation.config import RendererConfig
 from agentrl.conversation.control_tokens import GUARD, ControlTokens
 from agentrl.conversation.family import find_family
 from agentrl.conversation.renderer import TemplateRenderer
-from agentrl.recipes.dpo import trajectory_from_messages
+from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.chat_templates import templates, tokenizer_of
 from tests.properties import examples

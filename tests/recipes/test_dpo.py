@@ -10,7 +10,7 @@ import pytest
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
-from agentrl.recipes.dpo import trajectory_from_messages
+from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Message
 from tests.commands import Command

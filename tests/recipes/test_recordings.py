@@ -21,9 +21,9 @@ from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import create_tiny_model
 from agentrl.observe.trajectories import episodes_of_step, write_trajectories
-from agentrl.recipes.dpo import trajectory_from_messages
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
 from agentrl.recipes.recordings import RecordingsConfig, read_recordings, recorded
+from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import (
     SEGMENT,

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from agentrl.config import load_config
 from agentrl.conversation.renderer import TemplateRenderer, renderer_of
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
-from agentrl.recipes.dpo import DpoSettings, dpo, trajectory_from_messages
+from agentrl.recipes.dpo import DpoSettings, dpo
 from agentrl.recipes.recordings import RecordingsConfig
+from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.runs.run import Run
 from agentrl.trajectory import Message, Trajectory
 

@@ -1,0 +1,71 @@
+"""A written conversation, as the tokens that the model would have read and written."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agentrl.arrays import IntArray, floats, ints
+from agentrl.conversation.renderer import TemplateRenderer
+from agentrl.errors import ConfigError
+from agentrl.trajectory import Completion, FinishReason, Message, Task, Terminated, Trajectory, Turn
+
+
+def trajectory_from_messages(
+    messages: Sequence[Message],
+    renderer: TemplateRenderer,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    cut: bool = False,
+) -> Trajectory:
+    """A conversation as the tokens that the model would have read and written.
+
+    Calls are in the syntax of the model's chat template, and reasoning is between its marks, where
+    it has some. Answers that were `given` are part of the prompt. `tools`: what the model is told
+    that it can call. `cut`: the last answer was cut short, so nothing ends it.
+
+    Raises:
+        ConfigError: the assistant says nothing in it, or speaks first.
+    """
+    conversation, news, turns = renderer.conversation(tools), list[Message](), list[Turn]()
+    last = max((at for at, message in enumerate(messages) if message.is_answer), default=-1)
+    for place, message in enumerate(messages):
+        if not message.is_answer:
+            news.append(message)
+            continue
+        if not news:
+            raise ConfigError(
+                "a conversation has an answer of the assistant to nothing: give a prompt"
+            )
+        prompt = conversation.prompt(news)
+        news = []
+        text = _text_of(message, renderer, prompt.new_ids)
+        ids = renderer.quoted_answer_ids(text)
+        reason: FinishReason = "stop"
+        if cut and place == last:
+            ids, reason = ids[: len(ids) - len(renderer.answer_ids(""))], "length"
+        certain = np.zeros(len(ids))
+        completion = Completion(ids, floats(certain), ints(certain), reason)
+        conversation.answer(completion)
+        turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked))
+    if not turns:
+        raise ConfigError(
+            "a conversation has no answer of the assistant, so there is nothing to learn"
+        )
+    return Trajectory("pair", Task("pair", 0), tuple(turns), Terminated(), tuple(messages))
+
+
+def _text_of(message: Message, renderer: TemplateRenderer, prompt_ids: IntArray) -> str:
+    """An answer as the model would write it, after this prompt."""
+    text = message.content
+    if message.tool_calls:
+        calls = renderer.template.calls(message.tool_calls)
+        text = message.said + calls if calls else text
+    marks = renderer.reasoning_marks
+    if marks is None or not message.reasoning:
+        return text
+    begin = marks.begin.strip()
+    # Many templates begin the reasoning in the prompt.
+    begun = renderer.decode(prompt_ids).rstrip().endswith(begin)
+    thought = f"{message.reasoning.strip()}\n{marks.end}\n\n"
+    return f"{thought}{text}" if begun else f"{begin}\n{thought}{text}"
