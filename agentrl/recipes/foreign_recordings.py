@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 RESULTS = "results.jsonl"
 """The file of rollouts in the folder of an evaluation by verifiers."""
+_VERIFIERS = "verifiers"
 
 
 def read_foreign_recordings(
@@ -63,6 +64,17 @@ def read_foreign_recordings(
             failed += one is None
     if failed:
         logger.warning("%d rollouts that failed are left out", failed)
+    thought = sum(
+        any(message.reasoning for message in one.messages)
+        for one, _ in found
+        if one.task.env == _VERIFIERS  # traces have the tokens of theirs
+    )
+    if thought and renderer.reasoning_marks is None:
+        logger.warning(
+            "the reasoning of %d rollouts is left out: the model's chat template has no marks for"
+            " it",
+            thought,
+        )
     return found
 
 
@@ -113,7 +125,7 @@ def _of_rollout(
     messages = [*asked, *_said(row, "completion", "assistant")]
     cut = bool(row.get("is_truncated"))
     played = trajectory_from_messages(messages, renderer, _tools(row.get("tool_defs")), cut=cut)
-    task = Task("verifiers", 0, {}, str(row.get("example_id", "")))
+    task = Task(_VERIFIERS, 0, {}, str(row.get("example_id", "")))
     status = Truncated("env") if cut else Terminated()
     known = replace(played, id=name, task=task, status=status)
     return known, nan if reward is None else float(reward)

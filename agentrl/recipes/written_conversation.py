@@ -39,7 +39,7 @@ def trajectory_from_messages(
             )
         prompt = conversation.prompt(news)
         news = []
-        text = _text_of(message, renderer, prompt.new_ids)
+        text = _text_of(message, renderer, prompt.new_ids, tools)
         ids = renderer.quoted_answer_ids(text)
         reason: FinishReason = "stop"
         if cut and place == last:
@@ -55,17 +55,33 @@ def trajectory_from_messages(
     return Trajectory("pair", Task("pair", 0), tuple(turns), Terminated(), tuple(messages))
 
 
-def _text_of(message: Message, renderer: TemplateRenderer, prompt_ids: IntArray) -> str:
+def _text_of(
+    message: Message,
+    renderer: TemplateRenderer,
+    prompt_ids: IntArray,
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
     """An answer as the model would write it, after this prompt."""
-    text = message.content
-    if message.tool_calls:
-        calls = renderer.template.calls(message.tool_calls)
-        text = message.said + calls if calls else text
-    marks = renderer.reasoning_marks
-    if marks is None or not message.reasoning:
+    text = _with_thought(message, message.content, renderer, prompt_ids)
+    if not message.tool_calls:
         return text
-    begin = marks.begin.strip()
-    # Many templates begin the reasoning in the prompt.
-    begun = renderer.decode(prompt_ids).rstrip().endswith(begin)
-    thought = f"{message.reasoning.strip()}\n{marks.end}\n\n"
-    return f"{thought}{text}" if begun else f"{begin}\n{thought}{text}"
+    calls = renderer.template.calls(message.tool_calls)
+    own = _with_thought(message, message.said + calls, renderer, prompt_ids)
+    read = renderer.read(prompt_ids, renderer.quoted_answer_ids(own), tools)
+    asked = [(call.name, dict(call.arguments)) for call in message.tool_calls]
+    # Some syntaxes have no room for a text before calls: then the canonical form, which all read.
+    return own if [(one.name, dict(one.arguments)) for one in read.calls] == asked else text
+
+
+def _with_thought(
+    message: Message, text: str, renderer: TemplateRenderer, prompt_ids: IntArray
+) -> str:
+    """A text after the message's reasoning, if the model has marks for that."""
+    marks = renderer.reasoning_marks
+    if marks is None or marks.end in text:
+        return text
+    begin, thought = marks.begin.strip(), message.reasoning.strip()
+    # Many templates begin the reasoning in the prompt, and then an answer ends it, even if empty.
+    if renderer.decode(prompt_ids).rstrip().endswith(begin):
+        return "\n".join(filter(None, (thought, marks.end))) + f"\n\n{text}"
+    return f"{begin}\n{thought}\n{marks.end}\n\n{text}" if thought else text

@@ -16,17 +16,21 @@ from typing import Any
 
 import pytest
 
+from agentrl.conversation.config import RendererConfig
+from agentrl.conversation.family import find_family
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.envs.qa import QuestionAnswer
 from agentrl.errors import ConfigError
 from agentrl.hosting.interpreter import environment, find_interpreter
 from agentrl.recipes.foreign_recordings import read_foreign_recordings
 from agentrl.recipes.recordings import RecordingsConfig, read_recordings, recorded
+from agentrl.recipes.written_conversation import trajectory_from_messages
 from agentrl.tasks.row_reader import RowReader, RowSettings
 from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.testing.tokenizer import ByteTokenizer
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Message, ToolCall, Trajectory
 from agentrl.viewer.episode_export import export_episodes
+from tests.chat_templates import tokenizer_of
 
 RENDERER = TemplateRenderer(ByteTokenizer())
 ROLLOUT: dict[str, Any] = {
@@ -93,6 +97,41 @@ def test_a_rollout_of_verifiers_becomes_the_tokens_that_the_model_would_have_wri
     assert cut.token_ids.tolist() == whole.token_ids.tolist()[: len("five")]
     assert whole.token_ids[-1] in RENDERER.stop_token_ids
     assert [one.id for one in imitated(tmp_path, 0.5)] == ["results.jsonl, line 1"]
+
+
+@pytest.mark.parametrize(
+    ("template", "call"),
+    [
+        (
+            "qwen3_5_think",
+            "Hm.\n</think>\n\nSee.\n\n<tool_call>\n<function=add>\n<parameter=a>\n2\n",
+        ),
+        (
+            "gemma4",
+            "<|channel>thought\nHm.\n<channel|>\n\nSee.<|tool_call>call:add{a:2}<tool_call|>",
+        ),
+        ("llama3_1", 'See.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}'),  # no room before
+    ],
+)
+def test_reasoning_and_calls_are_written_as_the_models_template_writes_them(
+    template: str, call: str
+) -> None:
+    tokenizer = tokenizer_of(template)
+    one = TemplateRenderer(tokenizer, RendererConfig(), family=find_family(tokenizer, {}, {}))
+    add = ToolCall("add", {"a": 2}, "c1")
+    talk = (
+        Message("user", "2?"),
+        Message("assistant", f"See.\n{add.render()}", "Hm.", (add,)),
+        Message("tool", "2", tool_call_id="c1", name="add"),
+        Message("assistant", "two"),
+    )
+    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    first, last = trajectory_from_messages(
+        talk, one, [{"type": "function", "function": function}]
+    ).turns
+    assert one.decode(first.completion.token_ids).startswith(call)
+    read = one.read(last.prompt_ids, last.completion.token_ids, ())
+    assert (read.reasoning, read.content) == ("", "two")
 
 
 def test_a_trace_of_openenv_keeps_its_tokens_and_learns_what_its_masks_say(tmp_path: Path) -> None:
