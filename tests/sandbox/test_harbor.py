@@ -193,7 +193,7 @@ def with_base(host: str) -> dict[str, Any]:
 
 
 @needs_docker
-@pytest.mark.slow
+@pytest.mark.long
 def test_tasks_of_each_kind_are_sound_in_containers(docker_host: str) -> None:
     """With a shared verifier, with a fresh copy of the machine, and with an image of its own."""
     folders = [EXAMPLES / name for name in ("01-hello", "06-totals", "08-edit-config")]
