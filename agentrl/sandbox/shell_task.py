@@ -15,6 +15,10 @@ from agentrl.sandbox.archive import archive_of
 logger = logging.getLogger(__name__)
 
 _EMPTY_FOLDER = "find . -mindepth 1 -delete"
+LARGEST_FOLDER = 32 << 20
+"""Bytes of the largest working folder that is judged, as an archive. A jail sends it as one
+message, which may be six times as long.
+"""
 _MOST_PRINTED = 1 << 20
 """Bytes that a test may print where its output is compared."""
 
@@ -56,11 +60,11 @@ class TaskSandboxes:
         return await self._prepared(self.spec, self.task.files)
 
     async def work_in(self, sandbox: Sandbox) -> bytes | None:
-        """The working folder of a sandbox; None if it cannot be had, or its archive has more bytes
-        than the files of a sandbox may have.
+        """The working folder of a sandbox; None if it cannot be had, or its archive is larger than
+        `LARGEST_FOLDER` or than the files of a sandbox may be.
         """
         try:
-            return await sandbox.download(most=self.spec.resources.disk)
+            return await sandbox.download(most=min(LARGEST_FOLDER, self.spec.resources.disk))
         except OSError as error:
             await check_alive(sandbox)
             logger.warning("a working folder is judged as a failed task: %s", error)
