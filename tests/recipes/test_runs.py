@@ -264,6 +264,53 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
 
 
 @pytest.mark.long
+def test_a_run_that_is_killed_and_whose_workers_are_trains_the_same_tasks(tmp_path):
+    kills = 10  # of a worker, and as many of the run
+    arguments = [
+        *SMALL,
+        "run_dir=run",
+        f"steps={kills + 2}",
+        "evaluation.tasks=0",
+        "checkpoint.every=1",
+        "rollout.max_staleness=1",
+    ]
+    whole_in, killed_in = folder(tmp_path, "whole"), folder(tmp_path, "killed")
+    train(*arguments, cwd=whole_in)
+    arguments.append("rollout.workers=2")
+    run, rng = killed_in / "run", random.Random(0)
+    for kill in range(kills):
+        command = start(*arguments, cwd=killed_in)
+        limit = time.monotonic() + PATIENCE_SECONDS
+        # The launch before may have made this step already.
+        while not (has_step(run, kill) and (workers := workers_of(command.pid))):
+            assert command.poll() is None, command.output
+            assert time.monotonic() < limit, command.output
+            time.sleep(0.01)
+        rng.choice(workers).kill()
+        kill_during(command, run, steps=kill + 1, extra=rng.uniform(0, 2))
+        arguments = ["--resume", "run"]
+    train("--resume", "run", cwd=killed_in)
+    with (
+        Ledger(whole_in / "run" / "ledger.sqlite") as whole,
+        Ledger(run / "ledger.sqlite") as killed,
+    ):
+        assert trained_tasks(killed) == trained_tasks(whole)
+        assert killed.task_fates().settled
+        assert killed.episode_fates().settled
+
+
+def workers_of(run: int) -> list[psutil.Process]:
+    """The rollout workers of a run: they tell the kernel to kill them before it."""
+    found = psutil.Process(run).children(recursive=True)
+    return [one for one in found if adjustment(one.pid) > adjustment(run)]
+
+
+def adjustment(process: int) -> int:
+    """What is added to a process's score when the kernel chooses whom to kill for memory."""
+    return int(Path(f"/proc/{process}/oom_score_adj").read_text())
+
+
+@pytest.mark.long
 def test_a_run_that_is_killed_in_the_middle_of_trees_plays_them_again_and_loses_no_fate(tmp_path):
     kills = 10
     arguments = [
