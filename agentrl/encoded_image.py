@@ -1,7 +1,7 @@
 """`EncodedImage`: a picture as the bytes of a PNG or JPEG file, which have been looked at.
 
-Pictures come from environments, data and agents, so their bytes may be anything. Whoever holds an
-`EncodedImage` knows that they decode, to what size, and that this took little memory.
+Pictures come from environments, data and agents, so their bytes may be anything. Those of an
+`EncodedImage` are known to decode, to what size, and in little memory.
 """
 
 import re
@@ -235,7 +235,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
 
 
 def _decode(data: bytes, found: _Looks) -> None:
-    """Decode a picture once, as whoever gets it will."""
+    """Decode a picture once, as its readers will do."""
     from PIL import Image
 
     try:

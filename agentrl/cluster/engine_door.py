@@ -29,7 +29,7 @@ class EngineDoor:
     """Requests that arrive at a door of this process, for `engine`. It listens from `open` on.
 
     While it is held, new requests wait, and those that `engine.interrupt` ends are marked as
-    interrupted: whoever has asked asks for the rest of them.
+    interrupted: the worker then asks for the rest of them.
     """
 
     def __init__(self, engine: "Engine") -> None:

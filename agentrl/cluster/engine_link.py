@@ -182,7 +182,7 @@ class EngineServer:
         return True
 
     def end(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Cancel all requests: the other side has gone."""
         for call in self._calls.values():
             call.cancel()
 

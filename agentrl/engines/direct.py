@@ -5,9 +5,9 @@ of it.
            ◀────────────── note_direct ────────
 
 Where something goes wrong, the router is asked: a worker whose replica dies sends the request there
-again. The router finds what engines die of by what it has asked itself. So after a death, no doors
-are offered until there has been none for a while and nobody is suspected, and never again once a
-request has been set aside.
+again. The router finds the requests that kill engines among those that it has sent itself. So after
+a death it offers no doors until a while has passed without another one and it suspects no request.
+Once it has set a request aside, it never offers doors again.
 """
 
 import asyncio

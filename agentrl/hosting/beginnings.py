@@ -4,7 +4,7 @@
 
 The environment is reset, and gets the answers one by one. Where a `reply` is written, what it
 replies has to be that. All of this stands before the first prompt, as messages that were given
-with the task: shown to the model, sampled by nobody, and never trained on.
+with the task: the model reads them, and is never trained on them.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
