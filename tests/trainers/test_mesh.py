@@ -1,6 +1,7 @@
 """Ranks on each mesh against one process: losses and weights, checkpoints, publishing."""
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -404,17 +405,23 @@ class CountingRank(TrainerRank):
     """A rank that counts the bytes that it sends, and those that it keeps for a backward pass."""
 
     def kept(self, shard: BatchShard) -> int:
-        """Bytes of what autograd keeps of the first micro-batch, weights included."""
-        kept: dict[int, int] = {}
+        """Bytes of what autograd keeps of the first micro-batch for its backward pass."""
+        saved: list[weakref.ref[torch.Tensor]] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved.append(weakref.ref(tensor))
             return tensor
 
         samples = self._on_device(shard[0][0])
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             found = self.sharding.predict(samples)
+        # What was given back during the forward pass does not count: another tensor may have got
+        # its address since.
+        kept: dict[int, int] = {}
+        for reference in saved:
+            if (tensor := reference()) is not None:
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
         self.sharding.backward(found.sum(), last=True)
         self.sharding.clear()
         return sum(kept.values())
