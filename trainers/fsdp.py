@@ -39,8 +39,7 @@ class FsdpTrainer(GroupTrainer):
         the same samples together: for layers that are too large for one rank, or take longer to
         gather than to compute. In each layer they sum the hidden states of all tokens, so they
         belong inside of one machine. Divides `world_size / replicas / context_parallel`, the heads
-        of keys, the layers' hidden units and the vocabulary. Not with `lora` or
-        `expert_parallel`."""
+        of keys, the layers' hidden units and the vocabulary. Not with `expert_parallel`."""
         expert_parallel: int = Field(1, ge=1)
         """Of a mixture of experts: neighbouring ranks over which the experts of a layer are
         divided. Tokens go to the ranks that have their experts, and only these ranks gather the
@@ -69,10 +68,10 @@ class FsdpTrainer(GroupTrainer):
                     f" {self.replicas} replicas (replicas) of groups of {group} (context_parallel"
                     f" x tensor_parallel): write world_size: {more}, or other numbers of these"
                 )
-            if self.tensor_parallel > 1 and (self.lora or self.expert_parallel > 1):
+            if self.tensor_parallel > 1 and self.expert_parallel > 1:
                 raise ValueError(
-                    "tensor_parallel divides the matrices of dense models, and neither adapters"
-                    " (lora) nor experts (expert_parallel): leave one of them out"
+                    "tensor_parallel divides the matrices of dense models, and no experts"
+                    " (expert_parallel): leave one of them out"
                 )
             of_replica = self.world_size // self.replicas
             if of_replica % self.expert_parallel:

@@ -222,13 +222,18 @@ def test_a_mesh_whose_optimizer_is_in_main_memory_makes_the_steps_of_one_process
     check_equal(asyncio.run(trained(several, model, batches)), one)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "tensor" not in mesh])
+@pytest.mark.parametrize(
+    ("mesh", "kind", "count"),
+    [
+        ("tensor 2", "biased", 4),
+        *(pytest.param(mesh, kinds_on(mesh)[0], 20, marks=pytest.mark.long) for mesh in MESHES),
+    ],
+)
 def test_adapters_on_a_mesh_are_those_of_one_process(
-    mesh: str, processes: Processes, model_of: Any
+    mesh: str, kind: str, count: int, processes: Processes, model_of: Any
 ) -> None:
-    model = model_of(kinds_on(mesh)[0])
-    batches = batches_of(model, 20)
+    model = model_of(kind)
+    batches = batches_of(model, count)
     one = asyncio.run(trained(make_trainer(LocalTrainer, {**ALONE, "lora": LORA}), model, batches))
     several = make_trainer(FsdpTrainer, {**MESHES[mesh], "lora": LORA}, start=processes)
     check_equal(asyncio.run(trained(several, model, batches)), one)
@@ -304,8 +309,6 @@ def test_a_mesh_takes_up_what_another_has_saved(
     model_of: Any,
     tmp_path: Path,
 ) -> None:
-    if lora and "tensor" in "".join(meshes):
-        pytest.skip("matrices with adapters are not divided")
     model = model_of("mixture" if "expert" in "".join(meshes) else "dense")
     batches = batches_of(model, 6)
     case = TrainerCase(lr=1e-3, lora=lora)
@@ -689,7 +692,10 @@ def test_what_cannot_be_cut_is_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"world_size": 2, "tensor_parallel": 2, "lora": LORA}, r"neither adapters \(lora\) nor"),
+        (
+            {"world_size": 2, "tensor_parallel": 2, "expert_parallel": 2},
+            r"no experts \(expert_parallel\)",
+        ),
         (
             {"world_size": 6, "context_parallel": 2, "tensor_parallel": 2},
             r"groups of 4 .* tensor_parallel\): write world_size: 8",

@@ -71,17 +71,30 @@ class VocabularyPart:
 @dataclass(frozen=True, slots=True)
 class DividedColumns:
     """The forward pass of a linear layer of whose weight this rank has some columns. The bias is
-    whole.
+    whole. `compute`: what the rank's columns make of their inputs, without the bias; with those of
+    an adapter, if the layer has one.
     """
 
+    compute: Callable[[Tensor], Tensor]
     layer: Any
     group: TensorGroup
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """All ranks of the group have to call it at the same time."""
-        outputs = self.group.summed(linear(inputs, self.layer.weight))
+        outputs = self.group.summed(self.compute(inputs))
         bias = self.layer.bias
         return outputs if bias is None else outputs + bias.to(outputs.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutBias:
+    """The forward pass of a linear layer without its bias."""
+
+    layer: Any
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """The products."""
+        return linear(inputs, self.layer.weight)
 
 
 @dataclass(frozen=True, slots=True)

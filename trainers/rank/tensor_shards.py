@@ -14,6 +14,7 @@ from agentrl.trainers.compute.tensor import (
     DividedEmbedding,
     TensorGroup,
     VocabularyPart,
+    WithoutBias,
 )
 
 _ROWS, _COLUMNS = "colwise", "rowwise"
@@ -59,7 +60,7 @@ def check_matrices(model: Any, ranks: int) -> None:
         )
     for name, module, style in planned:
         if style not in {_ROWS, _COLUMNS, *_WHOLE} or (
-            style not in _WHOLE and not isinstance(module, nn.Linear)
+            style not in _WHOLE and not isinstance(_layer(module), nn.Linear)
         ):
             raise ConfigError(
                 f"{where}, and transformers' plan for {name} is {style}, which is not built here:"
@@ -71,7 +72,7 @@ def check_matrices(model: Any, ranks: int) -> None:
         "ids in its vocabulary": model.get_input_embeddings().weight.shape[0],
     }
     counts |= {
-        f"{'outputs' if style == _ROWS else 'inputs'} of {name}": module.weight.shape[
+        f"{'outputs' if style == _ROWS else 'inputs'} of {name}": _layer(module).weight.shape[
             style == _COLUMNS
         ]
         for name, module, style in planned
@@ -96,13 +97,17 @@ def divide_matrices(model: Any, group: TensorGroup | None) -> TensorShards:
         return TensorShards()
     cut = _Cut(group.ranks)
     for _, module, style in _planned(model):
+        layer = _layer(module)
         if style == _ROWS:
-            cut.rows(module)
-            module.out_features //= group.ranks
+            layer.out_features //= group.ranks
+            for one in (layer, *_factors(module, "B")):
+                cut.rows(one)
         elif style == _COLUMNS:
-            cut.columns(module)
-            module.in_features //= group.ranks
-            module.forward = DividedColumns(module, group)
+            layer.in_features //= group.ranks
+            for one in (layer, *_factors(module, "A")):
+                cut.columns(one)
+            layer.forward = WithoutBias(layer)
+            module.forward = DividedColumns(module.forward, layer, group)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     part = VocabularyPart(group, embedding.weight.shape[0] // group.ranks)
     cut.rows(embedding)
@@ -127,6 +132,16 @@ def _planned(model: Any) -> Iterator[tuple[str, Any, str]]:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
             yield name, module, style
+
+
+def _layer(module: Any) -> Any:
+    """The linear layer of the model itself, if peft has put an adapter around it."""
+    return getattr(module, "base_layer", module)
+
+
+def _factors(module: Any, side: str) -> list[Any]:
+    """The linear layers of an adapter's first factor, A, or of its second, B; none without one."""
+    return list(getattr(module, f"lora_{side}", {}).values())
 
 
 class _Cut:
