@@ -35,11 +35,13 @@ class FsdpTrainer(GroupTrainer):
         Divides `world_size / replicas` and the model's attention heads; weights stay divided over
         all ranks of a replica."""
         tensor_parallel: int = Field(1, ge=1)
-        """Neighbouring ranks over which each matrix of a dense model is divided, and which compute
-        the same samples together: for layers that are too large for one rank, or take longer to
-        gather than to compute. In each layer they sum the hidden states of all tokens, so they
-        belong inside of one machine. Divides `world_size / replicas / context_parallel`, the heads
-        of keys, the layers' hidden units and the vocabulary. Not with `expert_parallel`."""
+        """Neighbouring ranks over which each matrix of a model is divided, except those of experts,
+        and which compute the same samples together: for layers that are too large for one rank, or
+        take longer to gather than to compute. In each layer they sum the hidden states of all
+        tokens, so they belong inside of one machine. Divides
+        `world_size / replicas / context_parallel`, the heads of keys, the layers' hidden units and
+        the vocabulary. Of the experts of a mixture each rank computes a slice of the tokens; let
+        `expert_parallel` be a multiple of this number, so that no rank gathers them all."""
         expert_parallel: int = Field(1, ge=1)
         """Of a mixture of experts: neighbouring ranks over which the experts of a layer are
         divided. Tokens go to the ranks that have their experts, and only these ranks gather the
@@ -67,11 +69,6 @@ class FsdpTrainer(GroupTrainer):
                     f"{self.world_size} ranks (world_size) cannot be divided equally into"
                     f" {self.replicas} replicas (replicas) of groups of {group} (context_parallel"
                     f" x tensor_parallel): write world_size: {more}, or other numbers of these"
-                )
-            if self.tensor_parallel > 1 and self.expert_parallel > 1:
-                raise ValueError(
-                    "tensor_parallel divides the matrices of dense models, and no experts"
-                    " (expert_parallel): leave one of them out"
                 )
             of_replica = self.world_size // self.replicas
             if of_replica % self.expert_parallel:

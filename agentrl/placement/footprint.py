@@ -248,9 +248,10 @@ def _fsdp_peaks(
     block, head, rest = facts.block, facts.embedding // tensor, outside
     if layout.lora_rank:
         block, head, rest = trained_parameters(facts, layout) // facts.layers, 0, 0
-    away = experts_elsewhere(facts, layout.mesh)
-    block_here = (facts.block - away // facts.layers) // tensor
-    all_here = (facts.parameters - away) // tensor
+    experts = facts.expert_parameters - experts_elsewhere(facts, layout.mesh)
+    rest_of_block = facts.block - facts.expert_parameters // facts.layers
+    block_here = rest_of_block // tensor + experts // facts.layers
+    all_here = (facts.parameters - facts.expert_parameters) // tensor + experts
     if not layout.lora_rank:
         block = block_here
     # A block is computed with while the next one is on its way.
@@ -458,7 +459,7 @@ def layer_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     # What is sent and what is received.
     exchange = 2 * layout.number * exchanged(facts, layout.mesh)
     # The tokens that are sent and those that come, their results, and the sums in float32.
-    rows = dispatched(facts, layout.mesh) * facts.hidden
+    rows = dispatched(facts, layout.mesh) * facts.hidden / layout.mesh.tensor
     exchange += round((4 * layout.number + 4) * rows)
     if layout.mesh.tensor > 1:  # a sum beside what goes into it
         exchange += layout.number * facts.hidden

@@ -46,7 +46,7 @@ class Change:
 
 
 def what_fits(
-    config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 6
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 7
 ) -> list[str]:
     """Changes that make a config fit, as overrides: single ones, else several together; and other
     devices.

@@ -183,15 +183,9 @@ def _undivided_contexts(stages: Stages) -> Iterator[str]:
 
 
 def _undivided_matrices(stages: Stages) -> Iterator[str]:
-    """Tensor parallelism of the trainer gives each rank equally many heads and ids, of a dense
-    model.
-    """
+    """Tensor parallelism of the trainer gives each rank equally many heads and ids."""
     facts, parts = stages.facts, stages.trainer.mesh.tensor
-    if parts == 1:
-        return
-    if facts.experts:
-        yield f"trainer.tensor_parallel={parts} divides dense models, and this one has experts"
-    elif facts.kv.heads.keys % parts or facts.vocab % parts:
+    if facts.kv.heads.keys % parts or facts.vocab % parts:
         yield (
             f"trainer.tensor_parallel={parts} divides heads of keys and the vocabulary, and the"
             f" model has {facts.kv.heads.keys} heads of keys and {facts.vocab} ids"

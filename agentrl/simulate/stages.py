@@ -258,7 +258,7 @@ class Stages:
             apart = any(len({rank.node for rank in group}) > 1 for group in groups)
             return self.assume.links * (kind.network if apart else kind.link)
 
-        divided = facts.expert_parameters if mesh.expert > 1 else 0
+        divided = facts.expert_parameters if mesh.expert * mesh.tensor > 1 else 0
         own = divided - experts_elsewhere(facts, mesh) if divided else 0
         trained = trained_parameters(facts, layout)
         batches = self.micro_batches(work, len(ranks))

@@ -71,12 +71,6 @@ def test_the_parts_of_all_ranks_are_the_tensor_and_each_element_is_written_once(
         ("Qwen3Config", {}, 4, r"Qwen3ForCausalLM .* there are 2 heads of keys: write one of 1, 2"),
         ("Qwen3Config", {"vocab_size": 321}, 2, r"there are 321 ids in its vocabulary"),
         ("Qwen3Config", {"intermediate_size": 33}, 2, r"33 outputs of model.layers.0.mlp.gate"),
-        (
-            "Qwen3MoeConfig",
-            {},
-            2,
-            r"for model.layers.0.mlp.experts is moe_tp_experts, which is not",
-        ),
         ("GptOssConfig", {}, 2, r"GptOssForCausalLM .* has no plan \(base_model_tp_plan\)"),
         ("Phi3Config", {"pad_token_id": 0}, 2, r"o_proj is rowwise_split_input"),
     ],

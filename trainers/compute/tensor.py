@@ -12,6 +12,9 @@ summed again in the backward pass, nothing is done where a matrix takes a copy, 
 undivided parameters, such as norms, are summed over the ranks. Megatron-LM sums where matrices take
 copies instead, as many numbers, and its copies have whole gradients, except those of norms of
 heads.
+
+The experts of a mixture are not cut. Each rank computes a slice of the tokens with them, and gets
+the results of the other slices.
 """
 
 from collections.abc import Callable
@@ -41,6 +44,18 @@ class TensorGroup:
         """Values that each rank computes from copies alone. Each gets its share of the gradient."""
         found: Tensor = _Alike.apply(values, self)  # type: ignore[no-untyped-call]
         return found
+
+    def slice_of(self, values: Tensor) -> Tensor:
+        """This rank's rows of copies, as many as any rank's: filled up with zeros at the end."""
+        count = -(-len(values) // self.ranks)
+        missing = count * self.ranks - len(values)
+        whole = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+        return whole[self.rank * count : (self.rank + 1) * count]
+
+    def joined(self, slices: Tensor, rows: int) -> Tensor:
+        """So many rows, from the slices of the ranks; differentiable."""
+        found: Tensor = _Joined.apply(slices, self)  # type: ignore[no-untyped-call]
+        return found[:rows]
 
     def all_of(self, values: Tensor) -> Tensor:
         """The values of each rank, stacked, on each of them."""
@@ -110,6 +125,21 @@ class DividedEmbedding:
         return self.part.group.summed(self.compute(numbers) * is_own[..., None])
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsOfSlices:
+    """The experts of a layer, of which each rank computes a slice of the tokens, by `compute`."""
+
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    group: TensorGroup
+
+    def __call__(self, hidden_SH: Tensor, chosen_SK: Tensor, weights_SK: Tensor) -> Tensor:
+        """All ranks of the group have to call it at the same time. A token that fills up a slice
+        weighs nothing.
+        """
+        own = [self.group.slice_of(one) for one in (hidden_SH, chosen_SK, weights_SK)]
+        return self.group.joined(self.compute(*own), len(hidden_SH))
+
+
 class _Sum(torch.autograd.Function):
     """The sum over the ranks, and that of the gradients of its copies."""
 
@@ -121,6 +151,22 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return _total(gradients[0], ctx.group), None
+
+
+class _Joined(torch.autograd.Function):
+    """The rows of all ranks, on each; the sum of the gradients of the copies of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return group.all_of(rows).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        group, whole = ctx.group, gradients[0].contiguous()
+        own = whole.new_empty(len(whole) // group.ranks, *whole.shape[1:])
+        dist.reduce_scatter_tensor(own, whole, group=group.group)
+        return own, None
 
 
 class _Alike(torch.autograd.Function):

@@ -66,10 +66,10 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     mesh = rank_info.mesh
     check_matrices(model.model, mesh.tensor)
     check_heads(text.num_attention_heads // mesh.tensor, mesh.context, type(model.model).__name__)
-    check_experts(model.model, mesh.expert)
+    check_experts(model.model, mesh, config.activation_checkpointing)
     device = join(rank_info)
     groups = MeshGroups.of(mesh, rank_info.rank, device)
-    experts = divide_experts(model.model, groups.expert)
+    experts = divide_experts(model.model, groups.expert, groups.tensor)
     matrices = divide_matrices(model.model, groups.tensor)
     model.tensor = groups.tensor
     _shard(model, config, device, groups, experts)
@@ -99,7 +99,7 @@ def _shard(
     experts: ExpertShards,
 ) -> None:
     """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied
-    weights stay tied. Divided experts are sharded over the ranks that have the same ones.
+    weights stay tied. Experts that are sharded apart are so over the ranks that have the same ones.
     """
     low = in_bfloat16(config, device)
     policy = MixedPrecisionPolicy(
@@ -309,7 +309,8 @@ class FullyShard:
         return self.groups.replica == 0 and is_first
 
     def _is_copied(self, name: str) -> bool:
-        return self.matrices.is_copied(name.removeprefix("model."))
+        of_model = name.removeprefix("model.")
+        return of_model not in self.experts.names and self.matrices.is_copied(of_model)
 
     def _sum_copies(self) -> None:
         """Sum the gradients of what each rank of a tensor group has."""
@@ -343,7 +344,8 @@ class FullyShard:
         if name in matrices.columns:
             columns = torch.Size((rows, others[0] * matrices.ranks))
             return RowLayout(columns, ranks, columns=matrices.ranks)
-        if matrices.is_copied(name):
+        is_expert = name in self.experts.names
+        if not is_expert and matrices.is_copied(name):
             return RowLayout(tensor.shape, ranks, copies=matrices.ranks)
-        stacks = self.experts.ranks if name in self.experts.names else matrices.ranks
+        stacks = self.experts.ranks if is_expert else matrices.ranks
         return RowLayout(torch.Size((rows * stacks, *others)), ranks, stacks)

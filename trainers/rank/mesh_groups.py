@@ -22,7 +22,8 @@ class MeshGroups:
     weights are divided, also those that compute parts of the same samples. `shard`, `replica`: this
     rank's places among these ranks and among the replicas. `context`: the ranks over which tokens
     are cut. `tensor`: those over which matrices are divided. `expert`: those over which experts are
-    divided, and `experts`: the grid for the ranks that have the same ones.
+    divided, and `experts`: the grid for the ranks that have the same ones, all of a replica if they
+    are not divided.
     """
 
     mesh: Mesh
@@ -30,17 +31,17 @@ class MeshGroups:
     shards: dist.ProcessGroup
     shard: int
     replica: int
+    experts: DeviceMesh
     context: ContextGroup | None = None
     tensor: TensorGroup | None = None
     expert: ExpertGroup | None = None
-    experts: DeviceMesh | None = None
 
     @staticmethod
     def of(mesh: Mesh, rank: int, device: torch.device) -> "MeshGroups":
         """Make the groups. All ranks have to call it at the same time."""
         place = mesh.coordinates(rank)
         weights = _grid(device, {"replicate": mesh.replicate, "shard": mesh.replica_size})
-        shards = weights.get_group("shard")
+        experts, shards = weights, weights.get_group("shard")
         context = tensor = None
         if mesh.context > 1:
             group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
@@ -52,7 +53,7 @@ class MeshGroups:
             grid = _grid(device, {"replicate": mesh.replicate, **sizes})
             weights = grid["replicate", "shard"] if mesh.replicate > 1 else grid["shard"]
             tensor = TensorGroup(grid.get_group("tensor"), place.tensor, mesh.tensor)
-        expert = experts = None
+        expert = None
         if mesh.expert > 1:
             sizes = {"shard": mesh.replica_size // mesh.expert, "expert": mesh.expert}
             grid = _grid(device, {"replicate": mesh.replicate, **sizes})
@@ -66,10 +67,10 @@ class MeshGroups:
             shards,
             dist.get_rank(shards),
             place.replicate,
+            experts,
             context,
             tensor,
             expert,
-            experts,
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from agentrl.errors import ConfigError
+from agentrl.models.routing import expert_modules
 from agentrl.trainers.compute.tensor import (
     DividedColumns,
     DividedEmbedding,
@@ -122,7 +123,10 @@ def divide_matrices(model: Any, group: TensorGroup | None) -> TensorShards:
 
 
 def _planned(model: Any) -> Iterator[tuple[str, Any, str]]:
-    """The modules of the layers for which transformers has a plan."""
+    """The modules of the layers for which transformers has a plan, except experts, which are not
+    cut.
+    """
+    experts = {name for name, _ in expert_modules(model)}
     plan = {
         name: style
         for name, style in (getattr(model, "_tp_plan", None) or {}).items()
@@ -130,7 +134,7 @@ def _planned(model: Any) -> Iterator[tuple[str, Any, str]]:
     }
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None:
+        if style is not None and name not in experts:
             yield name, module, style
 
 

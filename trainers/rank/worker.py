@@ -353,10 +353,8 @@ class TrainerRank:
 
         None if nothing is balanced, or if a single pass computes all of the minibatch.
         """
-        mesh = self.sharding.mesh
-        if not self._balances or (
-            len(micro_batches) == 1 and mesh.data_parallel_size * mesh.context == 1
-        ):
+        alone = len(micro_batches) == 1 and self.sharding.mesh.world_size == 1
+        if not self._balances or alone:
             return None
         found: list[Tensor] = []
         with torch.no_grad():
