@@ -113,6 +113,14 @@ class Ragged:
             np.concatenate([ints(()), *(self.lengths[piece] for piece in pieces)]),
         )
 
+    def spread(self, chosen: MaskArray) -> "Ragged":
+        """As many rows as `chosen` has entries: these ones where it is true, and empty ones
+        elsewhere.
+        """
+        lengths = np.zeros(len(chosen), np.int32)
+        lengths[chosen] = self.lengths
+        return Ragged(self.values, ints(lengths))
+
     def padded(self, filler: int) -> IntArray:
         """The rows as a matrix, as wide as the longest, filled up with `filler`."""
         matrix = np.full((len(self), int(self.lengths.max(initial=0))), filler, np.int32)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from agentrl.arrays import (
     same_fields,
 )
 from agentrl.expert_choices import ExpertChoices
-from agentrl.trajectory import Trajectory, Truncated, Turn
+from agentrl.trajectory import Trajectory, Truncated, columns_of
 
 N = TypeVar("N", bound=np.generic)
 
@@ -468,16 +468,10 @@ def to_samples(
             f"trajectory {trajectory.id!r} has {count} turns, but {len(advantages)} advantages and"
             f" {len(rewards)} rewards: give one advantage, or one for each turn"
         )
-    pieces: list[list[_Played]] = []
-    for number, played in enumerate(zip(trajectory.turns, advantages, rewards, strict=True)):
-        if played[0].forked or not pieces:
-            pieces.append([])
-        pieces[-1].append(_Played(number, *played))
     samples: list[TrainingSample] = []
-    for piece in pieces:
-        sample = _sample(piece, oldest_version, trajectory.trained_turns)
+    for sample in _laid(trajectory, floats(advantages), floats(rewards), oldest_version):
         samples.append(_with_experts_of(samples, sample))
-    masked = not all(turn.trained for turn in trajectory.turns)
+    masked = not columns_of(trajectory.turns).trained_K.all()
     if oldest_version > 0 or trajectory.trained_turns or masked:
         samples = _without_lossless(samples)
     samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
@@ -519,54 +513,51 @@ def _without_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]
     return kept
 
 
-class _Played(NamedTuple):
-    """A turn with its number, and what its tokens are trained with."""
-
-    number: int
-    turn: Turn
-    advantage: float
-    reward: float
-
-
-def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> TrainingSample:
-    length = sum(len(one.turn.prompt_ids) + len(one.turn.completion.token_ids) for one in piece)
-    supports: list[Ragged] = []
-    experts: list[ExpertChoices | None] = []
-    token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
-    policy_versions_T, rollout_logprobs_T = (
-        np.full(length, -1, np.int32),
-        np.zeros(length, np.float32),
-    )
-    advantages_T, rewards_T = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    trained_T = np.ones(length, np.bool_)
-    end = 0
-    for number, turn, advantage, reward in piece:
-        begin = end
-        shown = slice(begin, begin + len(turn.prompt_ids))
-        end = shown.stop + len(turn.completion.token_ids)
-        sampled = slice(shown.stop, end)
-        token_ids_T[shown] = turn.prompt_ids
-        token_ids_T[sampled] = turn.completion.token_ids
-        rollout_logprobs_T[sampled] = turn.completion.logprobs
-        policy_versions_T[sampled] = turn.completion.policy_versions
-        advantages_T[sampled] = advantage
-        trained_T[sampled] = turn.trained and number >= first_turn
-        turn_ids_T[begin:end] = number
-        rewards_T[end - 1] += reward if number >= first_turn else 0.0
-        supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
-        experts.append(turn.completion.experts)
-    loss_mask_T = (policy_versions_T >= max(oldest_version, 0)) & trained_T
-    return TrainingSample(
-        token_ids_T,
-        loss_mask_T,
-        rollout_logprobs_T,
-        np.where(loss_mask_T, advantages_T, np.float32(0)),
-        policy_versions_T,
-        turn_ids_T,
-        Ragged.joined(supports) if any(len(support.values) for support in supports) else None,
-        rewards_T,
-        experts=ExpertChoices.joined(experts),
-    )
+def _laid(
+    trajectory: Trajectory, advantages_K: FloatArray, rewards_K: FloatArray, oldest_version: int
+) -> Iterator[TrainingSample]:
+    """A sample from each fork to the next one. `K`: turns; `P`: sampled tokens; here, `T` are the
+    tokens of all samples.
+    """
+    columns = columns_of(trajectory.turns)
+    if not len(columns):
+        return
+    numbers_K = np.arange(len(columns), dtype=np.int32)
+    new_K = numbers_K >= trajectory.trained_turns
+    lengths_K = columns.shown_K + columns.sampled_K
+    ends_K = np.cumsum(lengths_K)
+    sampled_T = columns.sampled_T
+    versions_T = np.full(len(sampled_T), -1, np.int32)
+    versions_T[sampled_T] = columns.versions_P
+    logprobs_T = np.zeros(len(sampled_T), np.float32)
+    logprobs_T[sampled_T] = columns.logprobs_P
+    loss_mask_T = versions_T >= max(oldest_version, 0)
+    loss_mask_T &= np.repeat(columns.trained_K & new_K, lengths_K)
+    advantages_T = np.where(loss_mask_T, np.repeat(advantages_K, lengths_K), np.float32(0))
+    rewards_T = np.zeros(len(sampled_T), np.float32)
+    np.add.at(rewards_T, ends_K - 1, np.where(new_K, rewards_K, np.float32(0)))
+    turn_ids_T = np.repeat(numbers_K, lengths_K)
+    support_T = None if columns.support_P is None else columns.support_P.spread(sampled_T)
+    begins_K = np.flatnonzero(columns.forked_K)
+    starts = [0, *begins_K[begins_K > 0].tolist()]
+    for first, stop in pairwise([*starts, len(columns)]):
+        span = slice(int(ends_K[first] - lengths_K[first]), int(ends_K[stop - 1]))
+        support = None if support_T is None else support_T.take([span])
+        yield TrainingSample(
+            columns.tokens_T[span],
+            loss_mask_T[span],
+            logprobs_T[span],
+            advantages_T[span],
+            versions_T[span],
+            turn_ids_T[span],
+            support if support is not None and len(support.values) else None,
+            rewards_T[span],
+            experts=ExpertChoices.joined(
+                [turn.completion.experts for turn in trajectory.turns[first:stop]]
+            )
+            if columns.has_experts
+            else None,
+        )
 
 
 def collate(samples: Iterable[TrainingSample]) -> TrainBatch:

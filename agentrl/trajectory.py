@@ -7,11 +7,12 @@ are seconds of the running event loop's clock. Dimension suffixes: G members of 
 import copy
 import json
 import math
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic_core import from_json
@@ -23,6 +24,7 @@ from agentrl.arrays import (
     constant,
     floats,
     ints,
+    mask,
     same_fields,
     scale_of,
     settled,
@@ -30,6 +32,7 @@ from agentrl.arrays import (
 from agentrl.encoded_image import EncodedImage
 from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
 from agentrl.expert_choices import ExpertChoices
+from agentrl.sealed_turns import Seal, SealedMessages, SealedTurns, TurnColumns
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -442,11 +445,11 @@ class Trajectory:
     """The episode's. With several agents, each trained agent has its own trajectory under that
     id."""
     task: Task
-    turns: tuple[Turn, ...]
+    turns: Sequence[Turn]
     """The conversation as exact tokens."""
     status: Status
     """The way it ended."""
-    messages: tuple[Message, ...] = ()
+    messages: Sequence[Message] = ()
     """The conversation as text."""
     seconds: float = 0.0
     """Seconds that the episode ran."""
@@ -487,7 +490,12 @@ class Trajectory:
         """
         if self.begun or self.agent or not self.turns:
             return self.begun
-        return blake2b(self.turns[0].prompt_ids.tobytes(), digest_size=8).hexdigest()
+        if isinstance(self.turns, SealedTurns):
+            columns = self.turns.columns
+            shown = columns.tokens_T[: columns.shown_K[0]]
+        else:
+            shown = self.turns[0].prompt_ids
+        return blake2b(shown.tobytes(), digest_size=8).hexdigest()
 
     def unshared(self) -> "Trajectory":
         """The same, for code that may change what it gets: its options, infos and calls are copies.
@@ -496,6 +504,11 @@ class Trajectory:
         Raises:
             ConfigError: one of them cannot be copied.
         """
+        own, dropped = replace(self.task), dict(self.dropped)
+        if isinstance(self.turns, SealedTurns) and isinstance(self.messages, SealedMessages):
+            seal = Seal(self.turns.seal.pickled)
+            sealed, said = self.turns.unshared(seal), self.messages.unshared(seal)
+            return replace(self, task=own, turns=sealed, messages=said, dropped=dropped)
         turns = [
             replace(
                 turn,
@@ -505,8 +518,20 @@ class Trajectory:
             for turn in self.turns
         ]
         messages = tuple(message.unshared() for message in self.messages)
-        own, dropped = replace(self.task), dict(self.dropped)
         return replace(self, task=own, turns=tuple(turns), messages=messages, dropped=dropped)
+
+    def sealed(self) -> "Trajectory":
+        """The same, whose turns and messages are arrays and bytes until somebody reads one
+        (`agentrl/sealed_turns.py`).
+        """
+        columns = columns_of(self.turns)
+        rest = [_RestOfTurn.of(turn) for turn in self.turns]
+        seal = Seal(pickle.dumps((rest, tuple(self.messages)), pickle.HIGHEST_PROTOCOL))
+        turns, said = (
+            SealedTurns(seal, columns, _made),
+            SealedMessages[Message](seal, len(self.messages)),
+        )
+        return replace(self, turns=turns, messages=said)
 
     @property
     def trainable(self) -> bool:
@@ -516,32 +541,158 @@ class Trajectory:
     @property
     def env_return(self) -> float:
         """The head start plus the undiscounted sum of the environment's rewards over all turns."""
-        rewards = [turn.reward for turn in self.turns]
+        rewards = self.turn_rewards
         return settled(self.head_start + sum(rewards), scale_of((self.head_start, *rewards)))
+
+    @property
+    def turn_rewards(self) -> Sequence[float]:
+        """The environment's reward for each turn."""
+        if isinstance(self.turns, SealedTurns):
+            rewards: list[float] = self.turns.columns.rewards_K.tolist()
+            return rewards
+        return [turn.reward for turn in self.turns]
 
     @property
     def success(self) -> bool | None:
         """The environment's verdict: `info["success"]` of the last turn. `None` if it gives none:
         ask `succeeded`.
         """
+        if isinstance(self.turns, SealedTurns):
+            return self.turns.columns.success
         success = self.turns[-1].info.get("success") if self.turns else None
         return None if success is None else bool(success)
 
     @property
     def num_tokens(self) -> int:
         """Sampled tokens."""
-        return sum(len(turn.completion.token_ids) for turn in self.turns)
+        return self._sampled_from(0)
 
     @property
-    def new_turns(self) -> tuple[Turn, ...]:
+    def num_new_tokens(self) -> int:
+        """Those of them that are trained on here."""
+        return self._sampled_from(self.trained_turns)
+
+    def _sampled_from(self, turn: int) -> int:
+        if isinstance(self.turns, SealedTurns):
+            return int(self.turns.columns.sampled_K[turn:].sum())
+        return sum(len(one.completion.token_ids) for one in self.turns[turn:])
+
+    @property
+    def has_new_turns(self) -> bool:
+        """True if there are `new_turns`."""
+        return len(self.turns) > self.trained_turns
+
+    @property
+    def new_turns(self) -> Sequence[Turn]:
         """The turns that are trained on here."""
         return self.turns[self.trained_turns :]
 
     @property
+    def new_versions(self) -> IntArray:
+        """The policy version of each sampled token of the new turns."""
+        if isinstance(self.turns, SealedTurns):
+            return self.turns.columns.versions_from(self.trained_turns)
+        stamps = [turn.completion.policy_versions for turn in self.new_turns]
+        return np.concatenate([ints(()), *stamps])
+
+    @property
     def oldest_version(self) -> int | None:
         """The oldest policy version among the tokens of the new turns; `None` without tokens."""
-        stamps = [turn.completion.policy_versions for turn in self.new_turns]
-        return min((int(versions.min()) for versions in stamps if len(versions)), default=None)
+        versions = self.new_versions
+        return int(versions.min()) if len(versions) else None
+
+
+def columns_of(turns: Sequence[Turn]) -> TurnColumns:
+    """The numbers of turns, end to end."""
+    if isinstance(turns, SealedTurns):
+        return turns.columns
+    answers = [turn.completion for turn in turns]
+    tokens = [part for turn in turns for part in (turn.prompt_ids, turn.completion.token_ids)]
+    last = turns[-1].info.get("success") if turns else None
+    return TurnColumns(
+        tokens_T=np.concatenate([ints(()), *tokens]),
+        logprobs_P=np.concatenate([floats(()), *(one.logprobs for one in answers)]),
+        versions_P=np.concatenate([ints(()), *(one.policy_versions for one in answers)]),
+        shown_K=ints([len(turn.prompt_ids) for turn in turns]),
+        sampled_K=ints([len(one.token_ids) for one in answers]),
+        rewards_K=np.array([turn.reward for turn in turns], np.float64),
+        env_seconds_K=np.array([turn.env_seconds for turn in turns], np.float64),
+        forked_K=mask([turn.forked for turn in turns]),
+        trained_K=mask([turn.trained for turn in turns]),
+        cut_K=mask([one.finish_reason == "length" for one in answers]),
+        support_P=Ragged.joined([one.support_of_each for one in answers])
+        if any(one.support is not None for one in answers)
+        else None,
+        has_experts=any(one.experts is not None for one in answers),
+        success=None if last is None else bool(last),
+    )
+
+
+class _RestOfTurn(NamedTuple):
+    """What `TurnColumns` does not have of a turn."""
+
+    finish_reason: FinishReason
+    has_support: bool
+    experts: ExpertChoices | None
+    info: Mapping[str, Any]
+    generate_seconds: float
+    state: str
+    asked: float
+    picture: str
+    calls: tuple[MadeCall, ...] | None
+
+    @staticmethod
+    def of(turn: Turn) -> "_RestOfTurn":
+        answer = turn.completion
+        return _RestOfTurn(
+            answer.finish_reason,
+            answer.support is not None,
+            answer.experts,
+            turn.info,
+            turn.generate_seconds,
+            turn.state,
+            turn.asked,
+            turn.picture,
+            turn.calls,
+        )
+
+
+def _made(columns: TurnColumns, rest: Sequence[_RestOfTurn]) -> list[Turn]:
+    """The turns of these columns."""
+    turns: list[Turn] = []
+    end_T = end_P = 0
+    for number, one in enumerate(rest):
+        begin_T, begin_P = end_T, end_P
+        asked_T = begin_T + int(columns.shown_K[number])
+        end_T = asked_T + int(columns.sampled_K[number])
+        end_P += end_T - asked_T
+        sampled = slice(begin_P, end_P)
+        answer = Completion(
+            columns.tokens_T[asked_T:end_T],
+            columns.logprobs_P[sampled],
+            columns.versions_P[sampled],
+            one.finish_reason,
+            columns.support_P.take([sampled])
+            if columns.support_P is not None and one.has_support
+            else None,
+            one.experts if columns.has_experts else None,
+        )
+        turn = Turn(
+            columns.tokens_T[begin_T:asked_T],
+            answer,
+            float(columns.rewards_K[number]),
+            one.info,
+            bool(columns.forked_K[number]),
+            one.generate_seconds,
+            float(columns.env_seconds_K[number]),
+            one.state,
+            one.asked,
+            one.picture,
+            one.calls,
+            bool(columns.trained_K[number]),
+        )
+        turns.append(turn)
+    return turns
 
 
 @dataclass(frozen=True, slots=True)

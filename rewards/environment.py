@@ -25,4 +25,4 @@ class EnvironmentReward:
 
     def score_turns(self, trajectory: Trajectory) -> tuple[float, ...]:
         """The scaled reward of each turn."""
-        return tuple(self._scale * turn.reward for turn in trajectory.turns)
+        return tuple(self._scale * reward for reward in trajectory.turn_rewards)

@@ -23,7 +23,7 @@ SHARED_NAMES = {"Config", "Options"}
 # are no circles.
 LAYERS = [
     {"arrays", "distribution", "errors", "files", "lazy_names"},
-    {"encoded_image", "expert_choices"},
+    {"encoded_image", "expert_choices", "sealed_turns"},
     {"models", "settings", "trajectory"},
     {"batch", "flow", "net"},
     {"protocols"},

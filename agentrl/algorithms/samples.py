@@ -18,7 +18,7 @@ from agentrl.protocols.algorithm import (
     AlgorithmOffers,
     MemberAdvantage,
 )
-from agentrl.trajectory import Group, Score, Trajectory
+from agentrl.trajectory import Group, Score, Trajectory, columns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +171,11 @@ def _traced_samples(
 
 
 def _why_lossless(trajectory: Trajectory, oldest_version: int) -> str:
-    if not any(len(turn.completion.token_ids) for turn in trajectory.turns):
+    if not trajectory.num_tokens:
         return "the model has sampled no token"
-    if not any(len(turn.completion.token_ids) for turn in trajectory.new_turns):
+    if not trajectory.num_new_tokens:
         return "all its turns were trained on before"
-    if not any(turn.trained for turn in trajectory.new_turns):
+    if not columns_of(trajectory.turns).trained_K[trajectory.trained_turns :].any():
         return "all its new turns are masked summaries"
     return f"all its tokens are older than version {oldest_version} (rollout.max_staleness)"
 

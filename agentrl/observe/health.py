@@ -13,7 +13,7 @@ import numpy as np
 from agentrl.arrays import ROUNDING, FloatArray, IntArray, constant, scale_of
 from agentrl.batch import TrainBatch
 from agentrl.observe.samples import TrainedBatch
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, columns_of
 
 _WINDOW = 8
 """Tokens of a passage that counts as repeated when it comes again in the same answer."""
@@ -35,10 +35,10 @@ def episode_health(groups: Sequence[Group]) -> dict[str, float]:
         [trajectory.num_tokens for group in whole for trajectory in group.trajectories], np.float64
     )
     answers = [
-        turn.completion.token_ids
+        answer
         for group in whole
         for trajectory in group.trajectories
-        for turn in trajectory.turns
+        for answer in columns_of(trajectory.turns).answers()
     ]
     found = {
         "health/length_correlation": correlation(scores, lengths),

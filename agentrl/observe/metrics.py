@@ -15,7 +15,7 @@ from agentrl.algorithms.samples import TracedBatch
 from agentrl.arrays import IntArray
 from agentrl.errors import StorageError
 from agentrl.files.durable import write_whole
-from agentrl.trajectory import Group, Score, Trajectory, Unscored, succeeded
+from agentrl.trajectory import Group, Score, Trajectory, Unscored, columns_of, succeeded
 
 _TASKS = 4
 """Tasks without which equal answers say nothing."""
@@ -110,7 +110,8 @@ def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     different tasks only.
     """
     said = Counter(
-        tuple(turn.completion.token_ids.tobytes() for turn in one.turns) for one in trajectories
+        tuple(answer.tobytes() for answer in columns_of(one.turns).answers())
+        for one in trajectories
     )
     # A suite plays a task several times, as `NAME/SAMPLE`.
     tasks = {(one.task.env, one.task.id.partition("/")[0], one.task.seed) for one in trajectories}
@@ -121,10 +122,8 @@ def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _versions(group: Group) -> IntArray:
     """The policy version of each token that is not yet trained on."""
-    turns = (turn for trajectory in group.trajectories for turn in trajectory.new_turns)
-    return np.concatenate(
-        [np.empty(0, np.int32), *(turn.completion.policy_versions for turn in turns)]
-    )
+    versions = (trajectory.new_versions for trajectory in group.trajectories)
+    return np.concatenate([np.empty(0, np.int32), *versions])
 
 
 def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:

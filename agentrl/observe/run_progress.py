@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from agentrl.rollout.accounts import SchedulerStatus
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, columns_of
 
 _STEPS_FOR_PACE = 10
 _SLOWEST = 3
@@ -95,6 +95,6 @@ def slowest_envs(groups: Iterable[Group]) -> tuple[EnvPace, ...]:
     seconds = defaultdict[str, list[float]](list)
     for group in groups:
         for trajectory in group.trajectories:
-            seconds[group.task.env] += [turn.env_seconds for turn in trajectory.turns]
+            seconds[group.task.env] += columns_of(trajectory.turns).env_seconds_K.tolist()
     paces = [EnvPace(env, fmean(found), max(found)) for env, found in seconds.items() if found]
     return tuple(sorted(paces, key=lambda pace: -pace.mean)[:_SLOWEST])

@@ -65,8 +65,8 @@ class Preference:
     """
 
     task: str
-    chosen: tuple[Message, ...]
-    rejected: tuple[Message, ...]
+    chosen: Sequence[Message]
+    rejected: Sequence[Message]
     played: tuple[Trajectory, Trajectory] | None = None
 
 

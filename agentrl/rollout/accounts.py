@@ -86,12 +86,12 @@ class DiscardedTokens:
 
     def add_episodes(self, reason: DiscardReason, trajectories: Iterable[Trajectory]) -> None:
         """Count the tokens of episodes that came to an end."""
-        self._discarded[reason] += sum(map(_new_tokens, trajectories))
+        self._discarded[reason] += sum(trajectory.num_new_tokens for trajectory in trajectories)
 
     def add_trained(self, groups: Iterable[Group]) -> None:
         """Count the tokens of a batch."""
         for group in groups:
-            self._trained += sum(map(_new_tokens, group.trajectories))
+            self._trained += sum(trajectory.num_new_tokens for trajectory in group.trajectories)
 
     def metrics(self) -> dict[str, float]:
         """The tokens since the last call, and their share of those that were sampled."""
@@ -214,7 +214,3 @@ def _ratio_of_means(trained: Durations, sampled: Durations) -> float:
     """The ratio of the means; 1 while either is zero."""
     trained_mean, sampled_mean = trained.mean(), sampled.mean()
     return trained_mean / sampled_mean if trained_mean and sampled_mean else 1.0
-
-
-def _new_tokens(trajectory: Trajectory) -> int:
-    return sum(len(turn.completion.token_ids) for turn in trajectory.new_turns)

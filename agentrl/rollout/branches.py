@@ -104,6 +104,6 @@ class BranchStart:
     branch: BranchPoint
 
     @property
-    def shared(self) -> tuple[Turn, ...]:
+    def shared(self) -> Sequence[Turn]:
         """The turns that both have."""
         return self.parent.turns[: self.branch.turn]

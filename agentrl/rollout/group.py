@@ -74,12 +74,10 @@ class _LiveEpisode:
         """The part of each agent's episode since the last call, if it has any turn."""
         segments = []
         for trajectory in map(self.mark_trained, self.segments):
-            if trajectory.new_turns:
+            if trajectory.has_new_turns:
                 segments.append(trajectory)
                 self.trained_turns[trajectory.agent] = len(trajectory.turns)
-                self.trained_tokens += sum(
-                    len(turn.completion.token_ids) for turn in trajectory.new_turns
-                )
+                self.trained_tokens += trajectory.num_new_tokens
         return segments
 
     def mark_trained(self, trajectory: Trajectory) -> Trajectory:
@@ -181,7 +179,7 @@ class GroupRunner:
                     state.attempts[member],
                     agent=part.agent,
                     first=part.trained_turns,
-                    turns=len(part.new_turns),
+                    turns=len(part.turns) - part.trained_turns,
                 )
             taken += segments
         if not taken:
@@ -198,7 +196,7 @@ class GroupRunner:
         state.played[member] = tuple(
             (replace(whole, trained_turns=len(whole.turns)), score) for whole, score in scored
         )
-        return [(whole, score) for whole, score in scored if whole.new_turns]
+        return [(whole, score) for whole, score in scored if whole.has_new_turns]
 
     async def play(self, ticket: Ticket, number: int, task: Task, reserved_slots: int) -> Group:
         """The group of `task`: the first `group_size` members to finish, in order of member.

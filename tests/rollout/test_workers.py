@@ -1,7 +1,7 @@
 """Rollout workers: on the event loop of the test, in processes, and as actors of Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -374,7 +374,7 @@ def test_segments_arrive_whole_though_only_new_turns_are_sent(growths):
         assert reader.segments(changes) == (segment,)
 
 
-async def _some_turns() -> tuple[Any, ...]:
+async def _some_turns() -> Sequence[Any]:
     async with scripted() as engine, dice_parts(lambda name: engine) as make_runner:
         (played,) = await make_runner(POLICY).play(episode(3), lambda report: None)
     return played.turns

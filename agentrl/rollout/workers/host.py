@@ -41,8 +41,8 @@ from agentrl.trajectory import Trajectory
 
 PULSE_SECONDS = 1.0
 """Between two signs of life of a worker's event loop."""
-_SAMPLED_SECONDS = 0.1
-"""Between two reports of the tokens that were sampled."""
+_SAMPLED_SECONDS = 0.5
+"""Between two reports of the tokens that were sampled. They cost the controller by live episode."""
 _SAME_CLOCK_SECONDS = 1.0
 """Clocks that differ by less are those of one machine, seen through a message."""
 _OOM_SCORE = 500
@@ -145,10 +145,11 @@ class _Playing:
             played = await self._runner(policy).play(assignment, self._reporter(number))
             if self.ahead:
                 played = [_earlier(trajectory, self.ahead) for trajectory in played]
-            self._send_sampled()
-            self._send(Played(number, pickle.dumps(tuple(played), pickle.HIGHEST_PROTOCOL)))
+            self._send_sampled_of(number)
+            sealed = tuple(trajectory.sealed() for trajectory in played)
+            self._send(Played(number, pickle.dumps(sealed, pickle.HIGHEST_PROTOCOL)))
         except asyncio.CancelledError:
-            self._send_sampled()
+            self._send_sampled_of(number)
             self._send(Cancelled(number))
             raise
         except Exception as error:  # the controller raises it
@@ -189,6 +190,10 @@ class _Playing:
         if self.sampled:
             self._send(Sampled(dict(self.sampled)))
             self.sampled.clear()
+
+    def _send_sampled_of(self, number: int) -> None:
+        if (sampled := self.sampled.pop(number, None)) is not None:
+            self._send(Sampled({number: sampled}))
 
     def _send(self, message: Any) -> None:
         assert self.link is not None

@@ -4,6 +4,7 @@ worker:      ProgressSender.changes(segments) ─▶ SegmentChanges
 controller:  ProgressReader.segments(changes) ─▶ the segments as they were
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.trajectory import Trajectory, Turn
@@ -22,7 +23,7 @@ class ProgressSender:
     """What has been sent of an episode."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, tuple[Turn, ...]] = {}
+        self._sent: dict[str, Sequence[Turn]] = {}
 
     def changes(self, segments: tuple[Trajectory, ...]) -> SegmentChanges:
         """The segments without the turns that have been sent before. A turn that has changed since
@@ -45,19 +46,19 @@ class ProgressReader:
     """What has arrived of an episode."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[Turn, ...]] = {}
+        self._seen: dict[str, Sequence[Turn]] = {}
 
     def segments(self, changes: SegmentChanges) -> tuple[Trajectory, ...]:
         """The segments with all of their turns."""
         whole = tuple(
-            replace(segment, turns=self._seen.get(segment.agent, ())[:count] + segment.turns)
+            replace(segment, turns=(*self._seen.get(segment.agent, ())[:count], *segment.turns))
             for segment, count in zip(changes.segments, changes.known, strict=True)
         )
         self._seen = {segment.agent: segment.turns for segment in whole}
         return whole
 
 
-def _equal(before: tuple[Turn, ...], after: tuple[Turn, ...]) -> int:
+def _equal(before: Sequence[Turn], after: Sequence[Turn]) -> int:
     """How many turns at the beginning are the same objects."""
     return next(
         (at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old is not new),
