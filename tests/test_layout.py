@@ -204,6 +204,7 @@ SETTINGS_MODULES = {
     "rule_registry",
     "run_config",
     "sampling",
+    "sealed_turns",
     "staleness",
     "suites",
     "trajectory",
