@@ -10,13 +10,15 @@ the files.
 
     seconds             added to a step, all in all, and by phase
     times a copy        the same, divided by the seconds of a plain copy of the same bytes in memory
+    files               seconds until the files of a live version are there, beside the next step
     served nothing      the longest time that an engine took for a token
     a reader            bytes that each reader got, for each parameter
     loopback            bytes over the machine's loopback interface, for each parameter: gathered
                         by the ranks, and sent to all readers. Run it by `unshare -n sh -c "ip link
                         set lo up; ..."` to count no other program's
     a rank holds        the most bytes of main memory that a rank took beyond what it had before
-    limit               two buckets and the largest weight
+    limit               two buckets, the largest weight, and a rank's part of it; live transports
+                        also hold a rank's part of the files until they are written
 
 Figures are medians, and `a rank holds` is the largest.
 """
@@ -221,6 +223,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     sent, start = loopback(), time.perf_counter()
                     published = await publisher.publish(trainer, version)
                     seconds, sent = time.perf_counter() - start, loopback() - sent
+                    await published.weights.at_rest()
+                    late = time.perf_counter() - start - seconds
                 await check_equal(engines, published)
                 if number:
                     rows[name].append(
@@ -228,12 +232,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                             "seconds": seconds,
                             "times a copy": seconds / copied,
                             **published.seconds,
+                            "files": late,
                             "served nothing": max(answers),
                             "a reader": published.weights.size / parameters,
                             "loopback": sent / parameters,
                             "a rank holds": trainer.most_held(),
                         }
                     )
+    largest = _largest_weight(folder / "model")
     return {
         "engine": options.engine,
         "engines": options.engines,
@@ -241,7 +247,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "parameters": parameters,
         "bytes": size,
         "bucket": options.bucket_mib << 20,
-        "limit": 2 * (options.bucket_mib << 20) + _largest_weight(folder / "model"),
+        "limit": 2 * (options.bucket_mib << 20) + largest + largest // options.ranks,
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "updates": rows,

@@ -274,10 +274,10 @@ def _published(moved: BytesMoved, devices: DeviceMap) -> Mapping[int, Counter[st
     parts: dict[int, Counter[str]] = {}
     if not moved.stored:
         return parts
-    ranks = devices.of("trainer")
+    ranks, on_way = devices.of("trainer"), moved.held + moved.kept
     for rank in ranks:
         if rank.node == ranks[0].node:
-            parts.setdefault(rank.devices[0], Counter())["weights on their way"] += moved.held
+            parts.setdefault(rank.devices[0], Counter())["weights on their way"] += on_way
     parts[ranks[0].devices[0]]["published weights"] = moved.stored
     by_machine = {engine.node: engine for engine in reversed(devices.of("engine"))}
     for machine, engine in by_machine.items():

@@ -137,6 +137,12 @@ def _update(plan: Plan) -> Table:
             table.add_row(
                 f"{number}. {move.name}", f"{move.total / GIB:,.2f}", f"{move.largest / GIB:,.2f}"
             )
+    for move in plan.update.beside:
+        table.add_row(
+            f"beside the next step: {move.name}",
+            f"{move.total / GIB:,.2f}",
+            f"{move.largest / GIB:,.2f}",
+        )
     return table
 
 
@@ -229,7 +235,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "seconds": step.weights,
             "waiting": plan.update.waiting,
             "held": plan.update.held,
+            "kept": plan.update.kept,
             "phases": [[asdict(move) for move in phase] for phase in plan.update.phases],
+            "beside": [asdict(move) for move in plan.update.beside],
         },
         "meshes": _meshes_as_json(plan.meshes),
         "faster": None if plan.advice is None else _advice_as_json(plan.advice),

@@ -351,7 +351,7 @@ class BundlePlace:
 
     @property
     def _unfinished(self) -> Path:
-        return self.folder.with_name(f".{self.folder.name}")
+        return unfinished(self.folder)
 
     def _write_buckets(self, weights: Mapping[str, "Tensor"]) -> Iterator[Bucket]:
         batch: dict[str, Tensor] = {}
@@ -364,6 +364,11 @@ class BundlePlace:
                 batch, size, count = {}, 0, count + 1
         if batch:
             yield self.write_bucket(count, batch)
+
+
+def unfinished(folder: Path) -> Path:
+    """Where a bundle is written until it is complete."""
+    return folder.with_name(f".{folder.name}")
 
 
 def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
@@ -443,5 +448,6 @@ __all__ = [
     "Manifest",
     "Update",
     "WeightBundle",
+    "unfinished",
     "weight_shapes",
 ]

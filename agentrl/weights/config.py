@@ -45,7 +45,7 @@ class WeightsConfig(Settings):
     """The folder for weights on disk; by default the one for temporary files."""
     bucket_mib: int = Field(default=64, ge=1)
     """MiB of each bucket that weights are sent in; a larger tensor has one of its own. A rank holds
-    two at a time."""
+    two at a time, and by `stream` and `handles` copies of those that it still writes into files."""
     attempts: int = Field(default=3, ge=1)
     """How many times writing and staging a version is tried before the run ends."""
 

@@ -107,8 +107,7 @@ class BytesMoved:
     phases: Sequence[Sequence[Move]] = ()
     """One after another; the moves of a phase overlap, so its slowest counts."""
     waiting: float = 0.0
-    """Seconds in which processes wait for each other's signs, however many bytes there are, while
-    files are written."""
+    """Seconds in which processes wait for each other's signs, however many bytes there are."""
     held: int = 0
     """Bytes that a rank that sends holds beside its own weights."""
     received: int = 0
@@ -117,6 +116,10 @@ class BytesMoved:
     """Bytes of files in the memory of the machine of the first rank."""
     copied: int = 0
     """The same on each other machine with engines."""
+    beside: Sequence[Move] = ()
+    """What goes on beside the next step, which does not wait for it."""
+    kept: int = 0
+    """Bytes that a rank has in the host's memory for that, until they are written."""
 
 
 def gather_moves(parties: Parties, *, everywhere: bool = False) -> list[Move]:

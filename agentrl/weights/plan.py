@@ -110,6 +110,11 @@ def seal(bucket: BucketPlan, buffer: "Tensor", label: str) -> None:
     _sum_place(bucket, buffer).copy_(_sum(bucket, buffer, label))
 
 
+def sum_in(bucket: BucketPlan, buffer: "Tensor") -> int:
+    """The sum of a bucket that has been sealed, in the host's memory."""
+    return int(_sum_place(bucket, buffer).item())
+
+
 def weights_in(
     buffer: "Tensor", bucket: BucketPlan, dtype: "torch.dtype"
 ) -> Iterator[tuple[str, "Tensor"]]:

@@ -9,6 +9,7 @@ commit.
 """
 
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from agentrl.weights.transport import Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -65,8 +69,8 @@ VersionListener = Callable[[Mapping[str, "Tensor"], int], Awaitable[None]]
 
 
 class WeightPublisher:
-    """Updates the engine to the trainer's weights. An async context manager; leaving it removes all
-    published files.
+    """Updates the engine to the trainer's weights. An async context manager; leaving it waits for
+    files that are being written, and removes all.
 
     Each of `followers`, which are engines too, takes only the versions divisible by its number.
     `listener` is called with each version after them. `transport`: by default that of the config.
@@ -90,12 +94,17 @@ class WeightPublisher:
         )(self._config)
         # By engine. An engine that is restarted receives its version again.
         self._served: dict[int, Shipment] = {}
+        self._flow = Flow("weights beside steps")
 
     async def __aenter__(self) -> Self:
+        await self._flow.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._transport.close()
+        try:
+            await self._flow.__aexit__(*exc)
+        finally:
+            self._transport.close()
 
     async def publish(self, trainer: Trainer, version: int) -> Published:
         """Publish the trainer's weights as `version`; returns when the engine samples under it.
@@ -171,6 +180,8 @@ class WeightPublisher:
             # Whoever reads a live shipment waits for the others.
             delivery = self._transport.deliver(trainer, published.weights)
             await _all_to_their_end([delivery, *map(update, engines)])
+            # Its files are written beside the next step.
+            self._flow.start(_keep(published.weights), name=f"files of version {published.version}")
         else:
             for engine in engines:
                 await update(engine)
@@ -179,6 +190,18 @@ class WeightPublisher:
                 at_rest = await published.weights.at_rest()
                 async with readable_here(at_rest) as here:
                     await self._listener(here, published.version)
+
+
+async def _keep(shipment: Shipment) -> None:
+    """See that the files of a live shipment become complete."""
+    try:
+        await shipment.at_rest()
+    except WeightsError as error:
+        logger.warning(
+            "%s; the engines that run have these weights, but one that starts before the next"
+            " version would not",
+            error,
+        )
 
 
 async def _all_to_their_end(works: Sequence[Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.files.file_lock import FileLock
 from agentrl.flow import run_to_completion
-from agentrl.weights.bundle import BundlePlace
+from agentrl.weights.bundle import BundlePlace, unfinished
 from agentrl.weights.shipment import SHARED_MEMORY, Shipment, shipment_of
 
 if TYPE_CHECKING:
@@ -120,9 +120,11 @@ class WeightStore:
 
     async def keep_only(self, kept: Iterable[Shipment]) -> None:
         """Remove all other bundles. A process that has one open keeps it, and its memory, until it
-        closes it.
+        closes it. One that is kept may still be written.
         """
-        folders = {shipment.folder for shipment in kept} | {self.folder / _HOLDER}
+        folders = {self.folder / _HOLDER}
+        for folder in filter(None, (shipment.folder for shipment in kept)):
+            folders |= {folder, unfinished(folder)}
         for folder in set(self.folder.iterdir()) - folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from agentrl.protocols import Engine, Trainer
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.weights import store as store_module
+from agentrl.weights.bundle import Bucket, BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.plan import SendingPlan, is_intact, pack, seal
 from agentrl.weights.publisher import WeightPublisher, checksum
@@ -182,6 +184,59 @@ def test_a_rank_killed_in_the_middle_of_a_bucket_leaves_one_version_whole(
             await running.assert_all_serve(2)
             assert len(running.groups) == 2
             assert running.made != first  # those in the broken stream were replaced
+            await running.publish(3)
+            await running.assert_all_serve(3)
+
+    asyncio.run(main())
+
+
+@dataclass(frozen=True)
+class Held:
+    """`SendWeights` whose rank writes no file as long as there is a file `hold`."""
+
+    send: Any
+    hold: Path
+
+    def __call__(self, source: Any) -> Any:
+        write, hold = BundlePlace.write_bucket, self.hold
+
+        def write_later(place: BundlePlace, number: int, weights: Any) -> Bucket:
+            while hold.exists():
+                threading.Event().wait(0.01)
+            return write(place, number, weights)
+
+        places: Any = BundlePlace
+        places.write_bucket = write_later  # in this process
+        return self.send(source)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", LIVE)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_files_of_a_rank_killed_while_it_writes_them_are_written_by_the_next(
+    rank: int, transport: str, model: Path, place: Path, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+
+    async def main() -> None:
+        async with run(model, transport) as running:
+            send_weights: Any = running.trainer.send_weights
+
+            async def send(send: Any) -> Any:
+                return await send_weights(Held(send, hold))
+
+            trainer: Any = running.trainer
+            trainer.send_weights = send
+            hold.touch()
+            assert await running.publish(2) == 1
+            await running.assert_all_serve(2)
+            assert not list(place.glob("*/v2-*"))  # noqa: ASYNC240
+            running.kill(rank)
+            hold.unlink()
+            (sent,) = set(running.publisher._served.values())
+            at_rest = await sent.at_rest()
+            assert len(running.groups) == 2
+            assert checksum(WeightBundle.open(at_rest.folder)) == running.sums[2]
             await running.publish(3)
             await running.assert_all_serve(3)
 

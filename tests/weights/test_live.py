@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import pickle
 import re
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from agentrl.flow import Flow
 from agentrl.protocols import Trainer
 from agentrl.weights import plan, store
 from agentrl.weights.attendance import Attendance
+from agentrl.weights.bundle import Bucket, BundlePlace
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.publisher import checksum
 from agentrl.weights.shipment import Reader, Shipment
@@ -188,6 +191,33 @@ def test_a_reader_that_stands_still_in_the_middle_costs_at_most_those_of_its_gro
         sent = await transport.send(trainer, 2)
         assert await answers(transport, trainer, sent, [(alive, BUCKETS)]) == [checksum(made(2))]
         stopped.result().close()
+
+    asyncio.run(main())
+
+
+def test_the_trainer_goes_on_while_the_files_of_its_last_version_are_written(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), BundlePlace.write_bucket
+
+    def write_later(*args: Any) -> Bucket:
+        assert may_write.wait(PATIENCE_SECONDS)
+        return write(*args)
+
+    monkeypatch.setattr(BundlePlace, "write_bucket", write_later)
+
+    async def main() -> None:
+        trainer, reader = given(made(1)), Reader.on("cpu")
+        sent = await transport.send(trainer, 1)
+        assert await answers(transport, trainer, sent, [(reader, BUCKETS)]) == [checksum(made(1))]
+        await transport.keep_only([sent])
+        async with Flow("late") as flow:
+            late = flow.start(sent.at_rest(), name="an engine that starts")
+            for weight in trainer.now.values():
+                weight.mul_(2)
+            assert not late.done()
+            may_write.set()
+        assert checksum(late.result()) == checksum(made(1))
 
     asyncio.run(main())
 

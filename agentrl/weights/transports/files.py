@@ -1,6 +1,7 @@
 """Transports by files: weights are written once, as a bundle, and mapped by every engine."""
 
 import asyncio
+import ctypes
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -241,18 +242,26 @@ class WriteBuckets:
                 for unit in units:
                     weights |= source.gather(unit, [to], dtype)
                 if source.rank == to and not (writing and writing[-1].exception()):
-                    writing.append(writer.submit(self._write, number, weights))
+                    writing.append(writer.submit(write_and_let_go, self.place, number, weights))
         written = [future.result() for future in writing]
         return Written(written, source.update)
 
-    def _write(self, number: int, weights: dict[str, "Tensor"]) -> Bucket:
-        """Write a bucket, and let go of it: the thread itself would keep its arguments for a while
-        after the next bucket has begun.
-        """
-        try:
-            return self.place.write_bucket(number, weights)
-        finally:
-            weights.clear()
+
+def write_and_let_go(place: BundlePlace, number: int, weights: dict[str, "Tensor"]) -> Bucket:
+    """Write a bucket in a thread, and let go of it: the thread itself would keep its arguments for
+    a while after the next bucket has begun.
+    """
+    try:
+        return place.write_bucket(number, weights)
+    finally:
+        weights.clear()
+        _give_freed_memory_back()
+
+
+def _give_freed_memory_back() -> None:
+    """Give the memory of tensors that are gone back to the system, of which glibc keeps 64 MiB."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 @dataclass(frozen=True, slots=True)

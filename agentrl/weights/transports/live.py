@@ -5,29 +5,32 @@
     stage         ───────────────────────────────────────────▶ enroll at the meeting
     deliver       ──▶  SendBuckets: make the roll, then for
                        each bucket: gather, pack, send    ──▶  commit: join, load the arrivals
-                       and write it into a file
+    at_rest       ──▶  LateFiles: write the buckets beside
+                       the next step
 
 The ranks gather a bucket at a time, on the rank that sends it, so no process ever holds the model
-whole. The buckets are also written into files, a `WeightBundle`, for engines that start later.
+whole. The buckets are also written into files, a `WeightBundle`, for engines that start later:
+until then each rank has those that it writes in main memory.
 """
 
 import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from agentrl.errors import WeightsError
+from agentrl.errors import AgentRLError, WeightsError
 from agentrl.flow import run_to_completion
 from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.protocols import Trainer
 from agentrl.protocols.weight_source import LowRankBase, WeightSource
-from agentrl.weights.bundle import Bucket, BundlePlace, WeightBundle
+from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.config import WeightsConfig
 from agentrl.weights.moved import (
     LOOK_SECONDS,
@@ -45,6 +48,7 @@ from agentrl.weights.transports.files import (
     in_memory_or_on_disk,
     number_format,
 )
+from agentrl.weights.transports.late_files import LateFiles, RankFiles, told_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Kind = Literal["stream", "handles"]
+_LOOK_FOR_FILES_SECONDS = 0.2
 _LEASE_SECONDS = 30.0
 """How long a reader may give no sign of life before it is not waited for, as it is stopped or cut
 off. The end of its process is noticed at once.
@@ -107,7 +112,8 @@ class LiveShipment(Shipment):
         self.folder: Path = folder
         self.lanes = lanes
         self.key = key
-        self._rest: asyncio.Future[WeightBundle] | None = None
+        self.rest: _Rest | None = None
+        """The files; None where the shipment is read."""
 
     @property
     def size(self) -> int:
@@ -156,9 +162,9 @@ class LiveShipment(Shipment):
         Raises:
             WeightsError: they could not be.
         """
-        if self._rest is None:
+        if self.rest is None:
             raise WeightsError(f"version {self.key} is being sent, and was not kept in files")
-        return await asyncio.shield(self._rest)
+        return await self.rest.bundle()
 
     def __getitem__(self, name: str) -> "Tensor":
         raise WeightsError(f"{name} arrives once, when the engines are ready: use `arrivals`")
@@ -184,6 +190,41 @@ class LiveShipment(Shipment):
     @property
     def _identity(self) -> tuple[str, str]:
         return self.lanes.id, self.key
+
+
+class _Rest:
+    """The files of a version, which are put together when somebody asks for them first."""
+
+    def __init__(self) -> None:
+        self._is_sent = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._make: Callable[[], Awaitable[WeightBundle]] | None = None
+        self._made: WeightBundle | None = None
+        self._failure = ""
+
+    def begin(self, make: Callable[[], Awaitable[WeightBundle]]) -> None:
+        """The version has been sent, and `make` waits for its files."""
+        self._make = make
+        self._is_sent.set()
+
+    def fail(self, why: str) -> None:
+        """There will be no files."""
+        self._failure = why
+        self._is_sent.set()
+
+    async def bundle(self) -> WeightBundle:
+        """See `LiveShipment.at_rest`."""
+        await self._is_sent.wait()
+        async with self._turn:
+            if self._made is None and not self._failure:
+                assert self._make is not None
+                try:
+                    self._made = await self._make()
+                except WeightsError as error:
+                    self._failure = str(error)
+        if self._made is None:
+            raise WeightsError(self._failure)
+        return self._made
 
 
 class LiveTransport:
@@ -220,7 +261,7 @@ class LiveTransport:
             places,
         )
         shipment = LiveShipment(lanes, f"v{version}-{next(self._numbers)}", place.folder)
-        shipment._rest = asyncio.get_running_loop().create_future()
+        shipment.rest = _Rest()
         self._place = place
         return shipment
 
@@ -231,29 +272,18 @@ class LiveTransport:
         return place, await trainer.send_weights(OpenLanes(self._id, self._config, place))
 
     async def deliver(self, trainer: Trainer, shipment: Shipment) -> None:
-        """Send the version to the engines that have staged it, and write its files."""
-        if not isinstance(shipment, LiveShipment) or shipment._rest is None:
+        """Send the version to the engines that have staged it. The ranks then write its files,
+        while the trainer goes on.
+        """
+        if not isinstance(shipment, LiveShipment) or shipment.rest is None:
             return
         send = SendBuckets(shipment.lanes, shipment.key, self._place)
         try:
-            bundle = await self._bundle(self._place, await trainer.send_weights(send))
+            answers = await trainer.send_weights(send)
         except BaseException as error:
             await run_to_completion(self._files.discard(shipment.folder))
-            failure = error if isinstance(error, WeightsError) else WeightsError(str(error))
-            shipment._rest.set_exception(failure)
-            shipment._rest.exception()  # nobody may ask for it
-            if not isinstance(error, WeightsError):
-                raise
-            logger.warning(
-                "%s; the engines that run have them, but one that starts before the next version"
-                " would not",
-                error,
-            )
-            return
-        shipment._rest.set_result(bundle)
-
-    async def _bundle(self, place: BundlePlace, answers: Sequence["Delivered"]) -> WeightBundle:
-        """The files of a version, which was also sent to all readers that could take it."""
+            shipment.rest.fail(str(error))
+            raise
         for rank, answer in enumerate(answers):
             if answer.not_sent:
                 logger.warning(
@@ -261,22 +291,66 @@ class LiveTransport:
                     rank,
                     answer.not_sent,
                 )
-        failures = [answer.not_written for answer in answers if answer.not_written]
-        if failures:
+        shipment.rest.begin(partial(self._bundle, trainer, send, answers))
+
+    async def _bundle(
+        self, trainer: Trainer, send: "SendBuckets", answers: Sequence["Delivered"]
+    ) -> WeightBundle:
+        """The files of a version that was sent, when they are written. If ranks have died
+        meanwhile, those that are started in their place write them, unless they have trained on.
+        """
+        try:
+            written = await self._written(send, answers)
+        except WeightsError:
+            sums = {number: it for answer in answers for number, it in answer.sums.items()}
+            try:
+                answers = await trainer.send_weights(replace(send, sums=sums))
+            except (AgentRLError, OSError) as error:
+                raise WeightsError(str(error)) from error
+            written = [answer.files for answer in answers]
+        place = send.place
+        if failures := [files.error for files in written if files is not None and files.error]:
+            await run_to_completion(self._files.discard(place.folder))
             self._files.give_up(place, OSError(failures[0]))
             raise WeightsError(f"the files of new weights could not be written: {failures[0]}")
-        return await self._files.finish(place, [answer.written for answer in answers])
+        found = [None if files is None else Written(files.buckets, None) for files in written]
+        return await run_to_completion(self._files.finish(place, found))
+
+    async def _written(
+        self, send: "SendBuckets", answers: Sequence["Delivered"]
+    ) -> Sequence[RankFiles | None]:
+        """What the ranks have written, when all have.
+
+        Raises:
+            WeightsError: the ranks have died.
+        """
+        found = [answer.files for answer in answers]
+        later = [files_of(send.key, rank) for rank, one in enumerate(answers) if one.writes_on]
+        if not later:
+            return found
+        meeting = await asyncio.to_thread(_meeting_of, send.lanes)
+        try:
+            async with asyncio.timeout(self._config.seconds):
+                while (told := await asyncio.to_thread(told_by, meeting, later)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_FOR_FILES_SECONDS)
+        except TimeoutError as error:
+            raise WeightsError(
+                f"the files of new weights were not written in {self._config.seconds:g} s"
+                " (weights.deadline)"
+            ) from error
+        return [*found, *told]
 
     def bytes_moved(self, parties: Parties) -> BytesMoved:
-        """The ranks that send gather, send and write at the same time. By `stream`, every reader
-        gets all bytes, and each machine once; by `handles`, every reader copies all of them, and
-        where ranks share several devices with readers, all ranks gather everything.
+        """The ranks that send gather and send at the same time, and write beside the next step. By
+        `stream`, every reader gets all bytes, and each machine once; by `handles`, every reader
+        copies all of them, and where ranks share several devices with readers, all ranks gather
+        everything.
         """
         size, kept = parties.size, self._files.bytes_moved(parties)
         if parties.low_rank:
             return kept
         everywhere = self._kind == "handles" and len(parties.places) > 1
-        moves = [*gather_moves(parties, everywhere=everywhere), write_move(parties)]
+        moves = gather_moves(parties, everywhere=everywhere)
         waiting = 0.0
         if self._kind == "stream":
             moves.append(Move("send", "link", parties.copies * size, size))
@@ -294,6 +368,8 @@ class LiveTransport:
             two_buckets_and_a_unit(parties),
             buckets,
             kept.stored,
+            beside=[write_move(parties)],
+            kept=size // parties.writers,
         )
 
     async def withdraw(self, shipment: Shipment) -> None:
@@ -308,6 +384,7 @@ class LiveTransport:
         """Remove all files, and leave the meeting."""
         self._files.close()
         _opened.pop(self._id, None)
+        _late.pop(self._id, None)
         for which in [which for which in _readings if which[0] == self._id]:
             _readings.pop(which).leave()
 
@@ -357,10 +434,12 @@ class _RankLanes:
 class Delivered:
     """What a rank has done for a version."""
 
-    written: Written | None
-    """The files that it wrote."""
-    not_written: str = ""
-    """Why it could not write them."""
+    files: RankFiles | None
+    """The files that it wrote; None if there are none, or not yet."""
+    writes_on: bool
+    """It will tell the meeting what it wrote."""
+    sums: Mapping[int, int]
+    """The sums of the buckets that it writes, by their numbers."""
     not_sent: str = ""
     """Why the readers did not get everything from it."""
 
@@ -372,9 +451,12 @@ class SendBuckets:
     lanes: Lanes
     key: str
     place: BundlePlace
+    sums: Mapping[int, int] | None = None
+    """Given if the version has been sent, and only its files are written, before this returns: the
+    sums of the buckets, which are others if the trainer has gone on."""
 
     def __call__(self, source: WeightSource) -> Delivered:
-        """Gather, send and write. A failure to send, or to write, does not keep this rank from
+        """Gather and send, and begin to write. A failure to send does not keep this rank from
         giving the others what they gather.
         """
         try:
@@ -386,10 +468,12 @@ class SendBuckets:
             raise
 
     def _deliver(self, source: WeightSource) -> Delivered:
-        lane = self._lane(source)
+        if (last := _late.pop(self.lanes.id, None)) is not None:
+            last.exception()  # what it writes is still in memory
+        lane = self._lane(source) if self.sums is None else _OpenLane(None, (), "", meets=False)
         with _Outbox(self, source, lane.sending) as outbox:
             self._fill(outbox, source, lane.places)
-            delivered = outbox.finish()
+            delivered = outbox.finish(tells=lane.meets)
         mine = _opened.get(self.lanes.id)
         if mine is not None and (lane.failure or delivered.not_sent):
             mine.roll = mine.group = None
@@ -419,7 +503,7 @@ class SendBuckets:
         is_served = self._all(source, source.rank > 0 or self.lanes.id in _opened)
         mine = self._mine(source) if is_served else None
         if not self._all(source, mine is not None):
-            return _OpenLane(None, (), "the ranks were started again")
+            return _OpenLane(None, (), "the ranks were started again", meets=False)
         assert mine is not None
         is_whole = self._all(source, mine.roll is not None)
         roll, failure = None, "another rank does not know the readers"
@@ -498,6 +582,19 @@ class _OpenLane:
     places: Sequence[str]
     """Where there are readers."""
     failure: str
+    meets: bool = True
+    """The meeting is there, so the controller can be told of files."""
+
+
+def files_of(key: str, rank: int) -> str:
+    """The key of what a rank tells the meeting of its files of a version."""
+    return f"{key}/files/{rank}"
+
+
+def _meeting_of(lanes: Lanes) -> "Meeting":
+    from agentrl.weights.meeting import Meeting
+
+    return Meeting.at(lanes.address, lanes.seconds)
 
 
 def _places(roll: "Roll") -> Sequence[str]:
@@ -505,7 +602,7 @@ def _places(roll: "Roll") -> Sequence[str]:
 
 
 class _Outbox:
-    """Packs the buckets of a rank into its buffers, sends them, and writes them beside that."""
+    """Packs the buckets of a rank into its buffers, sends them, and begins to write them."""
 
     def __init__(
         self, what: SendBuckets, source: WeightSource, sending: "SendingLane | None"
@@ -516,10 +613,8 @@ class _Outbox:
         self._source = source
         self._sending = sending
         self.dtype: torch.dtype = getattr(torch, what.lanes.plan.dtype)
-        self._buffer = self._own = self._host = torch.empty(0, dtype=torch.uint8)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._writing: list[tuple[Tensor, Future[Bucket]]] = []
-        """What is written from which memory."""
+        self._buffer = self._own = torch.empty(0, dtype=torch.uint8)
+        self._files: LateFiles | None = None
         self._count = 0
         self._is_sent = False
         self._not_sent = ""
@@ -530,7 +625,8 @@ class _Outbox:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._break_off()
-        self._writer.shutdown()
+            if self._files is not None:
+                self._files.close()
 
     def _break_off(self) -> None:
         if self._sending is not None:
@@ -549,14 +645,13 @@ class _Outbox:
                 self._break_off()
         if not self._is_sent:
             self._buffer = self._own_buffer()
-        self._wait_for_files_of(self._buffer)
 
     def put(self, bucket: BucketPlan, weights: "Mapping[str, Tensor]") -> None:
         """Put weights into the bucket that has begun."""
         pack(weights, bucket, self.dtype, self._buffer)
 
     def finish_bucket(self, number: int, *, is_written: bool) -> None:
-        """Send the bucket, write it, or both."""
+        """Send the bucket, begin to write it, or both."""
         bucket, buffer = self._what.lanes.plan.buckets[number], self._buffer
         seal(bucket, buffer, f"{self._what.key}/{number}")
         if self._is_sent and self._sending is not None:
@@ -567,25 +662,34 @@ class _Outbox:
                 self._not_sent = str(error)
                 self._break_off()
         if is_written:
-            memory = buffer if buffer.device.type == "cpu" else self._in_host(buffer, bucket)
-            weights = dict(weights_in(memory, bucket, self.dtype))
-            future = self._writer.submit(self._what.place.write_bucket, number, weights)
-            self._writing.append((memory, future))
+            if self._files is None:
+                self._files = LateFiles(self._what.place, self.dtype)
+            self._files.add(number, bucket, buffer)
 
-    def finish(self) -> Delivered:
-        """Wait until everything is sent and written."""
+    def finish(self, *, tells: bool) -> Delivered:
+        """Wait until everything is sent, and written, unless the rank `tells` the meeting of that
+        later.
+        """
         if self._sending is not None:
             try:
                 self._sending.finish()
             except (WeightsError, RuntimeError, OSError) as error:
                 self._not_sent = str(error)
                 self._break_off()
-        self._writer.shutdown()
-        try:
-            written = [future.result() for _, future in self._writing]
-        except OSError as error:
-            return Delivered(None, str(error), self._not_sent)
-        return Delivered(Written(written, None), "", self._not_sent)
+        files, what = self._files, self._what
+        if files is None:
+            return Delivered(None, False, {}, self._not_sent)
+        if tells:
+            with suppress(WeightsError, OSError):  # the meeting is gone: the answer says it
+                _late[what.lanes.id] = files.tell(
+                    _meeting_of(what.lanes), files_of(what.key, self._source.rank)
+                )
+                return Delivered(None, True, files.sums, self._not_sent)
+        written = files.written()
+        files.close()
+        if what.sums is not None and not files.sums.items() <= what.sums.items():
+            written = RankFiles(error="the ranks that had it died, and the trainer has gone on")
+        return Delivered(written, False, files.sums, self._not_sent)
 
     def _own_buffer(self) -> "Tensor":
         import torch
@@ -595,26 +699,6 @@ class _Outbox:
                 self._what.lanes.plan.largest, dtype=torch.uint8, device=self._source.device
             )
         return self._own
-
-    def _in_host(self, buffer: "Tensor", bucket: BucketPlan) -> "Tensor":
-        """A bucket in page-locked memory of the host: a file takes long, and the GPU's buffer is
-        needed for the next bucket.
-        """
-        import torch
-
-        if not self._host.numel():
-            self._host = torch.empty(
-                self._what.lanes.plan.largest, dtype=torch.uint8, pin_memory=True
-            )
-        self._wait_for_files_of(self._host)
-        self._host[: bucket.size].copy_(buffer[: bucket.size])
-        return self._host
-
-    def _wait_for_files_of(self, memory: "Tensor") -> None:
-        """Wait until nothing is written from this memory any more."""
-        for source, future in self._writing:
-            if source is memory:
-                future.exception()
 
 
 class _Reading:
@@ -720,6 +804,8 @@ class _Reading:
 
 _opened: dict[str, _RankLanes] = {}
 """The lanes that this process sends by, by their id."""
+_late: "dict[str, Future[None]]" = {}
+"""What this process still writes of the last version, by the id of its lanes."""
 _readings: dict[tuple[str, str, str], _Reading] = {}
 """The lanes that readers of this process read from, by id, address and the reader's name."""
 
