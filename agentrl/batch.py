@@ -30,7 +30,8 @@ from agentrl.arrays import (
     same_fields,
 )
 from agentrl.expert_choices import ExpertChoices
-from agentrl.trajectory import Trajectory, Truncated, columns_of
+from agentrl.placed_images import PlacedImage, check_placed, shared_length, shifted
+from agentrl.trajectory import Trajectory, Truncated, Turn, columns_of
 
 N = TypeVar("N", bound=np.generic)
 
@@ -102,6 +103,8 @@ class TrainingSample:
     """The source of its advantages, if its tokens cost something."""
     member: int = 0
     """The number of its trajectory in `credits`."""
+    images: tuple[PlacedImage, ...] = ()
+    """The pictures in its tokens, and in `tail_ids` after these."""
 
     __eq__ = same_fields
 
@@ -123,6 +126,8 @@ class TrainingSample:
                 "a training sample needs one or more tokens and fields of equal length, got"
                 f" {lengths}"
             )
+        whole = len(self.token_ids) + len(self.tail_ids)
+        check_placed(self.images, whole, "a training sample")
         if self.loss_mask[0]:
             raise ValueError(
                 "the first token of a training sample cannot carry loss, because no token before it"
@@ -227,6 +232,11 @@ class TrainBatch:
     )
     """[M] The experts that engines chose for the tokens of each sample, an `ExpertChoices`; None if
     nothing is known of them. Nothing is copied from one batch to another, and ranks read them."""
+    images_M: npt.NDArray[np.object_] = field(
+        metadata=_column(Column("M", np.object_, source="images"))
+    )
+    """[M] The pictures in the tokens of each sample, and in its tail after these: a tuple of
+    `PlacedImage`, at positions in the sample."""
     credits: Credits | None = None
     """The source of the advantages, where tokens cost something."""
     members_J: IntArray = field(default_factory=lambda: ints(()), metadata=_column(Column("J")))
@@ -476,8 +486,14 @@ def to_samples(
         samples = _without_lossless(samples)
     samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
     if samples and isinstance(trajectory.status, Truncated):
-        samples[-1] = replace(samples[-1], truncated=True, tail_ids=trajectory.tail_ids)
+        samples[-1] = _with_tail(samples[-1], trajectory)
     return samples
+
+
+def _with_tail(sample: TrainingSample, trajectory: Trajectory) -> TrainingSample:
+    """The last sample of a truncated trajectory, with the tokens that follow it."""
+    images = (*sample.images, *shifted(trajectory.tail_images, len(sample.token_ids)))
+    return replace(sample, truncated=True, tail_ids=trajectory.tail_ids, images=images)
 
 
 def _with_experts_of(before: Sequence[TrainingSample], sample: TrainingSample) -> TrainingSample:
@@ -487,17 +503,18 @@ def _with_experts_of(before: Sequence[TrainingSample], sample: TrainingSample) -
     if sample.experts is None or not sample.experts.known_from:
         return sample
     begun = [
-        other.experts.until(_shared_tokens(other.token_ids, sample.token_ids))
+        other.experts.until(_shared_tokens(other, sample))
         for other in before
         if other.experts is not None
     ]
     return replace(sample, experts=ExpertChoices.joined([sample.experts, *begun]))
 
 
-def _shared_tokens(one: IntArray, other: IntArray) -> int:
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
+def _shared_tokens(one: TrainingSample, other: TrainingSample) -> int:
+    length = min(len(one.token_ids), len(other.token_ids))
+    differs = one.token_ids[:length] != other.token_ids[:length]
+    length = int(differs.argmax()) if differs.any() else length
+    return shared_length(one.images, other.images, length)
 
 
 def _without_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -557,7 +574,18 @@ def _laid(
             )
             if columns.has_experts
             else None,
+            images=_images_of(trajectory.turns[first:stop]) if columns.has_images else (),
         )
+
+
+def _images_of(turns: Sequence[Turn]) -> tuple[PlacedImage, ...]:
+    """The pictures of turns that lie end to end."""
+    images: list[PlacedImage] = []
+    end = 0
+    for turn in turns:
+        images += shifted(turn.images, end)
+        end += len(turn.prompt_ids) + len(turn.completion.token_ids)
+    return tuple(images)
 
 
 def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
@@ -621,7 +649,14 @@ def _collected(column: Column, collector: Any) -> Any:
         return collector.values
     if column.ragged:
         return Ragged.of(collector)
-    array = np.array(collector, column.dtype)
+    return filled_column(column.dtype, collector)
+
+
+def filled_column(kind: type[np.generic], values: Sequence[Any]) -> npt.NDArray[Any]:
+    """An immutable array with an entry per value, also where the values are sequences."""
+    array = np.empty(len(values), kind)
+    for place, value in enumerate(values):  # numpy would make a matrix of tuples
+        array[place] = value
     array.flags.writeable = False
     return array
 

@@ -63,6 +63,8 @@ class TurnColumns:
     """[P] See `Completion.support`; None if no answer has any."""
     has_experts: bool
     """Some answer has `Completion.experts`, which are among what is pickled."""
+    has_images: bool
+    """Some prompt has pictures (`Turn.images`), which are among what is pickled."""
     success: bool | None
     """See `Trajectory.success`."""
 

@@ -32,6 +32,7 @@ from agentrl.arrays import (
 from agentrl.encoded_image import EncodedImage
 from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
 from agentrl.expert_choices import ExpertChoices
+from agentrl.placed_images import PlacedImage, check_placed
 from agentrl.sealed_turns import Seal, SealedMessages, SealedTurns, TurnColumns
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -371,11 +372,14 @@ class Turn:
     trained: bool = True
     """Its tokens carry loss; they do not in a summary that is masked
     (`agentrl/conversation/context.py`)."""
+    images: tuple[PlacedImage, ...] = ()
+    """The pictures in `prompt_ids`."""
 
     __eq__ = same_fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", ints(self.prompt_ids))
+        check_placed(self.images, len(self.prompt_ids), "a turn's prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +484,8 @@ class Trajectory:
     branch: BranchPoint | None = None
     """The place where it has left another episode; None for one that was played from its
     beginning."""
+    tail_images: tuple[PlacedImage, ...] = field(default=(), compare=False)
+    """The pictures in `tail_ids`."""
 
     @property
     def beginning(self) -> str:
@@ -493,9 +499,11 @@ class Trajectory:
         if isinstance(self.turns, SealedTurns):
             columns = self.turns.columns
             shown = columns.tokens_T[: columns.shown_K[0]]
+            images = self.turns[0].images if columns.has_images else ()
         else:
-            shown = self.turns[0].prompt_ids
-        return blake2b(shown.tobytes(), digest_size=8).hexdigest()
+            shown, images = self.turns[0].prompt_ids, self.turns[0].images
+        named = repr([image.key for image in images]).encode() if images else b""
+        return blake2b(shown.tobytes() + named, digest_size=8).hexdigest()
 
     def unshared(self) -> "Trajectory":
         """The same, for code that may change what it gets: its options, infos and calls are copies.
@@ -624,6 +632,7 @@ def columns_of(turns: Sequence[Turn]) -> TurnColumns:
         if any(one.support is not None for one in answers)
         else None,
         has_experts=any(one.experts is not None for one in answers),
+        has_images=any(turn.images for turn in turns),
         success=None if last is None else bool(last),
     )
 
@@ -640,6 +649,7 @@ class _RestOfTurn(NamedTuple):
     asked: float
     picture: str
     calls: tuple[MadeCall, ...] | None
+    images: tuple[PlacedImage, ...]
 
     @staticmethod
     def of(turn: Turn) -> "_RestOfTurn":
@@ -654,6 +664,7 @@ class _RestOfTurn(NamedTuple):
             turn.asked,
             turn.picture,
             turn.calls,
+            turn.images,
         )
 
 
@@ -690,6 +701,7 @@ def _made(columns: TurnColumns, rest: Sequence[_RestOfTurn]) -> list[Turn]:
             one.picture,
             one.calls,
             bool(columns.trained_K[number]),
+            one.images,
         )
         turns.append(turn)
     return turns

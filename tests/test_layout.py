@@ -24,6 +24,7 @@ SHARED_NAMES = {"Config", "Options"}
 LAYERS = [
     {"arrays", "distribution", "errors", "files", "lazy_names"},
     {"encoded_image", "expert_choices", "sealed_turns"},
+    {"placed_images"},
     {"models", "settings", "trajectory"},
     {"batch", "flow", "net"},
     {"protocols"},
@@ -59,6 +60,7 @@ PLUGINS_MAY_IMPORT = {
     "models",
     "net",
     "oracles",
+    "placed_images",
     "placement",
     "protocols",
     "rollout",
@@ -199,6 +201,7 @@ SETTINGS_MODULES = {
     "faults",
     "latency",
     "observations",
+    "placed_images",
     "plugins",
     "retries",
     "rule_registry",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agentrl.arrays import GrowingInts
+from agentrl.placed_images import PlacedImage, images_from, shifted
 
 if TYPE_CHECKING:
     from agentrl.protocols import GenerateRequest
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 _SESSIONS = 1 << 16
 """Sessions remembered by the sender; the least recently used is forgotten first."""
 _TOKENS = 1 << 24
-"""Tokens of all sessions held in the actor; the least recently used session is forgotten first."""
+"""What the actor holds of all sessions, in tokens of four bytes; the least recently used session is
+forgotten first."""
 
 
 class SentPrompts:
@@ -35,7 +37,11 @@ class SentPrompts:
         """
         if not request.known or self._lengths.get(request.session) != request.known:
             return None
-        return replace(request, prompt_ids=request.prompt_ids[request.known :])
+        return replace(
+            request,
+            prompt_ids=request.prompt_ids[request.known :],
+            images=shifted(images_from(request.images, request.known), -request.known),
+        )
 
     def answered(self, request: "GenerateRequest", completion: "Completion") -> None:
         """Note that the actor has answered this request, given here with its whole prompt."""
@@ -46,25 +52,41 @@ class SentPrompts:
                 self._lengths.popitem(last=False)
 
 
+class _Held:
+    """The last prompt and completion of a session, with the pictures in them."""
+
+    __slots__ = ("images", "tokens")
+
+    def __init__(self, tokens: GrowingInts, images: tuple[PlacedImage, ...]) -> None:
+        self.tokens = tokens
+        self.images = images
+
+    @property
+    def size(self) -> int:
+        """In tokens, of four bytes each."""
+        return len(self.tokens) + sum(len(placed.image.data) // 4 for placed in self.images)
+
+
 class HeldPrompts:
-    """The tokens of the last prompt and completion of each session, in the actor."""
+    """The tokens and pictures of the last prompt and completion of each session, in the actor."""
 
     def __init__(self, limit: int = _TOKENS) -> None:
         self._limit = limit
-        self._held: OrderedDict[str, GrowingInts] = OrderedDict()
-        self._tokens = 0
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._size = 0
 
     def whole(self, cut: "GenerateRequest") -> "GenerateRequest | None":
         """The request before it was cut; None if the actor does not hold `known` tokens: it must
         then be sent whole.
         """
         held = self._held.get(cut.session)
-        if held is None or len(held) != cut.known:
+        if held is None or len(held.tokens) != cut.known:
             return None
-        held = self._take(cut.session)
-        held.append(cut.prompt_ids)
+        self._take(cut.session)
+        held.tokens.append(cut.prompt_ids)
+        held.images += shifted(cut.images, cut.known)
         self._put(cut.session, held)
-        return replace(cut, prompt_ids=held.values)
+        return replace(cut, prompt_ids=held.tokens.values, images=held.images)
 
     def answered(
         self, request: "GenerateRequest", completion: "Completion", *, was_cut: bool
@@ -73,18 +95,18 @@ class HeldPrompts:
         if not request.session:
             return
         held = self._take(request.session)
-        if not was_cut or len(held) != len(request.prompt_ids):  # else it already holds the prompt
-            held = GrowingInts(request.prompt_ids)
-        held.append(completion.token_ids)
+        if held is None or not was_cut or len(held.tokens) != len(request.prompt_ids):
+            held = _Held(GrowingInts(request.prompt_ids), request.images)
+        held.tokens.append(completion.token_ids)
         self._put(request.session, held)
 
-    def _take(self, session: str) -> GrowingInts:
-        held = self._held.pop(session, None) or GrowingInts()
-        self._tokens -= len(held)
+    def _take(self, session: str) -> _Held | None:
+        held = self._held.pop(session, None)
+        self._size -= held.size if held else 0
         return held
 
-    def _put(self, session: str, held: GrowingInts) -> None:
+    def _put(self, session: str, held: _Held) -> None:
         self._held[session] = held
-        self._tokens += len(held)
-        while self._tokens > self._limit:
+        self._size += held.size
+        while self._size > self._limit:
             self._take(next(iter(self._held)))

@@ -5,7 +5,7 @@ update.
 from collections.abc import Collection
 from typing import Literal
 
-from agentrl.errors import EngineError, FormatError
+from agentrl.errors import EngineError, FormatError, ImagesRefusedError
 from agentrl.protocols import GenerateRequest, ScoreRequest
 
 KvOnUpdate = Literal["recompute", "keep", "reuse"]
@@ -36,14 +36,16 @@ def max_new_tokens(
     live_ids: Collection[str],
     checked: int = 0,
     formats: bool = False,
+    images: bool = False,
 ) -> int:
     """The number of tokens the request may sample: its `max_tokens`, or fewer if `max_context` is
     reached first.
 
     The first `checked` tokens of the prompt are already known to be in the vocabulary. `formats`:
-    the engine can constrain a completion.
+    the engine can constrain a completion. `images`: it reads pictures.
 
     Raises:
+        ImagesRefusedError: the request has pictures, and the engine reads none.
         FormatError: the request wants a format, and the engine cannot constrain a completion, or
         was interrupted in it.
         EngineError: the prompt leaves no room for a token, or the request is malformed.
@@ -64,6 +66,8 @@ def max_new_tokens(
     if request.format is not None and (request.resumed or not formats):
         why = "cannot go on with an interrupted answer" if formats else "does not constrain answers"
         raise FormatError(f"{request.id} asks for an answer of a format: this engine {why}")
+    if request.images and not images:
+        raise ImagesRefusedError(_unread(request.id))
     new_ids = request.prompt_ids[checked:]
     if (
         vocab_size is not None
@@ -85,7 +89,10 @@ def check_score(request: ScoreRequest, *, max_context: int, vocab_size: int | No
 
     Raises:
         EngineError: it has more than `max_context` tokens, or is malformed.
+        ImagesRefusedError: it has pictures, which no engine scores.
     """
+    if request.images:
+        raise ImagesRefusedError(_unread(request.id))
     ids, length = request.token_ids, len(request.token_ids)
     if length > max_context:
         raise EngineError(
@@ -101,6 +108,13 @@ def check_score(request: ScoreRequest, *, max_context: int, vocab_size: int | No
         raise EngineError(
             f"{request.id} holds ids outside of the vocabulary of {vocab_size} tokens"
         )
+
+
+def _unread(name: str) -> str:
+    return (
+        f"{name} has pictures in its tokens, and this engine reads text alone: take engine=local"
+        " with a model that has eyes"
+    )
 
 
 __all__ = ["KvOnUpdate", "check_score", "effective_kv_on_update", "max_new_tokens"]

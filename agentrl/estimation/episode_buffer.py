@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from agentrl.arrays import Ragged
-from agentrl.batch import TrainBatch, columns
-from agentrl.errors import CheckpointError
+from agentrl.batch import TrainBatch, columns, filled_column
+from agentrl.errors import CheckpointError, TrainingError
 
 REPLAY_FOLDER = "replay"
 """The folder of a checkpoint that has the kept episodes."""
@@ -73,7 +73,16 @@ class EpisodeBuffer:
         return sum(_trajectories_in(played.batch) for played in self._kept)
 
     def keep(self, step: int, batch: TrainBatch, tasks: Sequence[str]) -> None:
-        """Keep the batch of a step; the oldest batch is dropped if there are too many."""
+        """Keep the batch of a step; the oldest batch is dropped if there are too many.
+
+        Raises:
+            TrainingError: it has pictures, which are not kept.
+        """
+        if any(batch.images_M):
+            raise TrainingError(
+                "a critic cannot learn again from episodes with pictures: set"
+                " recipe.replay to 0, or choose what the environment says in words"
+            )
         kept = _batch({name: getattr(batch, name) for name in _KEPT}, batch.tails_M)
         self._kept.append(PlayedStep(step, kept, tuple(tasks)))
 
@@ -148,6 +157,7 @@ class EpisodeBuffer:
 def _batch(kept: Mapping[str, Any], tails_M: Ragged) -> TrainBatch:
     blank = {name: column.zeros(len(kept["turns_N"])) for name, column in columns("N").items()}
     blank["experts_M"] = np.full(len(kept["lengths_M"]), None)
+    blank["images_M"] = filled_column(np.object_, [()] * len(kept["lengths_M"]))
     return TrainBatch(**{**blank, **kept, "tails_M": tails_M})
 
 

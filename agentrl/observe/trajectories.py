@@ -26,6 +26,7 @@ _MESSAGE = pa.struct(
         ("images", pa.list_(pa.string())),
     ]
 )
+_PLACED = pa.struct([("start", pa.int32()), ("tokens", pa.int32()), ("image", pa.string())])
 _TURN = pa.struct(
     [
         ("prompt_ids", pa.list_(pa.int32())),
@@ -41,6 +42,7 @@ _TURN = pa.struct(
         ("asked", pa.float64()),
         ("picture", pa.string()),
         ("trained", pa.bool_()),
+        ("images", pa.list_(_PLACED)),
     ]
 )
 _CALL = pa.struct(
@@ -88,7 +90,9 @@ of `scoring`, when rewards worked on the episode, are Unix time, in seconds. `nu
 sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing
 of the state that a turn answers, and of the last one. A message that was `given` came with the task
 and was not sampled in the episode, whatever its role. The `images` of a message are names of files
-in the run's folder `images`, each named after its content. A turn that is not `trained` is masked.
+in the run's folder `images`, each named after its content; those of a turn are the ones in its
+`prompt_ids`, each with its first token there and how many it has. A turn that is not `trained` is
+masked.
 `calls` are those of tools (`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
 The first `trained_turns` turns are trained on in another row: of an earlier step with the same id,
@@ -132,6 +136,7 @@ def write_trajectories(
         while some := list(islice(pairs, _ROWS_AT_A_TIME)):
             for trajectory, _ in some:
                 images.keep(image for message in trajectory.messages for image in message.images)
+                images.keep(placed.image for turn in trajectory.turns for placed in turn.images)
             rows = [_row(trajectory, score, epoch) for trajectory, score in some]
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     unfinished.replace(path)
@@ -198,6 +203,10 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
                 "asked": turn.asked + epoch,
                 "picture": turn.picture,
                 "trained": turn.trained,
+                "images": [
+                    {"start": placed.start, "tokens": placed.tokens, "image": placed.image.name}
+                    for placed in turn.images
+                ],
             }
             for turn in trajectory.turns
         ],

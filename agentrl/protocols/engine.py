@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.errors import ConfigError, EngineError
 from agentrl.flow.pausable_clock import PausableClock
+from agentrl.placed_images import PlacedImage, check_placed
 from agentrl.protocols.offers import Offers
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
@@ -54,6 +55,9 @@ class GenerateRequest:
     chose for each token from `experts_from` on (`Completion.experts`). The others ignore it.
 
     With `format`, an engine that can constrains the completion. The others refuse the request.
+
+    `images` are the pictures in `prompt_ids`. An engine that does not read any (`reads_images`)
+    refuses the request.
     """
 
     id: str
@@ -67,11 +71,13 @@ class GenerateRequest:
     keep_experts: bool = False
     resumed: int = 0
     format: AnswerFormat | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     __eq__ = same_fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", ints(self.prompt_ids))
+        check_placed(self.images, len(self.prompt_ids), f"request {self.id}")
         try:
             object.__setattr__(self, "seed", index(self.seed))
         except TypeError:
@@ -120,18 +126,20 @@ class ScoreRequest:
 
     Wanted are those of `token_ids[start:]`, each after all the tokens before it, with logits
     divided by `temperature`, over the whole vocabulary. `start` is at least 1, because nothing
-    predicts the first token.
+    predicts the first token. `images` are the pictures in `token_ids`.
     """
 
     id: str
     token_ids: IntArray
     start: int = 1
     temperature: float = 1.0
+    images: tuple[PlacedImage, ...] = ()
 
     __eq__ = same_fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", ints(self.token_ids))
+        check_placed(self.images, len(self.token_ids), f"request {self.id}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +162,7 @@ class Engine(Protocol):
     engine step.
 
     The methods from `score` on are optional: an engine that lacks one does not offer it
-    (`EngineOffers`). Four more facts are its class attribute `offers`.
+    (`EngineOffers`). Five more facts are its class attribute `offers`.
     """
 
     @property
@@ -296,7 +304,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineOffers(Offers):
-    """The abilities of an engine beyond `generate`. A class states the first four in its attribute
+    """The abilities of an engine beyond `generate`. A class states the first five in its attribute
     `offers`; the others follow from its methods.
     """
 
@@ -308,6 +316,8 @@ class EngineOffers(Offers):
     """Its `probe` is answered whatever it works on, also while it takes new weights or sleeps."""
     reads_arrivals: bool = False
     """It loads weights as they arrive (`Shipment.arrivals`), and so can take live ones."""
+    reads_images: bool = False
+    """It reads the pictures of a request (`GenerateRequest.images`), if its model can."""
     scores: bool = False
     """It has a method `score`."""
     stages_weights: bool = False

@@ -5,20 +5,28 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentrl.arrays import IntArray, same_fields
+from agentrl.placed_images import PlacedImage, images_from, shifted
 from agentrl.trajectory import Completion, Message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """The model's next prompt. `ids` is the whole prompt, `new_ids` its part after the last turn's
-    last token.
+    last token, `images` are the pictures in `ids`.
     """
 
     ids: IntArray
     new_ids: IntArray
     forked: bool
+    images: tuple[PlacedImage, ...] = ()
 
     __eq__ = same_fields
+
+    @property
+    def new_images(self) -> tuple[PlacedImage, ...]:
+        """The pictures in `new_ids`."""
+        known = len(self.ids) - len(self.new_ids)
+        return shifted(images_from(self.images, known), -known)
 
 
 class Conversation(Protocol):

@@ -15,6 +15,7 @@ from agentrl.arrays import floats, ints
 from agentrl.conversation.renderer import TemplateRenderer
 from agentrl.errors import ConfigError
 from agentrl.observe.run_images import RunImages
+from agentrl.placed_images import PlacedImage
 from agentrl.recipes.foreign_recordings import read_foreign_recordings, rollout_files
 from agentrl.settings.base import COLDEST, Settings
 from agentrl.tasks.saved_rows import saved_rows
@@ -162,7 +163,11 @@ def played_in(row: dict[str, Any], images: RunImages) -> Trajectory:
             turn["reward"],
             json.loads(turn["info"]),
             bool(turn["forked"]),
-            trained=turn.get("trained") is not False,  # earlier versions kept none
+            trained=turn.get("trained") is not False,  # earlier versions kept none of these two
+            images=tuple(
+                PlacedImage(placed["start"], placed["tokens"], images.read(placed["image"]))
+                for placed in turn.get("images") or ()
+            ),
         )
         for turn in row["turns"] or ()
     ]

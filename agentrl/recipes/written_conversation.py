@@ -47,7 +47,8 @@ def trajectory_from_messages(
         certain = np.zeros(len(ids))
         completion = Completion(ids, floats(certain), ints(certain), reason)
         conversation.answer(completion)
-        turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked))
+        own = prompt.new_images
+        turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked, images=own))
     if not turns:
         raise ConfigError(
             "a conversation has no answer of the assistant, so there is nothing to learn"

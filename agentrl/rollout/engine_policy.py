@@ -76,6 +76,7 @@ class EnginePolicy:
             keep_support=self.trained and self.sampling.truncated,
             keep_experts=self.trained and self.keep_experts,
             format=answer_format,
+            images=prompt.images,
         )
         clock = clock_of(self.engine)
         seconds = self.deadline + context_seconds(len(prompt.ids), self.seconds_per_context_token)

@@ -27,6 +27,7 @@ from agentrl.hosting.live_env import LiveEnv
 from agentrl.hosting.observations import images_taken
 from agentrl.hosting.pictures import taken
 from agentrl.hosting.pool import EnvPool
+from agentrl.placed_images import PlacedImage
 from agentrl.protocols import (
     Conversation,
     Prompt,
@@ -147,6 +148,7 @@ class _Reply(NamedTuple):
             self.asked,
             picture,
             calls,
+            images=prompt.new_images,
         )
 
 
@@ -166,6 +168,7 @@ class _AgentState:
     turns: list[Turn] = field(default_factory=list)
     head_start: float = 0.0
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
+    tail_images: tuple[PlacedImage, ...] = ()
     asked: Prompt | None = None
 
     def earn(self, reward: float) -> None:
@@ -199,6 +202,7 @@ class _AgentState:
             self.tail_ids,
             started=elapsed() - seconds,
             picture=picture,
+            tail_images=self.tail_images,
         )
 
     def segment(self, episode: Episode, seconds: float) -> Trajectory:
@@ -209,9 +213,11 @@ class _AgentState:
         count = len(self.turns) - bool(self.agent)
         turns, later = tuple(self.turns[: max(0, count)]), self.turns[max(0, count) :]
         follows: Turn | Prompt | None = later[0] if later else self.asked
-        tail = ints(())
-        if follows is not None and not follows.forked:
-            tail = follows.prompt_ids if isinstance(follows, Turn) else follows.new_ids
+        tail, pictures = ints(()), tuple[PlacedImage, ...]()
+        if isinstance(follows, Turn) and not follows.forked:
+            tail, pictures = follows.prompt_ids, follows.images
+        elif isinstance(follows, Prompt) and not follows.forked:
+            tail, pictures = follows.new_ids, follows.new_images
         messages = self.conversation.messages
         return Trajectory(
             episode.id,
@@ -224,6 +230,7 @@ class _AgentState:
             self.head_start,
             tail,
             started=elapsed() - seconds,
+            tail_images=pictures,
         )
 
     def render_tail(self) -> None:
@@ -236,7 +243,7 @@ class _AgentState:
     def keep_tail(self, prompt: Prompt) -> None:
         """Keep a prompt that nothing answered, if it extends the last turn."""
         if not prompt.forked:
-            self.tail_ids = prompt.new_ids
+            self.tail_ids, self.tail_images = prompt.new_ids, prompt.new_images
 
 
 @dataclass(slots=True)
@@ -424,7 +431,9 @@ class EnvEpisodeRunner:
         for turn in start.shared:
             prompt = state.conversation.prompt(_until_answer(messages))
             state.conversation.answer(turn.completion)
-            if prompt.forked != turn.forked or not np.array_equal(prompt.new_ids, turn.prompt_ids):
+            same = np.array_equal(prompt.new_ids, turn.prompt_ids)
+            same = same and prompt.new_images == turn.images
+            if prompt.forked != turn.forked or not same:
                 raise EnvError(
                     f"{parent.id} cannot be gone back to: its prompts, rendered again, are others."
                     " Leave rollout.branches out with this chat template"

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from agentrl.arrays import ints
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
+from agentrl.encoded_image import EncodedImage
+from agentrl.placed_images import PlacedImage
 from agentrl.protocols import GenerateRequest
 from agentrl.settings.sampling import SamplingParams
 from agentrl.trajectory import Completion
 
+PICTURES = [EncodedImage.of_pixels(np.full((1, 1), shade, np.uint8)) for shade in (0, 255)]
 tokens = st.lists(st.integers(0, 9), max_size=4)
 
 
@@ -20,16 +23,32 @@ def answer(token_ids: list[int]) -> Completion:
 
 
 @given(
-    turns=st.lists(st.tuples(st.sampled_from("abc"), tokens, tokens, st.booleans()), max_size=30),
-    limit=st.integers(0, 60),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            tokens,
+            tokens,
+            st.booleans(),
+            st.sampled_from([None, *PICTURES]),
+        ),
+        max_size=30,
+    ),
+    limit=st.integers(0, 120),
 )
 def test_the_actor_sees_every_prompt_as_it_was_or_asks_for_it_whole(turns, limit):
     here, there = SentPrompts(), HeldPrompts(limit)
-    so_far: dict[str, list[int]] = {}
-    for session, new, sampled, answered in turns:
-        known = so_far.get(session, [])
+    so_far: dict[str, tuple[list[int], tuple[PlacedImage, ...]]] = {}
+    for session, new, sampled, answered, shown in turns:
+        known, images = so_far.get(session, ([], ()))
+        if shown is not None:
+            images = (*images, PlacedImage(len(known), 1, shown))
         request = GenerateRequest(
-            "r", [*known, 1, *new], SamplingParams(), session=session, known=len(known)
+            "r",
+            [*known, 1, *new],
+            SamplingParams(),
+            session=session,
+            known=len(known),
+            images=images,
         )
         cut = here.cut(request)
         seen = request if cut is None else there.whole(pickle.loads(pickle.dumps(cut)))
@@ -41,8 +60,8 @@ def test_the_actor_sees_every_prompt_as_it_was_or_asks_for_it_whole(turns, limit
             continue
         there.answered(seen, answer(sampled), was_cut=cut is not None and seen is not request)
         here.answered(request, answer(sampled))
-        so_far[session] = [*request.prompt_ids.tolist(), *sampled]
-        assert there._tokens == sum(len(held) for held in there._held.values()) <= limit
+        so_far[session] = [*request.prompt_ids.tolist(), *sampled], images
+        assert there._size == sum(held.size for held in there._held.values()) <= limit
 
 
 def test_a_late_turn_sends_as_much_as_an_early_one():
