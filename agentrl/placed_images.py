@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from agentrl.encoded_image import EncodedImage
+if TYPE_CHECKING:
+    from agentrl.encoded_image import EncodedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class PlacedImage:
     """The position of its first placeholder."""
     tokens: int
     """The number of its tokens."""
-    image: EncodedImage
+    image: "EncodedImage"
 
     @property
     def stop(self) -> int:
