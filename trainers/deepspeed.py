@@ -22,6 +22,7 @@ class DeepSpeedTrainer(GroupTrainer):
     class Config(TrainerSettings):
         """The settings of every trainer, and how this one is sharded."""
 
+        sees: ClassVar[bool] = False
         world_size: int = Field(1, ge=1)
         """Number of ranks, with one device each."""
         zero_stage: Literal[1, 2, 3] = 2

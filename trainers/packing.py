@@ -40,6 +40,7 @@ class MicroBatch:
     numbers_M: IntArray
     shared: SharedPrefixes | None = None
     counts: bool = True
+    sees: bool = False
 
     @property
     def tokens(self) -> int:
@@ -73,8 +74,8 @@ def micro_batches(
         ValueError: `tokens` is below 1.
     """
     trained = batch.loss_tokens_M.nonzero()[0].tolist()
-    ends_M = np.cumsum(batch.lengths_M)
-    texts = [batch.tokens_S[ends_M[m] - batch.lengths_M[m] : ends_M[m]] for m in trained]
+    texts = _texts(batch, trained)
+    sees = any(text.min() < 0 for text in texts)
     rows = [
         [sorted(one, key=lambda number: (-len(texts[number]), number)) for one in row]
         for row in _rows(texts, tokens, parts, attention)
@@ -86,12 +87,31 @@ def micro_batches(
             part,
             np.asarray([trained[number] for number in sequence], np.int32),
             find_shared([texts[number] for number in sequence]),
+            sees=sees,
         )
         for part, sequence in zip(
             ordered.split([len(sequence) for sequence in sequences]), sequences, strict=True
         )
     )
     return [[next(made) for _ in row] for row in rows]
+
+
+def _texts(batch: TrainBatch, samples: Sequence[int]) -> list[IntArray]:
+    """The tokens of samples. Those of a picture, which are the same ones whatever it shows, have a
+    number below 0 of its own instead, so that only samples of the same pictures share a prefix.
+    """
+    ends_M = np.cumsum(batch.lengths_M)
+    numbers: dict[str, int] = {}
+    texts: list[IntArray] = []
+    for sample in samples:
+        text = batch.tokens_S[ends_M[sample] - batch.lengths_M[sample] : ends_M[sample]]
+        if images := [image for image in batch.images_M[sample] if image.start < len(text)]:
+            text = text.copy()
+            for image in images:
+                number = numbers.setdefault(image.image.digest, -1 - len(numbers))
+                text[image.start : image.stop] = number
+        texts.append(text)
+    return texts
 
 
 def _rows(texts: Sequence[IntArray], tokens: int, parts: int, attention: float) -> list[Row]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -138,6 +138,17 @@ class TrainerSettings(Settings):
     linear layers.
     """
 
+    train_tower: bool = False
+    """Of a model that sees: train its tower too. By default it stays as it is: it takes neither
+    gradients nor moments, and is not sent to the engines. Not with `lora`."""
+
+    train_projector: bool = False
+    """Of a model that sees: train its projector too, which makes the tower's features the language
+    model's. Not with `lora`."""
+
+    sees: ClassVar[bool] = True
+    """True if models that see can be trained."""
+
     @model_validator(mode="after")
     def _moments_can_change(self) -> Self:
         if self.moments == "bfloat16" and max(self.betas) > _SLOWEST:
@@ -208,5 +219,6 @@ class TrainerSettings(Settings):
             activation_offload=self.activation_offload,
             lora_rank=self.lora.rank if self.lora else 0,
             lora_targets=self.lora.names if self.lora else (),
+            trains_tower=self.train_tower or self.train_projector,
             moment_bytes=_MOMENT_BYTES[self.moments],
         )

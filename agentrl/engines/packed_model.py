@@ -34,6 +34,7 @@ from agentrl.models.attention_check import (
 from agentrl.models.facts import longest_context
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Routing
+from agentrl.models.vision import part_of, sees
 from agentrl.models.weight_names import WeightNames
 from agentrl.protocols import ScoreRequest
 from agentrl.settings.sampling import SamplingParams
@@ -417,7 +418,12 @@ class PackedModel:
         unknown = sorted(shapes.keys() - expected.keys())
         given = {id(own[name]) for name in shapes if name in own}
         missing = sorted(
-            expected.keys() - shapes.keys() - {name for name in own if id(own[name]) in given}
+            name
+            for name in expected.keys()
+            - shapes.keys()
+            - {name for name in own if id(own[name]) in given}
+            # A frozen tower is not sent.
+            if not sees(self._model.config) or part_of(name) == "language"
         )
         misshapen = sorted(
             name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
 from agentrl.models.optional_fields import optional_field
+from agentrl.models.vision import auto_class, check_family
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +37,10 @@ def check_kind(config: Any, folder: Path, *, trust_remote_code: bool = False) ->
     its class.
 
     Raises:
-        ConfigError: it is not a decoder alone, has layers of other kinds, or does not use the
-        attention interface.
+        ConfigError: it is not a decoder alone, has layers of other kinds, does not use the
+        attention interface, or sees pictures in a way that is not known here.
     """
+    check_family(config)
     text, model_class = config.get_text_config(), _class_of(config, folder, trust_remote_code)
     name = model_class.__name__
     if optional_field(text, "is_encoder_decoder", False):
@@ -66,7 +68,6 @@ def check_kind(config: Any, folder: Path, *, trust_remote_code: bool = False) ->
 
 
 def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     written = optional_field(config, "auto_map", {}).get("AutoModelForCausalLM")
@@ -77,7 +78,7 @@ def _class_of(config: Any, folder: Path, trust_remote_code: bool) -> Any:
             raise ConfigError(
                 f"{folder}: the model's own code ({written}) cannot be loaded: {error}"
             ) from error
-    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    known = auto_class(config)._model_mapping[type(config)]
     return known[0] if isinstance(known, tuple) else known
 
 
@@ -148,7 +149,7 @@ def check_attention(model: Any, together: States) -> None:
     windows: Windows = []
     with torch.no_grad():
         found = together(rows_T, windows)
-        with _own_attention(model.config):
+        with _own_attention(model.config.get_text_config()):
             alone = [
                 model.base_model(input_ids=row_T[None], use_cache=False).last_hidden_state[0]
                 for row_T in rows_T

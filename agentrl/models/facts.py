@@ -15,6 +15,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.models.layer_facts import Heads, Kept, Layer
 from agentrl.models.optional_fields import optional_field
+from agentrl.models.vision import auto_class, language_model, part_of, sees
 
 PUBLISHED = Path(__file__).parent / "published"
 """The configs of some published models, by their names on the Hugging Face hub: they are enough for
@@ -100,6 +101,8 @@ class ModelFacts:
     compute."""
     tied: bool = False
     """The embedding is also the output layer."""
+    tower: int = 0
+    """Parameters of the tower and the projector of a model that sees."""
 
     @property
     def embedding(self) -> int:
@@ -151,15 +154,16 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         ConfigError: models of its kind cannot be counted here.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
+    language = language_model(model)
+    beside = sees(config)
     config = config.get_text_config()
     kinds = set(model._no_split_modules or ())
     made: dict[Any, Layer] = {}  # of equal layers, only one is read
     layers = []
-    for module in model.modules():
+    for module in language.modules():
         if type(module).__name__ in kinds:
             shapes = tuple(
                 (name, tuple(parameter.shape)) for name, parameter in module.named_parameters()
@@ -200,7 +204,10 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         experts=experts,
         chosen=max(layer.chosen for layer in layers),
         pieced_heads=heads.queries if _is_pieced(model, config) else 0,
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(optional_field(config, "tie_word_embeddings", model.config.tie_word_embeddings)),
+        tower=sum(p.numel() for name, p in model.named_parameters() if part_of(name) != "language")
+        if beside
+        else 0,
     )
 
 

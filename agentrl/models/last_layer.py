@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.models.vision import language_model
+
 MAX_NEEDED_SHARE = 0.75
 """It is worth leaving tokens out if at most this share of them is needed."""
 
@@ -28,7 +30,7 @@ def compute_only_needed(model: Any) -> None:
     the tokens that are left out, the output of the module is 0. Attention is called with
     `needed_only=True`, and may do the same.
     """
-    layers: Any = getattr(model.base_model, "layers", None)
+    layers: Any = getattr(language_model(model), "layers", None)
     if not layers:
         return
     last = layers[-1]

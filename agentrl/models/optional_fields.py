@@ -8,6 +8,7 @@ OptionalField = Literal[
     "final_logit_softcapping",
     "head_dim",
     "hidden_size_per_layer_input",
+    "image_token_id",
     "is_encoder_decoder",
     "kv_lora_rank",
     "layer_types",
@@ -21,6 +22,7 @@ OptionalField = Literal[
     "quantization_config",
     "rope_parameters",
     "sliding_window",
+    "tie_word_embeddings",
 ]
 """The names that are asked for: a type checker refuses a mistyped one."""
 

@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.models.attention_check import check_kind
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.overrides import origin_of, overridden_folder
+from agentrl.models.vision import sees
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
@@ -151,11 +152,11 @@ def check_architecture(
     has_code = trust_remote_code and "AutoModelForCausalLM" in optional_field(
         config, "auto_map", {}
     )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not sees(config) and not has_code:
         raise ConfigError(
             f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])},"
             " which is no causal language model that transformers knows: take one whose class ends"
-            " with ForCausalLM, or a newer transformers"
+            " with ForCausalLM, one that sees, or a newer transformers"
         )
     check_kind(config, folder, trust_remote_code=trust_remote_code)
 

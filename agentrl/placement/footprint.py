@@ -100,6 +100,8 @@ class TrainerLayout:
     """Gradients and optimizer, and sharded weights, are in the host's memory."""
     lora_rank: int = 0
     """The rank of low-rank updates, if only those are trained."""
+    trains_tower: bool = False
+    """Of a model that sees: its tower or its projector is trained too."""
     lora_targets: tuple[str, ...] = ()
     """The ends of the names of the layers that have them; all if there are none."""
     activation_offload: bool = False
@@ -244,7 +246,7 @@ def _fsdp_peaks(
     outside layers (embeddings and head) are summed last.
     """
     number, tensor = layout.number, layout.mesh.tensor
-    outside = (facts.parameters - facts.blocks) // tensor
+    outside = (facts.parameters - facts.blocks - facts.tower) // tensor
     block, head, rest = facts.block, facts.embedding // tensor, outside
     if layout.lora_rank:
         block, head, rest = trained_parameters(facts, layout) // facts.layers, 0, 0
@@ -328,7 +330,7 @@ def trained_parameters(facts: ModelFacts, layout: TrainerLayout) -> int:
     return (
         layout.lora_rank * facts.ends_of(layout.lora_targets)
         if layout.lora_rank
-        else facts.parameters
+        else facts.parameters - facts.tower * (not layout.trains_tower)
     )
 
 
@@ -353,7 +355,7 @@ def _gathered_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
     casts = 2 * facts.parameters if layout.precision == "autocast" else 0
     if layout.shards < 3:
         return casts + head
-    outside = facts.parameters - facts.blocks
+    outside = facts.parameters - facts.blocks - facts.tower
     gathered = (
         facts.parameters
         if layout.keeps_gathered

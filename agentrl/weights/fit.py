@@ -4,6 +4,7 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError
 from agentrl.models.source import weight_files
+from agentrl.models.vision import auto_class
 from agentrl.models.weight_names import WeightNames
 from agentrl.weights.bundle import weight_shapes
 
@@ -18,7 +19,7 @@ def check_fit(
         ConfigError: a weight has another shape.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not weight_files(folder):
         return
@@ -26,7 +27,7 @@ def check_fit(
         folder, trust_remote_code=trust_remote_code, local_files_only=True
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     expected, found = WeightNames.of(model).published_shapes(own), weight_shapes(folder)
     wrong = sorted(

@@ -22,9 +22,11 @@ from agentrl.expert_choices import UNKNOWN, read_choices
 from agentrl.models.attention_check import Windows
 from agentrl.models.optional_fields import optional_field
 from agentrl.models.routing import TokenRouting, choices_are_taken, without_router_logits
+from agentrl.models.vision import language_model
 from agentrl.trainers.compute.attention import Segments
 from agentrl.trainers.compute.context import ContextGroup, ContextSlice, OwnTokens
 from agentrl.trainers.compute.logprobs import Scaling, linear_logprobs
+from agentrl.trainers.compute.pictures import PictureReader, Pictures
 from agentrl.trainers.compute.tensor import TensorGroup, VocabularyPart
 from agentrl.trainers.packing import MicroBatch
 
@@ -41,7 +43,8 @@ class DeviceMicroBatch:
     the tokens whose last hidden states are used; `None` for all. `routing`: the experts that
     engines chose for them, if they are asked for and some are known. `times_S`: of how many tokens
     of samples with loss tokens each one is the only copy, where the balance of experts is asked
-    for; the last layer then computes all tokens.
+    for; the last layer then computes all tokens. `pictures`: those among the tokens. `axes_3S`: the
+    positions by time, height and width of a family that has them, where there are pictures.
 
     If the tokens are cut over several ranks, those of `tokens_S`, `positions_S`, `needed_P`,
     `routing` and `times_S` are this rank's slice, and `predictors_N`, `targets_N` and `support_NS`
@@ -63,6 +66,17 @@ class DeviceMicroBatch:
     routing: TokenRouting | None = None
     times_S: Tensor | None = None
     own: OwnTokens | None = None
+    pictures: Pictures | None = None
+    axes_3S: Tensor | None = None
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The positions of the tokens in the form of the model's call: (1, S), or (4, 1, S) with
+        three axes after those that tell samples apart.
+        """
+        if self.axes_3S is None:
+            return self.positions_S[None]
+        return torch.cat([self.positions_S[None], self.axes_3S])[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +127,11 @@ def to_device(
     balance: bool = False,
     context: ContextGroup | None = None,
     routed: RoutedLayers | None = None,
+    reader: PictureReader | None = None,
 ) -> DeviceMicroBatch:
     """Move a micro-batch to a device. `balance`: the experts' balance is wanted (`times_S`).
     `context`: the ranks over which its tokens are cut. `routed`: the engine's choices of experts
-    are wanted (`routing`).
+    are wanted (`routing`). `reader`: reads its pictures.
     """
 
     def move(array: Any) -> Tensor:
@@ -158,6 +173,9 @@ def to_device(
     def slice_of(values_S: Any) -> Tensor:
         return move(values_S if part is None else part.cut(values_S))
 
+    pictures, axes_3S = (
+        reader.read(micro_batch, device) if reader and micro_batch.sees else (None, None)
+    )
     return DeviceMicroBatch(
         tokens_S=slice_of(samples.tokens_S[computed]),
         positions_S=slice_of(positions_T[computed]),
@@ -176,6 +194,8 @@ def to_device(
         routing=routing,
         times_S=slice_of(_times(micro_batch)) if balance else None,
         own=own,
+        pictures=pictures,
+        axes_3S=axes_3S,
     )
 
 
@@ -256,9 +276,14 @@ def _gathered(values: Tensor, samples: DeviceMicroBatch) -> Tensor:
 
 def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
     """The last hidden states of the tokens before the loss tokens, shape (N, H)."""
-    hidden_1SH: Tensor = model.base_model(
-        input_ids=samples.tokens_S[None],
-        position_ids=samples.positions_S[None],
+    tokens: dict[str, Any] = (
+        {"input_ids": samples.tokens_S[None]}
+        if samples.pictures is None
+        else samples.pictures.embedded(model, samples.tokens_S)
+    )
+    hidden_1SH: Tensor = language_model(model)(
+        **tokens,
+        position_ids=samples.position_ids,
         use_cache=False,
         segments=samples.segments,
         needed_P=samples.needed_P,

@@ -120,7 +120,10 @@ def _shard(
     blocks = set(model.model._no_split_modules or ())
     for module in model.model.modules():
         if type(module).__name__ in blocks:
-            fully_shard(module, **options)
+            # A frozen tower has no backward pass, for which its blocks could stay.
+            trains = any(parameter.requires_grad for parameter in module.parameters())
+            own = {} if trains or config.lora else {"reshard_after_forward": True}
+            fully_shard(module, **{**options, **own})
     # The backward pass begins with the head: what is outside of blocks stays until then.
     fully_shard(model, **{**options, "reshard_after_forward": False})
     for module in _sharded(model):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
+from agentrl.models.vision import language_model, part_of, sees
 from agentrl.models.weight_names import WeightNames
 from agentrl.protocols.weight_source import LowRankBase, WeightUnit
 from agentrl.rollout.seeds import derive_seed
@@ -43,13 +44,17 @@ class Adapters:
     shapes: Mapping[str, torch.Size]
     stored: Sequence[Stored]
     config: Any
+    files: Mapping[str, str]
+    """The names that the model's weights have in the folder, where they are others."""
     weights_in: str = ADAPTER
     stem: str = "adapter_model"
 
     @staticmethod
-    def add(model: Any, origin: Path, settings: LoraSettings) -> "Adapters":
-        """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor`
-        gives.
+    def add(
+        model: Any, origin: Path, settings: LoraSettings, weights: Sequence[Stored] = ()
+    ) -> "Adapters":
+        """Freeze a model of the folder `origin`, and add adapters to its language model, whose
+        values `first_factor` gives. `weights`: the tensors of the folder.
 
         Raises:
             ConfigError: peft is missing, the model lacks one of the targets, or it is not linear or
@@ -62,11 +67,15 @@ class Adapters:
                 f"trainer.lora needs peft ({error}): {install_command('lora')}"
             ) from error
         _check_linear(model)
-        targets = (
-            _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
-        )
         if settings.targets != "all-linear":
             _check_targets(model, settings.targets)
+        targets = (
+            _seeing_targets(model, settings.names)
+            if sees(model.config)
+            else _linear_layers(model)
+            if settings.targets == "all-linear"
+            else list(settings.targets)
+        )
         config = LoraConfig(
             r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets
         )
@@ -74,8 +83,12 @@ class Adapters:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in trained.items()}
         stored = [Stored(_in_peft(name), shape, name) for name, shape in shapes.items()]
-        adapters = Adapters(model, origin, shapes, stored, config)
-        missing = adapters.factors(trained).keys() - weight_files(origin).keys()
+        in_folder = weight_files(origin)
+        files = {
+            one.of: one.name for one in weights if one.of not in in_folder and one.name in in_folder
+        }
+        adapters = Adapters(model, origin, shapes, stored, config, files)
+        missing = adapters.factors(trained).keys() - in_folder.keys()
         if missing:
             raise ConfigError(
                 f"trainer.lora.targets={targets} names layers whose weights {origin} does not hold"
@@ -87,29 +100,34 @@ class Adapters:
     def update(self) -> LowRankBase | None:
         """See `WeightSource`."""
         scale = self.config.lora_alpha / self.config.r
-        adapted = {_split(name)[0] for name in self.shapes}
+        adapted = {self._split(name)[0] for name in self.shapes}
         return LowRankBase(self.origin.absolute(), dict.fromkeys(sorted(adapted), scale))
 
     @property
     def units(self) -> Sequence[WeightUnit]:
         """See `WeightSource`."""
         return [
-            WeightUnit((name,), {"/".join(_split(name)): tuple(shape)})
+            WeightUnit((name,), {"/".join(self._split(name)): tuple(shape)})
             for name, shape in self.shapes.items()
         ]
 
     def published(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `TrainableParameters`."""
-        return {"/".join(_split(name)): tensor for name, tensor in own.items()}
+        return {"/".join(self._split(name)): tensor for name, tensor in own.items()}
 
     def factors(self, whole: Mapping[str, Tensor]) -> Mapping[str, Factors]:
         """The update of each weight that has an adapter."""
         pairs: dict[str, dict[str, Tensor]] = {}
         for name, tensor in whole.items():
-            weight, side = _split(name)
+            weight, side = self._split(name)
             pairs.setdefault(weight, {})[side] = tensor.detach()
         scale = self.config.lora_alpha / self.config.r
         return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """The weight of the folder that a factor adapts, and the factor's side, A or B."""
+        weight, side = _split(name)
+        return self.files.get(weight, weight), side
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `TrainableParameters`."""
@@ -165,7 +183,9 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
     where = f"trainer.lora.targets={list(targets)}"
     layers = dict(model.named_modules())
     linear = {
-        name.rpartition(".")[2] for name, layer in layers.items() if _is_inner_linear(model, layer)
+        name.rpartition(".")[2]
+        for name, layer in layers.items()
+        if _is_inner_linear(model, layer) and part_of(name) == "language"
     }
     known = f"name linear layers by the ends of their names, such as {', '.join(sorted(linear))}"
     if not targets:
@@ -175,6 +195,11 @@ def _check_targets(model: Any, targets: Sequence[str]) -> None:
         if not named:
             raise ConfigError(
                 f"{where}: {target!r} is not found in {type(model).__name__}: {known}"
+            )
+        if sees(model.config) and all(part_of(name) != "language" for name in named):
+            raise ConfigError(
+                f"{where}: {target} is in the tower or the projector alone, and adapters are of the"
+                f" language model only: {known}"
             )
         for name in named:
             if layers[name] is model.get_output_embeddings():
@@ -210,6 +235,21 @@ def _linear_layers(model: Any) -> str | list[str]:
     own = ((name, name.rpartition(".")[2]) for name in linear if ".mlp." not in name)
     # A number names layers as well.
     return sorted({name if last.isdigit() else last for name, last in own})
+
+
+def _seeing_targets(model: Any, names: Sequence[str]) -> str:
+    """A pattern of the linear layers of the language model in a model that sees, of all or of those
+    whose names end so.
+    """
+    inside = language_model(model)
+    place = next(name for name, module in model.named_modules() if module is inside)
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in inside.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    ends = "|".join(re.escape(name) for name in names or sorted(linear))
+    return rf"{re.escape(place)}\.(.*\.)?({ends})"
 
 
 def first_factor(name: str, shape: torch.Size) -> Tensor:

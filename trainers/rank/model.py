@@ -20,6 +20,7 @@ from agentrl.models.attention_check import check_attention, check_context, check
 from agentrl.models.last_layer import compute_only_needed
 from agentrl.models.routing import Balance, layers_with_experts, take_choices
 from agentrl.models.source import here
+from agentrl.models.vision import attention_of, auto_class
 from agentrl.models.weight_names import WeightNames
 from agentrl.trainers.compute.attention import ATTENTION
 from agentrl.trainers.compute.context import ContextGroup
@@ -45,6 +46,7 @@ from agentrl.trainers.rank.origin import (
     state_by_name,
     stored_tensors,
 )
+from agentrl.trainers.rank.seeing import check_seeing, freeze_parts
 from agentrl.trainers.rank.sharding import Sharding
 from agentrl.trainers.rank.trainable import AllWeights, TrainableParameters
 from agentrl.trainers.settings import TrainerSettings
@@ -204,26 +206,28 @@ def make_model(
     Raises:
         ConfigError: the folder has no model, or one that cannot be trained exactly.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoConfig, AutoModelForTokenClassification
 
     folder, valued = here(spec.origin), spec.head == "value"
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{folder} is no Hugging Face model folder: there is no config.json in it"
         )
-    kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
     options: dict[str, Any] = {"trust_remote_code": spec.config.trust_remote_code}
     options |= {"num_labels": 1} if valued else {}
     with quiet(), on_meta():
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
         check_kind(config, folder, trust_remote_code=spec.config.trust_remote_code)
+        check_seeing(spec, config)
+        kind: Any = AutoModelForTokenClassification if valued else auto_class(config)
         model = kind.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention_of(config, ATTENTION),
             trust_remote_code=spec.config.trust_remote_code,
         )
     model.eval()
+    freeze_parts(model, spec)
     compute_only_needed(model)
     balance = _balance(model, spec)
     if spec.routing != "off":
@@ -251,10 +255,11 @@ def make_model(
             {name: weight.shape for name, weight in before.items()},
             WeightNames.of(model),
             stored,
+            frozenset(name for name, p in model.named_parameters() if not p.requires_grad),
         )
     else:
         with on_meta():
-            trainable = Adapters.add(model, folder, lora)
+            trainable = Adapters.add(model, folder, lora, stored)
         made |= {
             name: partial(first_factor, name, shape) for name, shape in trainable.shapes.items()
         }

@@ -3,7 +3,7 @@ checkpoints.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +109,16 @@ def model_tensors(model: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class AllWeights:
-    """`TrainableParameters`: the whole model."""
+    """`TrainableParameters`: the whole model. Those that are `frozen` are in checkpoints, and
+    engines keep their own.
+    """
 
     model: Any
     origin: Path
     shapes: Mapping[str, torch.Size]
     names: WeightNames
     stored: Sequence[Stored]
+    frozen: Collection[str] = ()
     weights_in: str = "."
     stem: str = "model"
 
@@ -131,7 +134,8 @@ class AllWeights:
     @property
     def units(self) -> Sequence[WeightUnit]:
         """See `WeightSource`."""
-        return [WeightUnit(own, shapes) for own, shapes in self.names.groups(self.shapes)]
+        trained = {name: one for name, one in self.shapes.items() if name not in self.frozen}
+        return [WeightUnit(own, shapes) for own, shapes in self.names.groups(trained)]
 
     def published(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `TrainableParameters`."""

@@ -28,6 +28,8 @@ from torch import Tensor
 from agentrl.arrays import FloatArray
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.models.routing import balance_loss, layers_with_experts
+from agentrl.models.source import here
+from agentrl.models.vision import Vision, sees
 from agentrl.net.interfaces import LOOPBACK, own_address
 from agentrl.placement.mesh import Mesh
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
@@ -35,6 +37,7 @@ from agentrl.protocols import Loss, LossTokens, uses_entropy
 from agentrl.protocols.weight_source import SendWeights
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.compute.forward import DeviceMicroBatch, RoutedLayers, to_device
+from agentrl.trainers.compute.pictures import PictureReader
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.rank import checkpoint
 from agentrl.trainers.rank.gradient_norms import norms_of
@@ -57,6 +60,7 @@ class TrainerRank:
         self._rank = rank
         self._sharding: Sharding | None = None
         self._routed: RoutedLayers | None = None
+        self._reader: PictureReader | None = None
         self._meeting: socket.socket | None = None
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
@@ -86,8 +90,10 @@ class TrainerRank:
         meeting, self._meeting = self._meeting, None
         with meeting or nullcontext():  # a rank that is alone on its device does not use it
             self._sharding = make(self._spec, RankInfo(self._rank, mesh, address, meeting))
+        model = self.sharding.trainable.model
+        if sees(model.config):
+            self._reader = PictureReader(Vision(model, here(self._spec.origin)))
         if self._spec.routing != "off":
-            model = self.sharding.trainable.model
             self._routed = RoutedLayers(
                 layers_with_experts(model),
                 int(model.config.get_text_config().num_hidden_layers),
@@ -256,7 +262,19 @@ class TrainerRank:
 
     def _on_device(self, micro_batch: MicroBatch, *, balance: bool = False) -> DeviceMicroBatch:
         device, context = self.sharding.device, self.sharding.context
-        return to_device(micro_batch, device, balance=balance, context=context, routed=self._routed)
+        if micro_batch.sees and self._reader is None:
+            raise TrainingError(
+                f"the batch has pictures, and {self._spec.origin} is loaded without a tower: train"
+                " a model that sees"
+            )
+        return to_device(
+            micro_batch,
+            device,
+            balance=balance,
+            context=context,
+            routed=self._routed,
+            reader=self._reader,
+        )
 
     def _old_logprobs(
         self, micro_batches: Sequence[MicroBatch], tally: "_Tally"
