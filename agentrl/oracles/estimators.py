@@ -18,7 +18,7 @@ Dimension suffixes: P logits of the policy, W tokens of the problem, N loss toke
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations_with_replacement, product
+from itertools import accumulate, combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,7 @@ class Oracle:
     _decisions: list[Decision] = field(init=False)
     _first_tokens: list[list[int]] = field(init=False)  # of each decision's actions
     _numbers: dict[int, int] = field(init=False)  # of each decision, by its identity
+    _deciding_W: Tensor = field(init=False)  # 1 + the logit that decides a token; 0: it is certain
 
     def __post_init__(self) -> None:
         self._decisions = list(
@@ -113,17 +114,26 @@ class Oracle:
         self.states = list(dict.fromkeys(decision.state for decision in self._decisions))
         count = START + 1
         self._first_tokens = []
+        sizes = self.sizes
+        logits = dict(zip(sizes, accumulate(sizes.values(), initial=1), strict=False))
+        deciding = [0] * count
         for decision in self._decisions:
             first_tokens = []
-            for action in decision.actions:
+            for number, action in enumerate(decision.actions):
                 first_tokens.append(count)
                 count += action.tokens
+                deciding += [logits[decision.state] + number, *[0] * (action.tokens - 1)]
             self._first_tokens.append(first_tokens)
+        self._deciding_W = torch.tensor(deciding)
         self.paths = list(self._paths(self.root, 1.0, ()))
 
     def number(self, decision: Decision) -> int:
         """The number of a decision of the problem."""
         return self._numbers[id(decision)]
+
+    def first_token(self, decision: Decision) -> int:
+        """The token that begins the first action of a decision of the problem."""
+        return self._first_tokens[self.number(decision)][0]
 
     def decision_of(self, token: int) -> int:
         """The number of the decision at which this token begins an action."""
@@ -143,32 +153,19 @@ class Oracle:
         """The logprob of each token of the problem where it is sampled, shape W; 0 for tokens that
         are certain.
         """
-        decided = {
-            state: torch.log_softmax(own, 0) for state, own in self._scale_logits(logits_P).items()
-        }
-        whole: list[Tensor] = [logits_P.new_zeros(1)]
-        for decision in self._decisions:
-            for number, action in enumerate(decision.actions):
-                whole += [
-                    decided[decision.state][number : number + 1],
-                    logits_P.new_zeros(action.tokens - 1),
-                ]
-        return torch.cat(whole)
+        own = [torch.log_softmax(own, 0) for own in self._scale_logits(logits_P).values()]
+        return torch.cat([logits_P.new_zeros(1), *own])[self._deciding_W]
 
     def entropies(self, logits_P: Tensor) -> Tensor:
         """The entropy of the policy before each token of the problem, shape W; 0 for tokens that
         are certain.
         """
-        found = {}
-        for state, own in self._scale_logits(logits_P).items():
+        found = [logits_P.new_zeros(1)]
+        for own in self._scale_logits(logits_P).values():
             logprobs = torch.log_softmax(own, 0)
             possible = logprobs[torch.isfinite(logprobs)]
-            found[state] = -(possible.exp() * possible).sum()
-        whole: list[Tensor] = [logits_P.new_zeros(1)]
-        for decision in self._decisions:
-            for action in decision.actions:
-                whole += [found[decision.state][None], logits_P.new_zeros(action.tokens - 1)]
-        return torch.cat(whole)
+            found.append(-(possible.exp() * possible).sum().expand(len(own)))
+        return torch.cat(found)[self._deciding_W]
 
     def left(self, logits_P: Tensor, sampling: SamplingParams) -> Tensor:
         """The actions that sampling leaves in each state, each of which is one token there;
