@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
@@ -62,8 +62,8 @@ class FrozenLake(TextEnv):
         """Probability that a cell is frozen. Below 0.6 a large map almost never has a path to the
         goal.
         """
-        slippery: bool = False
-        """If true, two of three moves go sideways, as in Gymnasium's default."""
+        slippery: bool | Annotated[float, Field(ge=0, le=1)] = False
+        """The share of moves that go sideways. If true, two of three, as is Gymnasium's default."""
         view: Literal["grid", "picture"] = "grid"
         """The observation: the grid as text, or a picture of 28 x 28 pixels per cell."""
 
@@ -75,7 +75,7 @@ class FrozenLake(TextEnv):
     def __init__(self) -> None:
         self._lake: gymnasium.Env[int, int] | None = None
         self._desc: Map = ()
-        self._slippery = False
+        self._slips = 0.0
         self._sees = False
         self._state = 0
         self._over = True
@@ -84,11 +84,14 @@ class FrozenLake(TextEnv):
         """Set up the map of this seed."""
         chosen = read_options(self.Options, options)
         desc = _map(chosen.size, chosen.p, seed)
-        if self._lake is None or (desc, chosen.slippery) != (self._desc, self._slippery):
+        slips = 2 / 3 if chosen.slippery is True else float(chosen.slippery)
+        if self._lake is None or (desc, slips) != (self._desc, self._slips):
             # gymnasium.make would only add its time limit and its checks, at several times the
             # cost. All state of an episode is set by reset, so the environment can be reused.
-            self._lake = FrozenLakeEnv(desc=list(desc), is_slippery=chosen.slippery)
-            self._desc, self._slippery = desc, chosen.slippery
+            self._lake = FrozenLakeEnv(
+                desc=list(desc), is_slippery=slips > 0, success_rate=1 - slips
+            )
+            self._desc, self._slips = desc, slips
         self._state, _ = self._lake.reset(seed=seed)
         self._over = False
         self._sees = chosen.shows_images

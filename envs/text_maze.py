@@ -1,9 +1,9 @@
 """A maze of which the player sees only adjacent cells, new for every seed; higher levels have
 locked doors and keys.
 
-The observation says what lies left, down, right and up, and which keys the player holds. It never
-says where the player is: finding the goal takes memory. Walking onto a key takes it for the whole
-episode; a door opens with its key.
+The observation says what lies left, down, right and up, and which keys the player holds. Unless
+asked to (`located`), it never says where the player is: finding the goal takes memory. Walking
+onto a key takes it for the whole episode; a door opens with its key.
 """
 
 import random
@@ -86,6 +86,9 @@ class TextMaze(TextEnv):
         brief: bool = False
         """If true, the view is one line that names open ways (`down, right: goal`) and held
         keys."""
+        located: bool = False
+        """If true, the view also says where the player and the goal are: then no memory is needed
+        to know a place again."""
 
         @field_validator("cells")
         @classmethod
@@ -102,7 +105,7 @@ class TextMaze(TextEnv):
         """Set up the maze of this seed."""
         chosen = read_options(self.Options, options)
         self.maze = make_maze(chosen.level, seed, chosen.side, chosen.cells)
-        self._brief = chosen.brief
+        self._brief, self._located = chosen.brief, chosen.located
         self.cell = self.maze.start
         self.visited = {self.cell}
         self.keys: tuple[str, ...] = ()
@@ -207,6 +210,13 @@ class TextMaze(TextEnv):
         return to if door == "" or door in self.keys else None
 
     def _view(self) -> str:
+        if not self._located:
+            return self._surroundings()
+        (row, column), (goal_row, goal_column) = self.cell, self.maze.goal
+        at = f"You: {row} {column}. Goal: {goal_row} {goal_column}."
+        return f"{at}\n{self._surroundings()}"
+
+    def _surroundings(self) -> str:
         seen = {word: self._look(word) for word in MOVES}
         held = ", ".join(f"{key} key" for key in self.keys)
         if not self._brief:

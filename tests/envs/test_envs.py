@@ -387,13 +387,20 @@ def test_the_careful_player_never_falls_and_always_moves() -> None:
     assert 5 < won < 60
 
 
-def test_maps_differ_between_seeds_and_slippery_ice_slips() -> None:
+def test_maps_differ_between_seeds() -> None:
     assert len({lake(seed)[1] for seed in range(50)}) > 30
-    slipped = 0
-    for seed in range(30):
-        env, _ = lake(seed, p=1.0, slippery=True)
-        slipped += not env.step("right")[0].startswith(" S P")
-    assert 5 < slipped < 28
+
+
+def slips(slippery: bool | float) -> int:
+    """How many of 30 first moves to the right lead elsewhere."""
+    lakes = [lake(seed, p=1.0, slippery=slippery)[0] for seed in range(30)]
+    return sum(not env.step("right")[0].startswith(" S P") for env in lakes)
+
+
+def test_ice_slips_as_often_as_it_should() -> None:
+    assert 5 < slips(True) < 28
+    assert [slips(share) for share in (False, 0, 1)] == [0, 0, 30]
+    assert slips(0.02) < 10 < slips(0.8)
 
 
 def test_a_reset_on_the_lake_is_fast() -> None:
