@@ -33,9 +33,9 @@ test fast coverage long reach chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
 # Modules are compiled by the first process that imports them and shared by all others, also where a machine says that
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
-demo demo-cluster learn test fast coverage long reach chaos: export PYTHONDONTWRITEBYTECODE =
+demo demo-cluster learn yardsticks test fast coverage long reach chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install release demo demo-cluster learn real test fast coverage long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
+.PHONY: install release demo demo-cluster learn real yardsticks test fast coverage long reach gpu agents chaos types check lock docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -87,6 +87,12 @@ real: install
 # A tiny model learns built-in environments (examples/learn), with three seeds each. Not in CI.
 learn: install
 	$(BIN)/python benchmarks/learn.py
+
+# Published results, repeated with five seeds each: it writes docs/yardsticks.md. At most 90 minutes on two quiet cores; what
+# has ended is not trained again. YARDSTICKS="kuhn --seeds 1 2" for some of it. Not in CI.
+YARDSTICKS ?=
+yardsticks: install
+	$(BIN)/python -m benchmarks.yardsticks $(YARDSTICKS)
 
 chaos: install
 	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m "chaos or (slow and not long)" \

@@ -14,7 +14,6 @@ trained again.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from math import sqrt
@@ -22,6 +21,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
+from training import run_to_end
 
 CONFIG = Path(__file__).parents[1] / "examples" / "frozen_lake.yaml"
 ARMS = {
@@ -43,8 +43,6 @@ Curve = list[tuple[float, float]]
 def trained(arm: str, seed: int, steps: int) -> Path:
     """The folder of a run that has ended; it is trained, if it has not been."""
     folder = Path(f"runs/branches-{arm}-{seed}")
-    if (folder / "summary.json").exists():
-        return folder
     count = round(steps * (LONGER if arm == "with" else 1))
     # Both begin with the same imitation, which is made once.
     imitated = Path(f"runs/branches-without-{seed}/demonstrations")
@@ -52,17 +50,13 @@ def trained(arm: str, seed: int, steps: int) -> Path:
     settings = [
         *begun,
         f"seed={seed}",
-        f"run_dir={folder}",
         f"steps={count}",
         "trainer.schedule=constant",
         "rollout.groups_per_step=16",
         f"evaluation.every={max(1, steps // 4)}",
         *ARMS[arm],
     ]
-    agentrl = Path(sys.executable).with_name("agentrl")
-    command = [str(agentrl), "train", str(CONFIG), *settings, "--resume", "auto"]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    return folder
+    return run_to_end(folder, CONFIG, settings)
 
 
 def curve_of(folder: Path) -> Curve:

@@ -14,10 +14,7 @@ every seed, ends above the best constant for certain, and takes at most 600 CPU 
 """
 
 import argparse
-import json
 import os
-import resource
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +22,8 @@ from pathlib import Path
 from statistics import fmean
 
 from constant import best_constant
-from real import commit, rise, summary_of
+from real import rise, summary_of
+from training import run_to_end
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "learn"
 CPU_SECONDS = 600
@@ -41,38 +39,7 @@ MORE_SEEDS = [6, 8]
 def trained(name: str, seed: int) -> Path:
     """The folder of a run that has ended; it is trained, if it has not been."""
     folder = Path(f"runs/learn-{name}-{seed}")
-    summary = folder / "summary.json"
-    if (
-        summary.exists()
-        and json.loads(summary.read_text()).get("ended", {"how": "completed"})["how"] == "completed"
-    ):
-        return folder
-    command = [Path(sys.executable).with_name("agentrl"), "train", CONFIGS / f"{name}.yaml"]
-    before = cpu_seconds_of_children()
-    overrides = [f"seed={seed}", f"run_dir={folder}", "--resume", "auto"]
-    run = subprocess.Popen([*command, *overrides], stdout=sys.stderr)
-    try:
-        status = run.wait()
-    except KeyboardInterrupt:
-        # the run gets Ctrl-C too, and saves a checkpoint; `subprocess.run` would kill it
-        status = run.wait()
-    finally:
-        spent = folder / "cpu_seconds"  # of all launches, if one was stopped
-        earlier = float(spent.read_text()) if spent.exists() else 0.0
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "commit").write_text(commit())
-        spent.write_text(f"{earlier + cpu_seconds_of_children() - before:.0f}")
-    if status:
-        sys.exit(f"{folder} has not ended (exit status {status}): the same command goes on with it")
-    return folder
-
-
-def cpu_seconds_of_children() -> float:
-    """CPU seconds of all processes that this one has started and that have ended, with those that
-    they started.
-    """
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return run_to_end(folder, CONFIGS / f"{name}.yaml", [f"seed={seed}"])
 
 
 def shown(summary: dict[str, float], when: str) -> str:

@@ -10,13 +10,13 @@ is that of the code that prints the table.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from constant import best_constant
+from training import commit
 
 
 def rise(summary: dict[str, Any]) -> tuple[float, float]:
@@ -45,15 +45,6 @@ def summary_of(run: str) -> dict[str, Any]:
     if summary["success_before_interval"] is None or summary["success_after_interval"] is None:
         sys.exit(f"{run} was not evaluated: train it with evaluation.tasks=200.")
     return summary
-
-
-def commit() -> str:
-    """The commit of the code, with a mark if files differ from it."""
-    described = ["git", "describe", "--always", "--dirty=*", "--exclude=*"]
-    asked = subprocess.run(
-        described, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    return asked.stdout.strip() or "?"
 
 
 def main(runs: Sequence[str]) -> int:

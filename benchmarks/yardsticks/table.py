@@ -1,0 +1,119 @@
+"""The yardsticks. Each run takes a minute or two of one core."""
+
+from collections.abc import Sequence
+
+from benchmarks.yardsticks.yardstick import Order, Yardstick
+
+SMALL = (
+    "recipe.demonstrations.episodes=1024",
+    "rollout.groups_per_step=8",
+    "rollout.group_size=8",
+    "steps=16",
+    "evaluation.tasks=100",
+    "evaluation.every=4",
+    "trainer.minibatches=1",
+    "trainer.schedule=constant",
+)
+"""What makes an example fit into the time."""
+
+CRITIC = "critic={lr: 2e-3}"
+
+
+def _ragen(name: str, config: str, published: str, settings: Sequence[str]) -> Yardstick:
+    """PPO and GRPO with and without the filter of groups that hardly vary."""
+    return Yardstick(
+        name,
+        published,
+        config,
+        {
+            "GRPO": ["algorithm.name=grpo"],
+            "GRPO, filter": ["algorithm.name=grpo", "batch_processing.keep_variance=0.9"],
+            "PPO": ["algorithm.name=ppo", CRITIC],
+        },
+        [Order("GRPO, filter", "GRPO")],
+        [*SMALL, *settings],
+        note="PPO has no groups to compare here, so the filter does not apply to it.",
+    )
+
+
+YARDSTICKS = (
+    Yardstick(
+        "t_maze",
+        "Only a policy that remembers gets beyond one half (Bakker 2002; POMDP T-maze).",
+        "t_maze",
+        {"full context": [], "last turn only": ["rollout.context={name: last_k, turns: 1}"]},
+        [Order("full context", "last turn only")],
+        metric="exact/return",
+    ),
+    Yardstick(
+        "kuhn",
+        "Baselines by role keep self-play from collapsing (SPIRAL, arXiv:2506.24119); measured by"
+        " exploitability, 0 in equilibrium.",
+        "kuhn_self_play",
+        {"by role": [], "one baseline": ["algorithm.roles=false"]},
+        [Order("by role", "one baseline")],
+        ["steps=40"],
+        metric="exact/exploitability",
+        best="low",
+        note="In Kuhn poker the first seat loses 1/18 of a chip only, so roles say little.",
+    ),
+    Yardstick(
+        "guess_number",
+        "A discount of 0.9 finds binary search, none does not (GEM, arXiv:2510.01051).",
+        "learn/guess_number",
+        {
+            "gamma 0.9": ["algorithm.gamma=0.9"],
+            "gamma 1": ["algorithm.gamma=1"],
+        },
+        [Order("gamma 0.9", "gamma 1")],
+        [*SMALL, "algorithm.name=reinforce", "rollout.budget.turns=4"],
+        metric="eval/turns",
+        best="low",
+    ),
+    _ragen(
+        "frozen_lake",
+        "frozen_lake",
+        "With 2 % slip the top-p filter lifts PPO from 67.0 to 77.9 and not GRPO (70.9 to 67.9)"
+        " (RAGEN-2, arXiv:2604.06268).",
+        ["env.options={slippery: 0.02}"],
+    ),
+    _ragen(
+        "frozen_lake_slippery",
+        "frozen_lake",
+        "The gain of the filter vanishes at 80 % slip (RAGEN-2).",
+        ["env.options={slippery: 0.8}"],
+    ),
+    _ragen(
+        "sokoban",
+        "learn/sokoban",
+        "The filter lifts GRPO from 12.1 to 21.1 and PPO from 12.9 to 28.9 (RAGEN-2).",
+        [],
+    ),
+    Yardstick(
+        "long_horizon",
+        "GiGPO beats GRPO (86.7 to 72.8 in ALFWorld, arXiv:2505.10978), and so does PPO by turns"
+        " (arXiv:2512.17008).",
+        "learn/text_maze",
+        {
+            "GRPO": ["algorithm.name=grpo"],
+            "GiGPO": ["algorithm.name=gigpo"],
+            "turn PPO": ["algorithm.name=turn_ppo", CRITIC],
+        },
+        [Order("GiGPO", "GRPO"), Order("turn PPO", "GRPO")],
+        SMALL,
+    ),
+    Yardstick(
+        "maze",
+        "A maze whose places have names is learned, one that shows only what is next to the player"
+        " is hard for PPO (79.7 and 42.4, LMRL-Gym, arXiv:2311.18232).",
+        "learn/text_maze",
+        {
+            "fully observed": ["env.options={side: 8, cells: 12, brief: true, located: true}"],
+            "partly observed": ["env.options={side: 8, cells: 12, brief: true}"],
+        },
+        [Order("fully observed", "partly observed")],
+        [*SMALL, "algorithm.name=turn_ppo", CRITIC],
+    ),
+)
+
+__all__ = ["YARDSTICKS"]

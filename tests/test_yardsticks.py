@@ -1,0 +1,76 @@
+"""The yardsticks: their settings are right before hours are spent on them, and the page is what the
+curves say.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import load_config
+from benchmarks.yardsticks.curves import read_results, write_results
+from benchmarks.yardsticks.page import HEAD, section, verdict_of
+from benchmarks.yardsticks.table import YARDSTICKS
+from benchmarks.yardsticks.yardstick import EXAMPLES, Curve, Order, Yardstick
+
+DOCS = Path(__file__).parents[1] / "docs"
+GAME = Yardstick(
+    "game", "One is better.", "t_maze", {"a": [], "b": []}, [Order("a", "b")], metric="win"
+)
+
+
+def ending(*values: float) -> Curve:
+    return Curve(range(len(values)), [10 * n for n in range(len(values))], values, 60, "abc")
+
+
+@pytest.mark.parametrize("yardstick", YARDSTICKS, ids=lambda one: one.name)
+def test_every_arm_of_a_yardstick_is_a_valid_run(yardstick: Yardstick) -> None:
+    configs = [
+        load_config(
+            EXAMPLES / f"{yardstick.config}.yaml", [*yardstick.settings, *settings]
+        ).config.model_dump()
+        for settings in yardstick.arms.values()
+    ]
+    assert all(one != other for n, one in enumerate(configs) for other in configs[:n])
+    assert {arm for order in yardstick.orders for arm in (order.better, order.worse)} <= set(
+        yardstick.arms
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ((0.9, 0.8, 0.85), (0.5, 0.4, 0.5), "holds"),
+        ((0.5, 0.4, 0.5), (0.9, 0.8, 0.85), "reversed"),
+        ((0.9, 0.2, 0.5), (0.5, 0.4, 0.5), "not shown"),
+        ((0.9,), (0.5,), "not shown"),
+    ],
+)
+def test_an_order_holds_if_seeds_agree(
+    first: tuple[float, ...], second: tuple[float, ...], words: str
+) -> None:
+    arms = {
+        arm: {str(seed): ending(0.1, end) for seed, end in enumerate(ends)}
+        for arm, ends in {"a": first, "b": second}.items()
+    }
+    assert verdict_of(GAME, GAME.orders[0], arms).words == words
+
+
+def test_a_run_has_collapsed_if_it_lost_most_of_what_it_had_gained() -> None:
+    assert ending(0.2, 0.8, 0.3).collapsed("high")
+    assert not ending(0.2, 0.8, 0.6).collapsed("high")
+    assert not ending(0.2, 0.22, 0.2).collapsed("high")
+    assert ending(0.8, 0.2, 0.7).collapsed("low")
+
+
+def test_the_page_is_what_the_curves_say(tmp_path: Path) -> None:
+    results = read_results()
+    page = (DOCS / "yardsticks.md").read_text()
+    assert page.startswith(HEAD)
+    for yardstick in YARDSTICKS:
+        arms = results.get(yardstick.name)
+        assert (f"`{yardstick.name}`" if arms is None else section(yardstick, arms)) in page
+    pictures = set(re.findall(r"\(pictures/(yardstick_.+?\.png)\)", page))
+    assert pictures == {one.name for one in (DOCS / "pictures").glob("yardstick_*.png")}
+    write_results(results, tmp_path / "results.json")
+    assert read_results(tmp_path / "results.json") == results
