@@ -116,7 +116,8 @@ def sample(
     tokens: list[int] = [*random.integers(3, 280, 4)]
     placed: list[PlacedImage] = []
     for image in images:
-        count = int(np.prod(vision.inputs([image]).grids[0])) // 4
+        with torch.no_grad():
+            count = len(vision.features(vision.inputs([image])).rows_FH)
         placed.append(PlacedImage(len(tokens) + 1, count, image))
         tokens += [BEGIN, *[IMAGE] * count, END, *random.integers(3, 280, 2)]
     tokens += [*random.integers(3, 280, loss)]
@@ -136,12 +137,10 @@ def alone(own: Any, vision: Vision, one: TrainingSample) -> Tensor:
     """The logprobs of a sample's loss tokens by the family's own forward pass."""
     shown: dict[str, Tensor] = {}
     if one.images:
-        kinds_1T = torch.zeros(1, len(one.token_ids), dtype=torch.int)
-        for image in one.images:
-            kinds_1T[0, image.start : image.stop] = 1
-        inputs = vision.inputs([image.image for image in one.images])
-        shown = {**inputs.tensors, "mm_token_type_ids": kinds_1T}
+        shown |= vision.inputs([image.image for image in one.images]).tensors
     ids_1T = torch.from_numpy(one.token_ids.astype(np.int64))[None]
+    if one.images and hasattr(own.model, "get_rope_index"):
+        shown["mm_token_type_ids"] = (ids_1T == IMAGE).int()
     own.model.rope_deltas = None
     logprobs_TV = own(input_ids=ids_1T, **shown).logits[0].log_softmax(-1)
     before_N = torch.from_numpy(np.flatnonzero(one.loss_mask) - 1)
